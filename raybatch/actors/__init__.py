@@ -1,0 +1,1 @@
+"""Ray shells: coordinator, replica, pool."""

@@ -1,0 +1,1 @@
+"""What a replica runs: one module per backend, all with the protocol of `base`."""

@@ -1,0 +1,41 @@
+"""The protocol that every backend follows; small enough for a fake in tests."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+
+class Backend(Protocol):
+    """One engine inside one replica; owned by one thread.
+
+    Feedback flows only through `poll`, `stats` and `capacity`. A bad request comes back from
+    `poll` as a completion with an error; only a broken engine raises.
+    """
+
+    def capacity(self) -> Capacity:
+        """Return what the engine can hold; constant after the start."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests in this order; never blocks and never raises for a row."""
+
+    def poll(self) -> list[Completion]:
+        """Run at most one engine step and return the samples that finished in it."""
+
+    def num_unfinished(self) -> int:
+        """Return the number of submitted requests that have samples to come."""
+
+    def drain(self) -> list[Request]:
+        """Give back the requests that have not started, last submitted last."""
+
+    def export(self, request_ids: Sequence[int]) -> list[SequenceState]:
+        """Take running sequences out of the engine as data."""
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        """Go on with sequences that another engine exported."""
+
+    def stats(self) -> ReplicaStats:
+        """Return the counters."""
+
+    def close(self) -> None:
+        """Free everything; the backend is not used again."""

@@ -1,0 +1,146 @@
+"""Frozen configs of every component, validated when built; alone in reading the environment.
+
+`from_mapping` builds any of them from a plain mapping (a job file, keyword options) and refuses
+unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from raybatch.errors import ConfigError, did_you_mean
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+OnError = Literal["row", "raise"]
+SpecialTokens = Literal["escape", "allow"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Options of one native engine.
+
+    Args:
+        dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
+        device: "auto" takes a GPU where Ray assigned one, else the CPU.
+        kv_cache_bytes: memory for KV; None takes a share of the free memory.
+        block_size_tokens: positions of one cache block.
+        max_batched_tokens: token budget of one step.
+        max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
+        max_model_len: longest prompt plus output; None takes the model's own limit.
+        enable_prefix_caching: share the KV of equal leading blocks between requests.
+        num_threads: torch threads of one engine on a CPU.
+    """
+
+    dtype: DType = "auto"
+    device: str = "auto"
+    kv_cache_bytes: int | None = None
+    block_size_tokens: int = 64
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 1024
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
+        for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
+            check_min(self, name, 1)
+        for name in ("kv_cache_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_min(self, name, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolConfig:
+    """Options of the pool of engine actors.
+
+    Args:
+        replicas: engine actors; None takes one per GPU of the cluster, or one per CPU core of
+            the driver's host where the cluster has no GPU.
+        num_cpus_per_replica: logical CPUs that Ray reserves for one replica.
+        num_gpus_per_replica: GPUs of one replica; None takes 1 where the cluster has GPUs.
+        max_row_crashes: a row whose replica died this often with it becomes an error row.
+        max_start_failures: starts of one replica that may fail in a row before the pool gives up.
+        idle_release_s: engines without work for so long are stopped, and started again on
+            demand; None keeps them until the driver ends.
+    """
+
+    replicas: int | None = None
+    num_cpus_per_replica: float = 0.1
+    num_gpus_per_replica: float | None = None
+    max_row_crashes: int = 3
+    max_start_failures: int = 3
+    idle_release_s: float | None = 600.0
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None:
+            check_min(self, "replicas", 1)
+        check_min(self, "num_cpus_per_replica", 0)
+        check_min(self, "max_row_crashes", 1)
+        check_min(self, "max_start_failures", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendConfig:
+    """Which backend a replica runs.
+
+    Args:
+        kind: "native", or "fake" (no model: answers are derived from the prompt; for tests).
+        options: of the backend itself, for example the step time of the fake.
+    """
+
+    kind: Literal["native", "fake"] = "native"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choice(self, "kind", ("native", "fake"))
+
+
+def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
+    """Build the config dataclass `cls` from `mapping`.
+
+    Args:
+        cls: a dataclass of this library.
+        mapping: field names to values; nested configs are built by the caller.
+        where: what the mapping is, for error messages, such as "job.yaml: engine".
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a missing one, or a value out of range.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in fields:
+            raise ConfigError(f"{where}: unknown option {key!r}{did_you_mean(str(key), fields)}")
+    try:
+        return cls(**mapping)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_min(config: object, name: str, minimum: float) -> None:
+    """Raise ConfigError unless the field is a number of at least `minimum`."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}"
+        )
+
+
+def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the field is one of `choices`."""
+    value = getattr(config, name)
+    if value not in choices:
+        hint = did_you_mean(str(value), choices)
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be one of {', '.join(choices)}, "
+            f"got {value!r}{hint}"
+        )
+
+
+def is_hub_offline() -> bool:
+    """Return whether the environment forbids the model hub (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")

@@ -1,0 +1,64 @@
+"""The exception tree of raybatch.
+
+    RaybatchError
+      ConfigError(ValueError)         a wrong option, template or job file
+      CapacityError                   a prompt cannot fit the KV cache or the model's context
+      ReplicaError                    an engine actor failed and could not be restarted
+      RowError                        raised only where the user asked for on_error="raise"
+      MissingDependency(ImportError)  an optional package is not installed
+
+A bad row is data (see `raybatch.types.Completion.error`), never an exception that ends a job.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RaybatchError(Exception):
+    """Base of every exception that raybatch raises on purpose."""
+
+
+class ConfigError(RaybatchError, ValueError):
+    """A wrong option, template or job file, found before any work starts."""
+
+
+class CapacityError(RaybatchError):
+    """A prompt cannot fit the KV cache or the model's context.
+
+    Args:
+        needed_tokens: tokens that the sequence needs at least.
+        available_tokens: tokens that the cache or the context can hold.
+    """
+
+    def __init__(self, message: str, *, needed_tokens: int, available_tokens: int) -> None:
+        super().__init__(message)
+        self.needed_tokens = needed_tokens
+        self.available_tokens = available_tokens
+
+
+class ReplicaError(RaybatchError):
+    """An engine actor failed and could not be restarted.
+
+    Args:
+        rank: index of the replica in its pool.
+        cause: what ended it, as text.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"replica {rank} failed: {cause}")
+        self.rank = rank
+        self.cause = cause
+
+
+class RowError(RaybatchError):
+    """A row failed and the stage was built with on_error="raise"."""
+
+
+class MissingDependency(RaybatchError, ImportError):
+    """An optional package is not installed; the message names the pip command."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the known name nearest to `name`, else ""."""
+    matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

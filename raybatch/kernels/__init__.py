@@ -1,0 +1,6 @@
+"""Every op of a forward pass; no Ray, no engine state.
+
+Shape letters, the same in the whole package: T tokens in the forward pass, S sequences, H query
+heads, G KV heads, D head dim, M model dim, F ffn dim, E experts, K top-k, L layers, N cache
+blocks, B block size, V vocab, X max blocks per sequence.
+"""

@@ -1,0 +1,70 @@
+"""What attention has to do in one step, as index tensors; built once, used by all layers."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillPart:
+    """Chunks of prompts in this step: causal attention of each chunk over its own tokens.
+
+    Args:
+        starts: first token (row of the forward batch) of each chunk, ascending.
+        lens: tokens of each chunk, all at least 1.
+    """
+
+    starts: tuple[int, ...]
+    lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextPart:
+    """Tokens that all attend to the same run of cached positions, in full (no causal mask).
+
+    It is how a chunk sees the part of its own prompt computed before this step, how the members
+    of a prefix group see their shared prefix, and how decode tokens see shared blocks.
+
+    Args:
+        query_idx: int64 [Q], rows of the forward batch.
+        block_ids: int64 [P], cache blocks in order of position.
+        num_tokens: valid positions, (P - 1) * B < num_tokens <= P * B.
+    """
+
+    query_idx: torch.Tensor
+    block_ids: torch.Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodePart:
+    """Decode tokens over cache blocks that one sequence alone uses ("page-centric").
+
+    Every (block, owner) pair occurs once; the blocks hold the token of this step as well.
+
+    Args:
+        block_ids: int64 [P], ascending, so that memory is walked in order.
+        owners: int64 [P], row of the forward batch (below num_decode) that attends to the block.
+        num_valid: int64 [P], valid positions of the block, 1..B.
+        is_contiguous: block_ids is exactly a range, so the pool can be sliced without a gather.
+    """
+
+    block_ids: torch.Tensor
+    owners: torch.Tensor
+    num_valid: torch.Tensor
+    is_contiguous: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """The parts of one step; a token's output merges all parts it occurs in by log-sum-exp.
+
+    Rows 0..num_decode-1 of the forward batch are decode tokens, one per sequence; the rest are
+    prompt chunks, one after another. Each row occurs in `decode` or in `prefill`, and in any
+    number of `contexts` (which never overlap in positions).
+    """
+
+    num_decode: int
+    decode: DecodePart | None
+    prefill: PrefillPart | None
+    contexts: tuple[ContextPart, ...]

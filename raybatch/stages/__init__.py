@@ -1,0 +1,1 @@
+"""Ray Data operators: columns in, columns out."""

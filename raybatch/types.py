@@ -1,0 +1,179 @@
+"""Frozen records that cross process and layer borders; no behaviour beyond validation."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Options that decide the tokens of one completion; names and meanings follow vLLM.
+
+    Defaults are greedy and short on purpose: the same answer on every run.
+
+    Args:
+        temperature: 0 picks the most likely token; above 0 divides the logits.
+        max_tokens: upper bound of generated tokens, at least 1.
+        min_tokens: stop tokens and stop strings are ignored before this many tokens.
+        top_k: keep the k most likely tokens; None keeps all.
+        top_p: keep the smallest set whose probability reaches this, in (0, 1].
+        min_p: drop tokens below this fraction of the most likely one, in [0, 1).
+        repetition_penalty: above 1 makes tokens of prompt and output less likely.
+        presence_penalty: subtracted once per token already generated, in [-2, 2].
+        frequency_penalty: subtracted per occurrence already generated, in [-2, 2].
+        seed: mixed with the row's id, so that results do not depend on placement.
+        n: samples per row.
+        logprobs: number of most likely tokens to report per position; None reports none.
+        stop: strings that end the text; cut off unless `include_stop_str_in_output`.
+        stop_token_ids: token ids that end the sequence, beside the model's own.
+        ignore_eos: go on after the model's end token.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("n", self.n >= 1, "at least 1"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or at least 0"),
+            ("stop", all(self.stop), "free of empty strings"),
+        )
+        for name, is_valid, allowed in ranges:
+            if not is_valid:
+                value = getattr(self, name)
+                raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is asked of an engine for one row.
+
+    Args:
+        request_id: unique among the requests that one pool has in flight.
+        row_id: the row's identity as the user sees it.
+        prompt_token_ids: int32 [P], read only.
+        sampling: options of this row.
+        seed: 64-bit; derived from the job's seed and `row_id`, never from the placement.
+        group_id: prefix-sharing group of the plan; None without a plan.
+        prefix_len: tokens of the prompt that the whole group shares.
+    """
+
+    request_id: int
+    row_id: str
+    prompt_token_ids: TokenIds
+    sampling: Sampling
+    seed: int = 0
+    group_id: int | None = None
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What came out for one sample of one request: tokens, or an error.
+
+    Args:
+        request_id: of the request.
+        sample_idx: 0..n-1.
+        token_ids: int32, generated tokens, the stop token included when one was generated.
+        finish_reason: "stop", "length", "error" or "capacity" (could not fit even alone).
+        stop_reason: the stop string or stop token id that ended it, None for the end token.
+        num_cached_tokens: prompt tokens whose KV came from another request.
+        text: set by backends that detokenize themselves; None leaves it to the stage.
+        logprobs: per generated token a pair (token ids, log probabilities), the sampled token
+            first; None unless asked for.
+        error: "" for a good completion, else "Type: message".
+    """
+
+    request_id: int
+    sample_idx: int = 0
+    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    finish_reason: FinishReason = "stop"
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    text: str | None = None
+    logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceState:
+    """A running sequence as data, so that another replica can go on with it.
+
+    The receiver computes the KV of prompt and `token_ids` again; sampling goes on at position
+    `len(token_ids)` with the same seed, so the tokens are those of an uninterrupted run.
+    """
+
+    request: Request
+    sample_idx: int
+    token_ids: TokenIds
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """What one backend can hold.
+
+    Args:
+        kv_tokens: tokens of KV cache.
+        max_model_len: longest prompt plus output, in tokens.
+        max_num_seqs: sequences that may run at once.
+        block_size: tokens of one cache block, the granularity of prefix sharing.
+    """
+
+    kv_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaStats:
+    """Counters of one backend since it started, and its state at this moment."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_fraction: float = 0.0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    engine_s: float = 0.0
