@@ -1,5 +1,6 @@
 """Frozen records that cross process and layer borders; no behaviour beyond validation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -177,3 +178,40 @@ class ReplicaStats:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     engine_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolStats:
+    """State of a pool of replicas; the counts of rows and tokens are those of one client stage.
+
+    Args:
+        num_replicas: replicas that the pool wants.
+        num_ready: replicas that answer.
+        num_restarts: replicas started again after a death.
+        rows_received: rows handed to the pool so far.
+        rows_done: rows that came back, error rows included.
+        errors: error class to number of rows.
+        prompt_tokens_received: of all rows handed over.
+        prompt_tokens_done: of the rows that came back.
+        cached_tokens: prompt tokens whose KV came from another request.
+        generated_tokens: of the rows that came back.
+        max_tokens_left: upper bound of tokens still to generate.
+        busy_s: seconds that engines spent in steps, summed over replicas.
+        first_row_s: seconds from the first row received to the first row back; None before.
+        replicas: counters of each live engine.
+    """
+
+    num_replicas: int = 0
+    num_ready: int = 0
+    num_restarts: int = 0
+    rows_received: int = 0
+    rows_done: int = 0
+    errors: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens_received: int = 0
+    prompt_tokens_done: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    max_tokens_left: int = 0
+    busy_s: float = 0.0
+    first_row_s: float | None = None
+    replicas: tuple[ReplicaStats, ...] = ()
