@@ -1,0 +1,232 @@
+"""Draw one token per row by inverting the cumulative probability at a given number in [0, 1).
+
+Every result is a function of its own row: the same logits, options and number give the same token
+in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
+_RUN_ENTRIES_CPU = 1 << 20
+_RUN_ENTRIES_GPU = 1 << 27
+_BLOCK = 256  # partial sums over so many tokens
+_WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawOptions:
+    """Options and numbers of S rows, float64 unless said; `top_k` is V where there is none."""
+
+    temperature: npt.NDArray[np.float64]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]
+    uniform: npt.NDArray[np.float64]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> "DrawOptions":
+        """Return the options of some rows."""
+        return DrawOptions(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            uniform=self.uniform[rows],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Token ids int64 [S], and the largest logit of each row: not finite for a broken row."""
+
+    token_ids: npt.NDArray[np.int64]
+    max_logits: npt.NDArray[np.float32]
+
+
+def draw_greedy(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
+    """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
+    found = [_argmax_run(run) for _, run in _runs(logits, rows)]
+    ids, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Drawn(token_ids=_numpy(ids), max_logits=_numpy(values))
+
+
+def draw_dense(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions) -> Drawn:
+    """Draw from the whole vocabulary in the order of token ids; min_p is the only filter."""
+    ids, values = [], []
+    for span, run in _runs(logits, rows):
+        max_logit = run.amax(dim=-1, keepdim=True)
+        weights = _weights(run, max_logit, _column(options.temperature[span], run))
+        min_p = options.min_p[span]
+        if min_p.any():
+            weights.masked_fill_(weights < _column(min_p, run, torch.float32), 0.0)
+        ids.append(_invert(weights, _column(options.uniform[span], run)))
+        values.append(max_logit[:, 0])
+    return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
+
+
+def draw_ranked(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions) -> Drawn:
+    """Draw from the most likely tokens, in falling order, where top_k or top_p cut the rest.
+
+    A few candidates settle almost every row. A row is settled only when its last kept token lies
+    strictly above the last candidate: then no equal logit outside the candidates was left out,
+    and the outcome is that of a full stable sort.
+    """
+    num_rows, vocab_size = len(rows), logits.shape[1]
+    ids = np.zeros(num_rows, np.int64)
+    max_logits = np.zeros(num_rows, np.float32)
+    pending = np.arange(num_rows)
+    for width in (*_WIDTHS, vocab_size):
+        is_last = width >= vocab_size
+        fits = is_last | (options.top_k[pending] < width) | (options.top_k[pending] == vocab_size)
+        tried = pending[fits]
+        if len(tried):
+            drawn, is_settled = _draw_candidates(
+                logits, rows[tried], options.take(tried), min(width, vocab_size)
+            )
+            ids[tried] = drawn.token_ids
+            max_logits[tried] = drawn.max_logits
+            # a broken row has no order; it is reported, not tried again
+            is_settled |= ~np.isfinite(drawn.max_logits)
+            pending = np.concatenate([pending[~fits], tried[~is_settled]])
+        if is_last or not len(pending):
+            break
+    return Drawn(token_ids=ids, max_logits=max_logits)
+
+
+def _draw_candidates(
+    logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions, width: int
+) -> tuple[Drawn, npt.NDArray[np.bool_]]:
+    ids, settled, max_logits = [], [], []
+    for span, run in _runs(logits, rows):
+        if width == run.shape[1]:
+            values, candidates = run.sort(dim=-1, descending=True, stable=True)
+        else:
+            values, candidates = _order_ties(*run.topk(width, dim=-1))
+        drawn, is_settled = _pick(run, values, candidates, options, span)
+        ids.append(drawn)
+        settled.append(is_settled)
+        max_logits.append(values[:, 0])
+    drawn_rows = Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(max_logits)))
+    return drawn_rows, _numpy(torch.cat(settled))
+
+
+def _pick(
+    run: torch.Tensor,  # [S, V]
+    values: torch.Tensor,  # [S, C] falling
+    candidates: torch.Tensor,  # [S, C] token ids
+    options: DrawOptions,
+    span: slice,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token per row, and whether the candidates were enough to know it."""
+    width, vocab_size = values.shape[1], run.shape[1]
+    top_k_host = options.top_k[span]
+    temperature = _column(options.temperature[span], run)
+    max_logit = values[:, :1]
+    weights = ((values - max_logit).double() / temperature).exp()
+    cumulative = weights.cumsum(dim=-1)
+    top_k = torch.from_numpy(np.minimum(top_k_host, width)).to(run.device)[:, None]
+    smallest = values.gather(1, top_k - 1)
+    in_top_k = values >= smallest
+    total = (weights * in_top_k).sum(dim=-1, keepdim=True)
+    has_top_k = torch.from_numpy(top_k_host < vocab_size).to(run.device)[:, None]
+    if width < vocab_size and not (top_k_host < vocab_size).all():
+        mass = _block_sums(_weights(run, max_logit, temperature)).sum(dim=-1, keepdim=True)
+        total = torch.where(has_top_k, total, mass)
+    is_kept = in_top_k & (cumulative - weights < _column(options.top_p[span], run) * total)
+    is_kept &= weights >= _column(options.min_p[span], run)
+    is_kept[:, 0] = True
+    last = is_kept.sum(dim=-1, keepdim=True) - 1
+    target = _column(options.uniform[span], run) * cumulative.gather(1, last)
+    choice = torch.minimum((cumulative <= target).sum(dim=-1, keepdim=True), last)
+    token_ids = candidates.gather(1, choice)[:, 0]
+    boundary = values[:, -1:]
+    is_settled = values.gather(1, last) > boundary
+    is_settled &= ~has_top_k | (smallest > boundary)
+    return token_ids, is_settled[:, 0] | (width == vocab_size)
+
+
+def _order_ties(
+    values: torch.Tensor, candidates: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put equal values in the order of their token ids, as a stable full sort would."""
+    if not bool((values[:, 1:] == values[:, :-1]).any()):
+        return values, candidates
+    candidates, order = candidates.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, candidates.gather(1, order)
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the first column where the running sum of `weights` passes `uniform` of the total."""
+    vocab_size = weights.shape[1]
+    sums = _block_sums(weights)
+    ends = sums.cumsum(dim=-1)
+    target = uniform * ends[:, -1:]
+    block = torch.minimum((ends <= target).sum(dim=-1, keepdim=True), _last_positive(sums))
+    rest = target - (ends.gather(1, block) - sums.gather(1, block))
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(1, columns.clamp(max=vocab_size - 1))
+    inside = inside.masked_fill(columns >= vocab_size, 0.0).double()
+    offset = (inside.cumsum(dim=-1) <= rest).sum(dim=-1, keepdim=True)
+    offset = torch.minimum(offset, _last_positive(inside))
+    return (block * _BLOCK + offset)[:, 0]
+
+
+def _last_positive(sums: torch.Tensor) -> torch.Tensor:
+    """Return the last column with a positive entry, 0 where there is none: [S, 1]."""
+    columns = torch.arange(sums.shape[1], device=sums.device)
+    return torch.where(sums > 0, columns, 0).amax(dim=-1, keepdim=True)
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Sum runs of tokens in float32 and hand them on in float64: [S, V] -> [S, V / _BLOCK].
+
+    Each partial sum is its own reduction, so the number of rows cannot change its rounding.
+    """
+    vocab_size = weights.shape[1]
+    even = vocab_size - vocab_size % _BLOCK
+    parts = [weights[:, :even].reshape(len(weights), -1, _BLOCK).sum(dim=-1)] if even else []
+    if even < vocab_size:
+        parts.append(weights[:, even:].sum(dim=-1, keepdim=True))
+    return torch.cat(parts, dim=1).double()
+
+
+def _weights(run: torch.Tensor, max_logit: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return (run - max_logit).div_(temperature.float()).exp_()
+
+
+def _argmax_run(run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # numpy's search uses the CPU's vector units, torch's does not; both take the first of equals
+    ids = run.argmax(dim=-1) if run.is_cuda else torch.from_numpy(run.numpy().argmax(axis=-1))
+    # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
+    return ids, run.gather(1, ids[:, None])[:, 0]
+
+
+def _runs(
+    logits: torch.Tensor, rows: npt.NDArray[np.int64]
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
+    entries = _RUN_ENTRIES_GPU if logits.is_cuda else _RUN_ENTRIES_CPU
+    length = max(1, entries // logits.shape[1])
+    is_all = len(rows) == logits.shape[0] and bool((np.diff(rows) == 1).all())
+    for start in range(0, len(rows), length):
+        span = slice(start, min(start + length, len(rows)))
+        if is_all:
+            yield span, logits[span]
+        else:
+            yield span, logits.index_select(0, torch.from_numpy(rows[span]).to(logits.device))
+
+
+def _column(
+    values: npt.NDArray[np.float64], like: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device, dtype)[:, None]
+
+
+def _numpy(values: torch.Tensor) -> npt.NDArray[Any]:
+    return values.cpu().numpy()
