@@ -1,0 +1,106 @@
+"""Checks OpenAI messages of a row and maps their text; rendering is the tokenizer's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raybatch.engine.prompt_errors import InvalidPrompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Message = dict[str, Any]
+
+
+def check_messages(messages: object) -> list[Message]:
+    """Return the messages as plain dicts, without keys that are null.
+
+    A null key is what an Arrow struct makes of an absent one.
+
+    Raises:
+        InvalidPrompt: naming the message and what is wrong with it.
+    """
+    if isinstance(messages, np.ndarray):
+        messages = messages.tolist()
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise InvalidPrompt(f"messages must be a list of dicts, got {_kind(messages)}")
+    if not messages:
+        raise InvalidPrompt("messages is empty")
+    return [_check_message(message, idx) for idx, message in enumerate(messages)]
+
+
+def _check_message(message: object, idx: int) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidPrompt(f"messages[{idx}] must be a dict, got {_kind(message)}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidPrompt(f"messages[{idx}].role must be one of {', '.join(ROLES)}, got {role!r}")
+    checked = {str(key): value for key, value in message.items() if value is not None}
+    content = checked.get("content")
+    if content is None:
+        if role != "assistant" or not checked.get("tool_calls"):
+            raise InvalidPrompt(f"messages[{idx}].content is null")
+        checked["content"] = None
+    elif not isinstance(content, str):
+        checked["content"] = _check_parts(content, idx)
+    return checked
+
+
+def _check_parts(content: object, idx: int) -> list[Message]:
+    if isinstance(content, np.ndarray):
+        content = content.tolist()
+    if isinstance(content, bytes) or not isinstance(content, Sequence):
+        raise InvalidPrompt(
+            f"messages[{idx}].content must be a string or a list of text parts, "
+            f"got {_kind(content)}"
+        )
+    parts: list[Message] = []
+    for part_idx, part in enumerate(content):
+        where = f"messages[{idx}].content[{part_idx}]"
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = repr(part.get("type")) if isinstance(part, Mapping) else _kind(part)
+            raise InvalidPrompt(f"{where} must be a part of type 'text', got {kind}")
+        if not isinstance(part.get("text"), str):
+            raise InvalidPrompt(f"{where}.text must be a string, got {_kind(part.get('text'))}")
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def join_parts(messages: Sequence[Message]) -> list[Message]:
+    """Turn contents of several parts into one string each, a line break between parts."""
+    joined = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        joined.append({**message, "content": content})
+    return joined
+
+
+def texts(value: object) -> list[str]:
+    """Return every string inside messages, in order; roles left out."""
+    found: list[str] = []
+    map_texts(value, lambda text: found.append(text) or text)
+    return found
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return messages with every string changed, keys included; roles stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change(key) if isinstance(key, str) else key: (
+                item
+                if key in ("role", "type") and item in (*ROLES, "text")
+                else (map_texts(item, change))
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,251 @@
+"""Text to token ids and back: one rendering, one tokenization, no control tokens from data.
+
+Wraps the tokenizer of a checkpoint. A value of a row is never a template.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.config import SpecialTokens as SpecialTokensMode
+from raybatch.engine.chat import Message, check_messages, join_parts, map_texts, texts
+from raybatch.engine.prompt_errors import InvalidPrompt, RenderError, TokenizeError
+from raybatch.engine.special_tokens import SpecialTokens
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.types import TokenIds
+
+# a template can loop over a row's text; what is longer than this is no prompt of any model
+_MAX_RENDERED_CHARS = 1 << 26
+
+_RESERVED_OPTIONS = (
+    "conversation",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+    "return_assistant_tokens_mask",
+    "chat_template",
+)
+
+
+class Tokenizer:
+    """The tokenizer of one model; build it with `Tokenizer.load`.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers; owned by this object.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise ConfigError(
+                f"{type(tokenizer).__name__} has no tokenizer.json; convert it with transformers "
+                "(save_pretrained of a fast tokenizer) and try again"
+            )
+        fast.no_truncation()
+        fast.no_padding()
+        self._tokenizer = tokenizer
+        self._fast = fast
+        names = _special_names(tokenizer, fast)
+        self.special_ids = frozenset(names.values())
+        self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
+        self._special = SpecialTokens(fast, names)
+        self._takes_parts: dict[str | None, bool] = {}
+        self._cleans_up = (
+            bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+            and type(fast.model).__name__ != "BPE"
+        )
+
+    @classmethod
+    def load(cls, model_path: str | os.PathLike[str]) -> "Tokenizer":
+        """Load the tokenizer of a checkpoint directory or hub id; never runs its code.
+
+        Raises:
+            ConfigError: there is no tokenizer that can be used.
+            MissingDependency: transformers is not installed.
+        """
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise MissingDependency(
+                "tokenizers need transformers: pip install 'raybatch[cpu]'"
+            ) from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                os.fspath(model_path), trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ConfigError(f"no usable tokenizer in {model_path}: {error}") from error
+        return cls(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def count_special(self, text: str) -> int:
+        """Return how many special tokens stand in `text` as plain characters."""
+        return self._special.count(text)
+
+    def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds:
+        """Return the ids of a plain prompt, with the begin token where the model wants one.
+
+        Args:
+            text: the prompt.
+            special_tokens: "escape" makes special tokens in `text` ordinary text; "allow" lets
+                them be control tokens, and a begin token at the start of `text` is not doubled.
+
+        Raises:
+            InvalidPrompt: not a string, or no tokens.
+            TokenizeError: the tokenizer failed.
+        """
+        if not isinstance(text, str):
+            raise InvalidPrompt(f"prompt must be a string, got {type(text).__name__}")
+        if special_tokens == "escape" and self._special.count(text):
+            return _encode(self._special.escaping, text, add_special_tokens=True)
+        ids = _encode(self._fast, text, add_special_tokens=True)
+        bos_id = self._tokenizer.bos_token_id
+        if bos_id is not None and len(ids) > 1 and ids[0] == bos_id == ids[1]:
+            return ids[1:]
+        return ids
+
+    def apply_chat(
+        self,
+        messages: object,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens: SpecialTokensMode = "escape",
+    ) -> TokenIds:
+        """Render messages with the chat template and tokenize the result once.
+
+        The model is asked for a new message, or to go on with the last one if that is the
+        assistant's.
+
+        Args:
+            messages: of one row, in the form of OpenAI's chat API, text only.
+            chat_template: in place of the model's own; part of the job, never of a row.
+            chat_template_kwargs: options of the template, such as `enable_thinking`.
+            special_tokens: "escape" keeps control tokens to the template.
+
+        Raises:
+            ConfigError: no template, or an option that is not the template's.
+            InvalidPrompt: the messages are malformed.
+            RenderError: the template refused them.
+            TokenizeError: the tokenizer failed.
+        """
+        if chat_template is None and not self.has_chat_template:
+            raise ConfigError(
+                "the model has no chat template; give chat_template or use prompt= for plain text"
+            )
+        options = dict(chat_template_kwargs or {})
+        for name in _RESERVED_OPTIONS:
+            if name in options:
+                raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
+        checked = check_messages(messages)
+        if not self._can_take_parts(chat_template, checked):
+            checked = join_parts(checked)
+        fast = self._fast
+        is_escaped = special_tokens == "escape" and self._has_special(checked)
+        if is_escaped:
+            fast = self._special.escaping
+            checked = map_texts(checked, self._special.mark)
+        rendered = self._render(checked, chat_template, options)
+        if is_escaped:
+            rendered = self._special.protect(rendered)
+        return _encode(fast, rendered, add_special_tokens=False)
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        text = self._fast.decode(_as_list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._clean(text)
+
+    def decode_batch(
+        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of many lists of token ids."""
+        found = self._fast.decode_batch(
+            [_as_list(token_ids) for token_ids in batch], skip_special_tokens=skip_special_tokens
+        )
+        return [self._clean(text) for text in found]
+
+    def _clean(self, text: str) -> str:
+        return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
+
+    def _has_special(self, messages: list[Message]) -> bool:
+        """Return whether any text holds a special token.
+
+        Raises:
+            InvalidPrompt: a special token is spread over neighbouring texts, where a template
+                that joins them would make it whole.
+        """
+        found = texts(messages)
+        apart = sum(map(self._special.count, found))
+        if self._special.count("".join(found)) > apart:
+            raise InvalidPrompt("a special token of the model is spread over several messages")
+        return apart > 0
+
+    def _render(
+        self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
+    ) -> str:
+        is_continued = messages[-1]["role"] == "assistant"
+        if "continue_final_message" not in options:
+            is_continued = is_continued and not options.get("add_generation_prompt", False)
+            options["continue_final_message"] = is_continued
+        options.setdefault("add_generation_prompt", not options["continue_final_message"])
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages, chat_template=chat_template, tokenize=False, **options
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
+        if len(rendered) > _MAX_RENDERED_CHARS:
+            raise RenderError(
+                f"chat template wrote {len(rendered)} characters, "
+                f"more than the limit of {_MAX_RENDERED_CHARS}"
+            )
+        return str(rendered)
+
+    def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
+        """Return whether the template understands contents that are lists of parts."""
+        if not any(isinstance(message["content"], list) for message in messages):
+            return True
+        if chat_template not in self._takes_parts:
+            parts = [{"type": "text", "text": "probe"}]
+            try:
+                probe = self._render([{"role": "user", "content": parts}], chat_template, {})
+            except RenderError:
+                probe = "'type'"
+            self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
+        return self._takes_parts[chat_template]
+
+
+def _special_names(tokenizer: Any, fast: Any) -> dict[str, int]:
+    names = {
+        token.content: int(token_id)
+        for token_id, token in fast.get_added_tokens_decoder().items()
+        if token.special
+    }
+    for name, token_id in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
+        names[str(name)] = int(token_id)
+    return names
+
+
+def _encode(fast: Any, text: str, *, add_special_tokens: bool) -> TokenIds:
+    try:
+        ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
+    except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
+        raise TokenizeError(f"{type(error).__name__}: {error}") from error
+    if not ids:
+        raise InvalidPrompt("prompt is empty")
+    return np.asarray(ids, np.int32)
+
+
+def _as_list(token_ids: npt.ArrayLike) -> list[int]:
+    return np.asarray(token_ids, np.int64).tolist()  # type: ignore[no-any-return]
