@@ -77,28 +77,33 @@ def join_parts(messages: Sequence[Message]) -> list[Message]:
     return joined
 
 
-def texts(value: object) -> list[str]:
-    """Return every string inside messages, in order; roles left out."""
+def texts(messages: Sequence[Message]) -> list[str]:
+    """Return every string inside the messages, in order; roles left out."""
     found: list[str] = []
-    map_texts(value, lambda text: found.append(text) or text)
+
+    def keep(text: str) -> str:
+        found.append(text)
+        return text
+
+    map_texts(messages, keep)
     return found
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return messages with every string changed, keys included; roles stay."""
+def map_texts(messages: Sequence[Message], change: Callable[[str], str]) -> list[Message]:
+    """Return the messages with every string changed, at any depth; roles stay."""
+    return [
+        {key: value if key == "role" else _map(value, change) for key, value in message.items()}
+        for message in messages
+    ]
+
+
+def _map(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {
-            change(key) if isinstance(key, str) else key: (
-                item
-                if key in ("role", "type") and item in (*ROLES, "text")
-                else (map_texts(item, change))
-            )
-            for key, item in value.items()
-        }
+        return {_map(key, change): _map(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [map_texts(item, change) for item in value]
+        return [_map(item, change) for item in value]
     return value
 
 

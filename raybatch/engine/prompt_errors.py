@@ -10,7 +10,7 @@ class PromptError(RaybatchError, ValueError):
     """A row's prompt cannot be used."""
 
 
-class InvalidPrompt(PromptError):
+class InvalidPrompt(PromptError):  # noqa: N818 - the name is seen in outputs
     """A null, a wrong type, a wrong message, or text that is not valid UTF-8."""
 
 
@@ -22,7 +22,7 @@ class TokenizeError(PromptError):
     """The tokenizer could not turn the text into tokens."""
 
 
-class PromptTooLong(PromptError):
+class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
     """The prompt leaves no room in the model's context."""
 
 

@@ -9,7 +9,7 @@ pass: nothing is cut at the border of a message.
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -111,7 +111,7 @@ def _makes(pair: str | list[str], names: Mapping[str, str]) -> bool:
     return left in names or right in names or left + right in names
 
 
-def _alternatives(names: Any) -> re.Pattern[str]:
+def _alternatives(names: Iterable[str]) -> re.Pattern[str]:
     """Match any of the names, the longest first; nothing where there are none."""
     ordered = sorted(names, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")

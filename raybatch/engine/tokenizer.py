@@ -5,10 +5,11 @@ Wraps the tokenizer of a checkpoint. A value of a row is never a template.
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.engine.chat import Message, check_messages, join_parts, map_texts, texts
@@ -16,6 +17,9 @@ from raybatch.engine.prompt_errors import InvalidPrompt, RenderError, TokenizeEr
 from raybatch.engine.special_tokens import SpecialTokens
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.types import TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # a template can loop over a row's text; what is longer than this is no prompt of any model
 _MAX_RENDERED_CHARS = 1 << 26
@@ -41,7 +45,7 @@ class Tokenizer:
         tokenizer: a fast tokenizer of transformers; owned by this object.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is None:
             raise ConfigError(
@@ -226,7 +230,7 @@ class Tokenizer:
         return self._takes_parts[chat_template]
 
 
-def _special_names(tokenizer: Any, fast: Any) -> dict[str, int]:
+def _special_names(tokenizer: "PreTrainedTokenizerFast", fast: FastTokenizer) -> dict[str, int]:
     names = {
         token.content: int(token_id)
         for token_id, token in fast.get_added_tokens_decoder().items()
@@ -237,7 +241,7 @@ def _special_names(tokenizer: Any, fast: Any) -> dict[str, int]:
     return names
 
 
-def _encode(fast: Any, text: str, *, add_special_tokens: bool) -> TokenIds:
+def _encode(fast: FastTokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
     try:
         ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
     except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
