@@ -11,6 +11,7 @@ import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, describe
@@ -45,7 +46,7 @@ class _Piece:
 
 
 class PromptTemplate:
-    """A prompt with fields, such as `PromptTemplate("{document}\\n\\nQ: {question}")`.
+    """A prompt with fields, such as `PromptTemplate("{document} Q: {question}")`.
 
     Two braces stand for one. A format spec after a colon works on numbers and strings.
 
@@ -101,7 +102,7 @@ class PromptTemplate:
             ConfigError: the table lacks a column.
         """
         self.check(table.column_names)
-        columns = [read_column(table[name]) for name in self.fields]
+        columns = [_read_column(table[name]) for name in self.fields]
         prompts: list[str | None] = []
         errors: list[str] = []
         for idx in range(table.num_rows):
@@ -126,25 +127,46 @@ class PromptTemplate:
         return "".join(parts)
 
 
-def read_column(column: pa.ChunkedArray) -> list[object]:
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Stands for a value of a type that is never decoded."""
+
+    type_name: str
+
+
+def _read_column(column: pa.ChunkedArray) -> list[object]:
     """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
 
-    Values of an extension type are refused, never decoded: some types run code when they are.
-
-    Raises:
-        ConfigError: the column has an extension type.
+    Only plain types are decoded: decoding a value of an extension type can run code.
     """
-    if isinstance(column.type, pa.BaseExtensionType):
-        raise ConfigError(f"a column of the extension type {column.type} cannot be in a prompt")
-    if pa.types.is_dictionary(column.type):
+    if pa.types.is_dictionary(column.type) and _is_plain(column.type.value_type):
         column = column.cast(column.type.value_type)
+    if not _is_plain(column.type):
+        unread = _Unread(str(column.type))
+        return [unread if is_valid else None for is_valid in column.is_valid().to_pylist()]
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
-        values = []
-        for raw in column.cast(pa.large_binary()).to_pylist():
-            values.append(_text_or_bytes(raw))
-        return values
+        return [_text_or_bytes(raw) for raw in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _is_plain(arrow_type: pa.DataType) -> bool:
+    return not isinstance(arrow_type, pa.BaseExtensionType) and any(
+        is_kind(arrow_type)
+        for is_kind in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_string_view,
+            pa.types.is_integer,
+            pa.types.is_floating,
+            pa.types.is_boolean,
+            pa.types.is_decimal,
+            pa.types.is_date,
+            pa.types.is_time,
+            pa.types.is_timestamp,
+            pa.types.is_null,
+        )
+    )
 
 
 def _text_or_bytes(raw: bytes | None) -> str | bytes | None:
@@ -159,11 +181,14 @@ def _text_or_bytes(raw: bytes | None) -> str | bytes | None:
 def _check_value(name: str, value: object) -> object:
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null")
-    if isinstance(value, bytes):
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes) and not isinstance(_text_or_bytes(value), str):
         raise InvalidPrompt(f"column {name!r} is not valid UTF-8")
     if not isinstance(value, _CONVERTIBLE):
+        kind = value.type_name if isinstance(value, _Unread) else type(value).__name__
         raise InvalidPrompt(
-            f"column {name!r} holds a {type(value).__name__}; a prompt takes text, numbers and "
+            f"column {name!r} holds a {kind}; a prompt takes text, numbers and "
             "dates: convert it before this stage"
         )
     return value
