@@ -164,7 +164,7 @@ def _find_ranked(
     """Return the token ids of the chosen ranks; equal logits rank in the order of their ids."""
     chosen = values.gather(1, choice)
     num_equal_before = choice - (values > chosen).sum(dim=-1, keepdim=True)
-    is_equal = run == chosen
+    is_equal = _equal(run, chosen)
     token_ids = _first_true(is_equal)
     tied = num_equal_before[:, 0].nonzero()[:, 0]
     if len(tied):
@@ -172,6 +172,10 @@ def _find_ranked(
         is_wanted = is_equal[tied] & (occurrence == num_equal_before[tied] + 1)
         token_ids[tied] = _first_true(is_wanted)
     return token_ids
+
+
+def _equal(run: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return run == chosen if run.is_cuda else torch.from_numpy(run.numpy() == chosen.numpy())
 
 
 def _first_true(flags: torch.Tensor) -> torch.Tensor:
