@@ -93,10 +93,14 @@ class _Watch:
         if text.endswith("\ufffd") and num_held < _MAX_HELD_TOKENS:
             return ""
         new = text[len(self._out_text) :]
-        # the tokens just put out stay as left neighbours: some tokenizers drop a leading space
-        self._window = self._window[self._num_out :]
+        # the tokens just put out stay as left neighbours: some tokenizers drop the first space of
+        # a text; skipped special tokens have no text and cannot stand for a neighbour
+        newest = self._window[self._num_out :]
+        newest_text = self._tokenizer.decode(newest, self._skip_special_tokens)
+        if newest_text or len(self._window) > _MAX_HELD_TOKENS:
+            self._window, text = newest, newest_text
         self._num_out = len(self._window)
-        self._out_text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        self._out_text = text
         return new
 
 
