@@ -161,6 +161,19 @@ def test_repetition_penalty_comes_before_presence():
     assert sample_alone(sampling, logits).token_ids[0] == 9
 
 
+def test_presence_leaves_a_prompt_alone_that_repetition_looks_at():
+    logits = torch.zeros(1, 20)
+    logits[0, 5], logits[0, 9] = 1.5, 1.3
+    sampling = Sampling(repetition_penalty=1.01, presence_penalty=0.5)
+    assert sample_alone(sampling, logits).token_ids[0] == 5
+
+
+def test_repetition_penalty_lowers_a_negative_logit():
+    logits = torch.full((1, 20), -9.0)
+    logits[0, 6], logits[0, 9] = -1.0, -1.5
+    assert sample_alone(Sampling(repetition_penalty=2.0), logits).token_ids[0] == 9
+
+
 def test_sampled_tokens_count_for_later_penalties():
     logits = torch.zeros(1, 50)
     logits[0, 4], logits[0, 9] = 1.0, 0.9
@@ -259,6 +272,14 @@ def test_equal_logits_at_the_edge_of_top_k_all_stay():
     logits[:, 100:103] = 2.0
     drawn = draw_ranked(logits, np.arange(200), make_options(200, top_k=2))
     assert set(drawn.token_ids.tolist()) == {100, 101, 102}
+
+
+def test_equal_logits_beyond_the_candidates_count_for_top_p():
+    logits = torch.zeros(1, 3000)
+    logits[0, 7] = 6.0  # 403 of 3402
+    options = make_options(1, top_k=50, top_p=0.5, uniform=np.array([0.9]))
+    expected = int(np.ceil(0.9 * 1701.5 - 403.4)) + 1  # ids 0..6 come before the likely one
+    assert abs(draw_ranked(logits, np.array([0]), options).token_ids[0] - expected) <= 2
 
 
 def test_equal_logits_rank_in_the_order_of_their_ids():

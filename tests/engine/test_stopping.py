@@ -139,14 +139,15 @@ def test_a_slot_without_stop_strings_decodes_nothing():
     assert (checker.check(0, 0), tokenizer.num_decoded) == (None, 0)
 
 
-def test_the_cost_of_a_token_does_not_grow_with_the_text():
-    tokenizer = LetterTokenizer(["ab"])
+@pytest.mark.parametrize("piece", ["ab", "\ufffd", ""], ids=["text", "broken", "skipped"])
+def test_the_cost_of_a_token_does_not_grow_with_the_text(piece):
+    tokenizer = LetterTokenizer([piece])
     checker = StopChecker(tokenizer)
     checker.add(0, Sampling(stop=("never found",)))
     feed(checker, [0] * 1000)
     early = tokenizer.num_decoded
     feed(checker, [0] * 1000)
-    assert tokenizer.num_decoded - early <= early + 3
+    assert tokenizer.num_decoded - early <= early + 100
 
 
 def test_a_sequence_taken_up_elsewhere_remembers_half_a_match():
