@@ -84,7 +84,7 @@ class Tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 os.fspath(model_path), trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # a damaged file raises a bare exception in the library
             raise ConfigError(f"no usable tokenizer in {model_path}: {error}") from error
         return cls(tokenizer)
 

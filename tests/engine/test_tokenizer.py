@@ -322,6 +322,13 @@ def test_a_directory_without_tokenizer_is_a_config_error(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+def test_a_damaged_tokenizer_is_a_config_error(tmp_path):
+    TRAINED["bpe"].save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ConfigError, match="no usable tokenizer in"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_text_is_that_of_transformers(tokenizer, reference, skip):
     ids = reference(f"Paris 🙂{reference.eos_token}text")["input_ids"]
