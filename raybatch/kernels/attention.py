@@ -1,0 +1,194 @@
+"""Executes an `AttentionPlan` on the KV pool of one layer.
+
+`prepare_attention` turns a plan into index tensors once per step; `store_kv` and `attend` run once
+per layer. Tokens that occur in several parts are merged by their log-sum-exp.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
+from raybatch.kernels.decode_attention import DecodeWalk, attend_decode, plan_walk
+from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+
+# chunks up to this length are padded and computed together, longer ones one by one
+_MAX_BUCKET_TOKENS = 48
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """Short chunks of similar length, padded on the right to W tokens.
+
+    Args:
+        gather: int64 [C * W], the row of the forward batch for each padded place.
+        valid: int64 [R], padded places that hold a token.
+        rows: int64 [R], their rows of the forward batch.
+    """
+
+    num_chunks: int
+    gather: torch.Tensor
+    valid: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Context:
+    """A `ContextPart` with the slice or index of its queries."""
+
+    rows: slice | torch.Tensor
+    positions: torch.Tensor
+    block_ids: torch.Tensor
+    num_tokens: int
+    first_position: int
+    max_position: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedAttention:
+    """A plan in the form that every layer of a step uses."""
+
+    num_decode: int
+    positions: torch.Tensor
+    block_ids: torch.Tensor
+    block_offsets: torch.Tensor
+    walk: DecodeWalk | None
+    chunks: tuple[tuple[int, int], ...]
+    buckets: tuple[_Bucket, ...]
+    contexts: tuple[_Context, ...]
+
+
+def prepare_attention(
+    plan: AttentionPlan,
+    *,
+    positions: torch.Tensor,  # int64 [T]
+    slot_mapping: torch.Tensor,  # int64 [T]
+    block_size: int,
+    num_kv_heads: int,
+    windows: tuple[int | None, ...],
+    dtype: torch.dtype,
+) -> PreparedAttention:
+    """Do once per step what all layers share.
+
+    Args:
+        windows: the different windows of the model's layers.
+    """
+    walk = None
+    if plan.decode is not None and plan.num_decode:
+        walk = plan_walk(
+            plan.decode,
+            positions=positions[: plan.num_decode],
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            windows=windows,
+            dtype=dtype,
+        )
+    chunks, buckets = _split_prefill(plan.prefill, positions.device)
+    return PreparedAttention(
+        num_decode=plan.num_decode,
+        positions=positions,
+        block_ids=slot_mapping // block_size,
+        block_offsets=slot_mapping % block_size,
+        walk=walk,
+        chunks=chunks,
+        buckets=buckets,
+        contexts=tuple(_prepare_context(part, positions) for part in plan.contexts),
+    )
+
+
+def _split_prefill(
+    part: PrefillPart | None, device: torch.device
+) -> tuple[tuple[tuple[int, int], ...], tuple[_Bucket, ...]]:
+    if part is None:
+        return (), ()
+    long: list[tuple[int, int]] = []
+    by_width: dict[int, list[tuple[int, int]]] = {}
+    for start, length in zip(part.starts, part.lens, strict=True):
+        if length > _MAX_BUCKET_TOKENS:
+            long.append((start, length))
+        else:
+            by_width.setdefault((length + 7) // 8 * 8, []).append((start, length))
+    buckets = []
+    for width, chunks in by_width.items():
+        starts = torch.tensor([start for start, _ in chunks], device=device).unsqueeze(1)
+        lens = torch.tensor([length for _, length in chunks], device=device).unsqueeze(1)
+        places = torch.arange(width, device=device)
+        gather = (starts + torch.minimum(places, lens - 1)).view(-1)
+        valid = (places < lens).view(-1).nonzero().squeeze(1)
+        buckets.append(
+            _Bucket(
+                num_chunks=len(chunks), gather=gather, valid=valid, rows=gather.index_select(0, valid)
+            )
+        )
+    return tuple(long), tuple(buckets)
+
+
+def _prepare_context(part: ContextPart, positions: torch.Tensor) -> _Context:
+    rows: slice | torch.Tensor = part.query_idx
+    first, count = int(part.query_idx[0]), len(part.query_idx)
+    if bool((part.query_idx == torch.arange(first, first + count, device=rows.device)).all()):
+        rows = slice(first, first + count)
+    query_positions = positions[rows]
+    return _Context(
+        rows=rows,
+        positions=query_positions,
+        block_ids=part.block_ids,
+        num_tokens=part.num_tokens,
+        first_position=part.first_position,
+        max_position=int(query_positions.max()),
+    )
+
+
+def store_kv(
+    k: torch.Tensor,  # [T, G, D]
+    v: torch.Tensor,  # [T, G, D]
+    k_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    v_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    prepared: PreparedAttention,
+) -> None:
+    """Write the KV of this step's tokens to their slots."""
+    k_pool[prepared.block_ids, :, prepared.block_offsets] = k
+    v_pool[prepared.block_ids, :, prepared.block_offsets] = v
+
+
+def attend(
+    q: torch.Tensor,  # [T, H, D]
+    k: torch.Tensor,  # [T, G, D]
+    v: torch.Tensor,  # [T, G, D]
+    k_pool: torch.Tensor,  # [N, G, B, D]
+    v_pool: torch.Tensor,  # [N, G, B, D]
+    prepared: PreparedAttention,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the attention output of every token, [T, H * D].
+
+    Args:
+        window: positions that a token of this layer sees, itself included; None for all.
+    """
+    output = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    if prepared.walk is not None:
+        decode = slice(0, prepared.num_decode)
+        output[decode], lse[decode] = attend_decode(
+            q[decode], k_pool, v_pool, prepared.walk, window
+        )
+    for start, length in prepared.chunks:
+        rows = slice(start, start + length)
+        if window is None or length <= window:
+            part = attend_dense(_heads(q[rows], k), _keys(k[rows]), _keys(v[rows]), is_causal=True)
+        else:
+            places = torch.arange(length, device=q.device)
+            part = attend_windowed(
+                _heads(q[rows], k),
+                _keys(k[rows]),
+                _keys(v[rows]),
+                query_positions=places,
+                key_positions=places,
+                window=window,
+            )
+        _write(output, lse, rows, part)
+    for bucket in prepared.buckets:
+        _attend_bucket(q, k, v, bucket, window, output, lse)
+    for context in prepared.contexts:
+        _merge(output, lse, context.rows, _attend_context(q, k_pool, v_pool, context, window))
+    return output.view(q.shape[0], -1)
