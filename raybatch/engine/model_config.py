@@ -114,7 +114,9 @@ def read_model_spec(path: Path) -> ModelSpec:
     """
     raw = _read_json(path / "config.json")
     if raw is None:
-        raise ConfigError(f"{path} has no config.json; pass the folder of a Hugging Face checkpoint")
+        raise ConfigError(
+            f"{path} has no config.json; pass the folder of a Hugging Face checkpoint"
+        )
     architecture = _read_architecture(raw, path)
     config = _Config({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
@@ -211,9 +213,7 @@ def _refuse_unsupported(config: _Config) -> None:
         raise ConfigError(f"{config.where}: partial_rotary_factor other than 1 is not supported")
 
 
-def _read_windows(
-    config: _Config, architecture: str, num_layers: int
-) -> tuple[int | None, ...]:
+def _read_windows(config: _Config, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     if architecture == "LlamaForCausalLM" or window is None:
         return (None,) * num_layers

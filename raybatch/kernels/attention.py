@@ -117,7 +117,10 @@ def _split_prefill(
         valid = (places < lens).view(-1).nonzero().squeeze(1)
         buckets.append(
             _Bucket(
-                num_chunks=len(chunks), gather=gather, valid=valid, rows=gather.index_select(0, valid)
+                num_chunks=len(chunks),
+                gather=gather,
+                valid=valid,
+                rows=gather.index_select(0, valid),
             )
         )
     return tuple(long), tuple(buckets)
@@ -166,29 +169,119 @@ def attend(
         window: positions that a token of this layer sees, itself included; None for all.
     """
     output = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if prepared.contexts else None
     if prepared.walk is not None:
         decode = slice(0, prepared.num_decode)
-        output[decode], lse[decode] = attend_decode(
-            q[decode], k_pool, v_pool, prepared.walk, window
-        )
+        part = attend_decode(q[decode], k_pool, v_pool, prepared.walk, window)
+        _write(output, lse, decode, part)
     for start, length in prepared.chunks:
         rows = slice(start, start + length)
-        if window is None or length <= window:
-            part = attend_dense(_heads(q[rows], k), _keys(k[rows]), _keys(v[rows]), is_causal=True)
-        else:
-            places = torch.arange(length, device=q.device)
-            part = attend_windowed(
-                _heads(q[rows], k),
-                _keys(k[rows]),
-                _keys(v[rows]),
-                query_positions=places,
-                key_positions=places,
-                window=window,
-            )
-        _write(output, lse, rows, part)
+        heads = _split_heads(q[rows], k.shape[1])
+        part = _attend_chunk(heads, k[rows].transpose(0, 1), v[rows].transpose(0, 1), window)
+        _write(output, lse, rows, _join_heads(part))
     for bucket in prepared.buckets:
-        _attend_bucket(q, k, v, bucket, window, output, lse)
-    for context in prepared.contexts:
-        _merge(output, lse, context.rows, _attend_context(q, k_pool, v_pool, context, window))
+        _write(output, lse, bucket.rows, _attend_bucket(q, k, v, bucket, window))
+    if lse is not None:
+        for context in prepared.contexts:
+            part = _attend_context(q[context.rows], k_pool, v_pool, context, window)
+            _merge(output, lse, context.rows, part)
     return output.view(q.shape[0], -1)
+
+
+_Part = tuple[torch.Tensor, torch.Tensor]  # outputs and their log-sum-exp
+
+
+def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Turn [Q, H, D] into [G, n, Q, D] without a copy."""
+    return q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _join_heads(part: _Part) -> _Part:
+    """Turn [G, n, Q, D] and [G, n, Q] into [Q, H, D] and [Q, H]."""
+    output, lse = part
+    return output.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def _write(
+    output: torch.Tensor, lse: torch.Tensor | None, rows: slice | torch.Tensor, part: _Part
+) -> None:
+    output[rows] = part[0]
+    if lse is not None:
+        lse[rows] = part[1]
+
+
+def _merge(
+    output: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor, part: _Part
+) -> None:
+    old, old_lse = output[rows], lse[rows]
+    weight = torch.sigmoid(part[1] - old_lse).unsqueeze(-1).to(old.dtype)
+    output[rows] = torch.lerp(old, part[0], weight)
+    lse[rows] = torch.logaddexp(old_lse, part[1])
+
+
+def _attend_chunk(
+    q: torch.Tensor,  # [G, n, Q, D]
+    k: torch.Tensor,  # [G, Q, D]
+    v: torch.Tensor,  # [G, Q, D]
+    window: int | None,
+) -> _Part:
+    length = k.shape[1]
+    if window is None or length <= window:
+        return attend_dense(q, k, v, is_causal=True)
+    places = torch.arange(length, device=q.device)
+    return attend_windowed(q, k, v, query_positions=places, key_positions=places, window=window)
+
+
+def _attend_bucket(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: _Bucket, window: int | None
+) -> _Part:
+    """Compute padded chunks with chunk and KV head as one batch; padding is never read."""
+    count, num_kv_heads = bucket.num_chunks, k.shape[1]
+    padded = q.index_select(0, bucket.gather).view(count, -1, num_kv_heads, *_group_shape(q, k))
+    queries = padded.permute(0, 2, 3, 1, 4).flatten(0, 1)
+    keys, values = (
+        x.index_select(0, bucket.gather).unflatten(0, (count, -1)).transpose(1, 2).flatten(0, 1)
+        for x in (k, v)
+    )
+    output, lse = _attend_chunk(queries, keys, values, window)
+    output = output.unflatten(0, (count, -1)).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:])
+    lse = lse.unflatten(0, (count, -1)).permute(0, 3, 1, 2).reshape(-1, q.shape[1])
+    return output.index_select(0, bucket.valid), lse.index_select(0, bucket.valid)
+
+
+def _group_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    """Return the query heads of one KV head, and the head dim."""
+    return q.shape[1] // k.shape[1], q.shape[2]
+
+
+def _attend_context(
+    q: torch.Tensor,  # [Q, H, D]
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    context: _Context,
+    window: int | None,
+) -> _Part:
+    num_kv_heads = k_pool.shape[1]
+    queries = _split_heads(q, num_kv_heads)
+    keys, values = (_gather(pool, context) for pool in (k_pool, v_pool))
+    if window is None or context.max_position - window < context.first_position:
+        return _join_heads(attend_dense(queries, keys, values, is_causal=False))
+    places = torch.arange(context.num_tokens, device=q.device) + context.first_position
+    part = attend_windowed(
+        queries,
+        keys,
+        values,
+        query_positions=context.positions,
+        key_positions=places,
+        window=window,
+    )
+    return _join_heads(part)
+
+
+def _gather(pool: torch.Tensor, context: _Context) -> torch.Tensor:
+    """Copy the context's cached positions to [G, P, D], one copy for all its queries."""
+    num_blocks, num_kv_heads, block_size, head_dim = pool.shape
+    heads = torch.arange(num_kv_heads, device=pool.device).unsqueeze(1)
+    index = (context.block_ids * num_kv_heads + heads).view(-1)
+    flat = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, index)
+    return flat.view(num_kv_heads, -1, head_dim)[:, : context.num_tokens]

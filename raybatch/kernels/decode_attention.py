@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodePart
 
@@ -146,7 +146,7 @@ def attend_decode(
             out=scores[rows],
         )
     weights = scores.float()
-    highest = F.embedding_bag(
+    highest = functional.embedding_bag(
         walk.rows_by_owner, weights.amax(dim=-1).view(num_rows, -1), walk.offsets, mode="max"
     )
     weights = weights.sub_(highest.index_select(0, walk.owners).view(batch, -1, 1)).exp_()
@@ -179,4 +179,4 @@ def _sum_by_owner(
     rows: torch.Tensor,  # [R, *]
     walk: DecodeWalk,
 ) -> torch.Tensor:
-    return F.embedding_bag(walk.rows_by_owner, rows, walk.offsets, mode="sum")
+    return functional.embedding_bag(walk.rows_by_owner, rows, walk.offsets, mode="sum")

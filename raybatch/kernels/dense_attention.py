@@ -55,10 +55,7 @@ def attend_windowed(
         distance = query_positions[rows].unsqueeze(1) - key_positions
         is_visible = (distance >= 0) & (distance < window)
         seen = is_visible.any(dim=0).nonzero().squeeze(1)
-        if len(seen):
-            keys = slice(int(seen[0]), int(seen[-1]) + 1)
-        else:
-            keys = slice(0, 1)
+        keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
         output, lse = _attend_masked(q[:, :, rows], k[:, keys], v[:, keys], is_visible[:, keys])
         outputs.append(output)
         sums.append(lse)

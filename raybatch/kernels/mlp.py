@@ -1,7 +1,7 @@
 """The gated feed-forward block of a dense layer."""
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 # bounds the [T, 2F] temporary; larger chunks gain nothing, as the linears are at peak speed
 _MAX_ROWS = 1024
@@ -18,8 +18,8 @@ def add_mlp_(
     """Add down(silu(gate(hidden)) * up(hidden)) to `x`."""
     for start in range(0, x.shape[0], _MAX_ROWS):
         rows = slice(start, start + _MAX_ROWS)
-        gate, up = F.linear(hidden[rows], gate_up, gate_up_bias).chunk(2, dim=-1)
-        add_linear_(x[rows], F.silu(gate).mul_(up), down, down_bias)
+        gate, up = functional.linear(hidden[rows], gate_up, gate_up_bias).chunk(2, dim=-1)
+        add_linear_(x[rows], functional.silu(gate).mul_(up), down, down_bias)
 
 
 def add_linear_(

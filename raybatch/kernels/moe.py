@@ -1,7 +1,7 @@
 """Mixture of experts: route, permute by expert, two linears per expert, un-permute."""
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 # from this many tokens per expert on, one expert at a time keeps the activations in cache and
 # beats the grouped product; below it the grouped product saves the calls
@@ -18,7 +18,7 @@ def route(
 
     Probabilities are float32 over all experts, before the choice.
     """
-    probabilities = torch.softmax(F.linear(x, router), dim=-1, dtype=torch.float32)
+    probabilities = torch.softmax(functional.linear(x, router), dim=-1, dtype=torch.float32)
     weights, experts = torch.topk(probabilities, top_k, dim=-1)
     if norm_topk_prob:
         weights /= weights.sum(dim=-1, keepdim=True)
@@ -73,7 +73,7 @@ def _grouped_experts(
 ) -> torch.Tensor:
     hidden = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=-1)
-    return torch._grouped_mm(F.silu(gate).mul_(up), down.transpose(1, 2), offs=ends)
+    return torch._grouped_mm(functional.silu(gate).mul_(up), down.transpose(1, 2), offs=ends)
 
 
 def _looped_experts(
@@ -87,7 +87,7 @@ def _looped_experts(
     for expert, count in enumerate(counts):
         if count:
             stop = start + count
-            gate, up = F.linear(rows[start:stop], gate_up[expert]).chunk(2, dim=-1)
-            torch.mm(F.silu(gate).mul_(up), down[expert].t(), out=outputs[start:stop])
+            gate, up = functional.linear(rows[start:stop], gate_up[expert]).chunk(2, dim=-1)
+            torch.mm(functional.silu(gate).mul_(up), down[expert].t(), out=outputs[start:stop])
             start = stop
     return outputs
