@@ -13,7 +13,7 @@ def dense_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend in float64, one query and head at a time; key j is at position j."""
-    num_queries, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     heads_per_kv = num_heads // k.shape[1]
     output = torch.empty_like(q)
     for i, position in enumerate(query_positions):

@@ -70,7 +70,8 @@ class Decoder:
         spec = self._spec
         num_heads, num_qk_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
         hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
-        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).unflatten(1, (-1, spec.head_dim))
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(len(qkv), -1, spec.head_dim)
         qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm, spec.rms_eps)

@@ -64,6 +64,10 @@ def num_blocks_for(
     more than `max_num_seqs` sequences of `max_model_len` tokens can use.
 
     Args:
+        config: options of the engine.
+        spec: of the model.
+        dtype: of the pool.
+        device: where the pool will be.
         free_bytes: of the device, once the weights are loaded.
         num_engines_on_host: engines that share the memory of a CPU host.
 
@@ -82,8 +86,8 @@ def num_blocks_for(
     num_blocks = min(budget // block_bytes, config.max_num_seqs * blocks_per_seq)
     if num_blocks < 1:
         raise CapacityError(
-            f"the KV cache has {budget} bytes, one block of {config.block_size_tokens} tokens needs "
-            f"{block_bytes}; raise engine.kv_cache_bytes or run fewer engines on this host",
+            f"the KV cache has {budget} bytes, but one block of {config.block_size_tokens} tokens "
+            f"needs {block_bytes}; raise engine.kv_cache_bytes or run fewer engines on this host",
             needed_tokens=config.block_size_tokens,
             available_tokens=budget // kv_bytes_per_token(spec, dtype),
         )

@@ -72,7 +72,7 @@ def _download(source: str) -> Path:
         )
     except errors.GatedRepoError as error:
         raise ConfigError(
-            f"model {source!r} is gated: accept its licence on the hub and log in with `hf auth login`"
+            f"model {source!r} is gated: accept its licence on the hub, then `hf auth login`"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(

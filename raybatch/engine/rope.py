@@ -51,10 +51,11 @@ def read_rope(config: Mapping[str, Any], *, max_positions: int) -> tuple[RopeSpe
         ConfigError: a kind of scaling that the engine does not have.
     """
     options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = options.get("rope_type", options.get("type", "default"))
+    kind: Any = options.get("rope_type", options.get("type", "default"))
     if kind not in get_args(RopeType):
         raise ConfigError(
-            f"config.json: rope type {kind!r} is not supported, only {', '.join(get_args(RopeType))}"
+            f"config.json: rope type {kind!r} is not supported, "
+            f"only {', '.join(get_args(RopeType))}"
         )
     if options.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -42,7 +42,7 @@ def write_tensors(
                 tensor = build().to(dtype).contiguous()
                 if tuple(tensor.shape) != shape:
                     raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-                file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

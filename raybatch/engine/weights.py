@@ -171,11 +171,10 @@ class _Layer:
     def _qkv(self, kind: str) -> torch.Tensor:
         order = interleave_order(self.spec.head_dim)
         queries, keys = (
-            self.get(f"self_attn.{name}_proj.{kind}")
-            .unflatten(0, (-1, self.spec.head_dim))
+            heads.view(-1, self.spec.head_dim, *heads.shape[1:])
             .index_select(1, order)
             .flatten(0, 1)
-            for name in ("q", "k")
+            for heads in (self.get(f"self_attn.{name}_proj.{kind}") for name in ("q", "k"))
         )
         return torch.cat((queries, keys, self.get(f"self_attn.v_proj.{kind}")))
 

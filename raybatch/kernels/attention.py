@@ -71,7 +71,13 @@ def prepare_attention(
     """Do once per step what all layers share.
 
     Args:
+        plan: of this step.
+        positions: of every token in its sequence.
+        slot_mapping: where every token's KV goes.
+        block_size: positions of one cache block.
+        num_kv_heads: of the model.
         windows: the different windows of the model's layers.
+        dtype: of the KV pool.
     """
     walk = None
     if plan.decode is not None and plan.num_decode:
@@ -129,7 +135,7 @@ def _split_prefill(
 def _prepare_context(part: ContextPart, positions: torch.Tensor) -> _Context:
     rows: slice | torch.Tensor = part.query_idx
     first, count = int(part.query_idx[0]), len(part.query_idx)
-    if bool((part.query_idx == torch.arange(first, first + count, device=rows.device)).all()):
+    if bool((part.query_idx == torch.arange(first, first + count, device=positions.device)).all()):
         rows = slice(first, first + count)
     query_positions = positions[rows]
     return _Context(
@@ -165,8 +171,7 @@ def attend(
 ) -> torch.Tensor:
     """Return the attention output of every token, [T, H * D].
 
-    Args:
-        window: positions that a token of this layer sees, itself included; None for all.
+    `window` is how many positions a token of this layer sees, itself included; None for all.
     """
     output = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if prepared.contexts else None
@@ -193,7 +198,7 @@ _Part = tuple[torch.Tensor, torch.Tensor]  # outputs and their log-sum-exp
 
 def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Turn [Q, H, D] into [G, n, Q, D] without a copy."""
-    return q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    return q.view(len(q), num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
 
 
 def _join_heads(part: _Part) -> _Part:
@@ -240,12 +245,16 @@ def _attend_bucket(
     padded = q.index_select(0, bucket.gather).view(count, -1, num_kv_heads, *_group_shape(q, k))
     queries = padded.permute(0, 2, 3, 1, 4).flatten(0, 1)
     keys, values = (
-        x.index_select(0, bucket.gather).unflatten(0, (count, -1)).transpose(1, 2).flatten(0, 1)
+        x.index_select(0, bucket.gather).view(count, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
         for x in (k, v)
     )
     output, lse = _attend_chunk(queries, keys, values, window)
-    output = output.unflatten(0, (count, -1)).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:])
-    lse = lse.unflatten(0, (count, -1)).permute(0, 3, 1, 2).reshape(-1, q.shape[1])
+    output = (
+        output.view(count, num_kv_heads, *output.shape[1:])
+        .permute(0, 3, 1, 2, 4)
+        .reshape(-1, *q.shape[1:])
+    )
+    lse = lse.view(count, num_kv_heads, *lse.shape[1:]).permute(0, 3, 1, 2).reshape(-1, q.shape[1])
     return output.index_select(0, bucket.valid), lse.index_select(0, bucket.valid)
 
 

@@ -47,7 +47,7 @@ def moe_ffn(
         counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
         outputs = _looped_experts(rows, gate_up, down, counts)
     unsorted = torch.empty_like(outputs).index_copy_(0, order, outputs)
-    return torch.bmm(weights.unsqueeze(1), unsorted.view(num_tokens, top_k, -1)).squeeze(1)
+    return torch.bmm(weights.unsqueeze(1), unsorted.view(num_tokens, top_k, x.shape[1])).squeeze(1)
 
 
 def _prefers_grouped(rows: torch.Tensor, gate_up: torch.Tensor) -> bool:

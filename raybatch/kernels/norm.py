@@ -12,7 +12,7 @@ def rms_norm(
 
     The statistics are float32 whatever the dtype of `x`.
     """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
     if x.dtype == torch.float32:
         return (x * scale).mul_(weight)

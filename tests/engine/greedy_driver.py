@@ -149,3 +149,23 @@ class GreedyDriver:
             is_contiguous=bool((blocks.diff() == 1).all()),
             first_positions=first,
         )
+
+
+def prompt_logits(driver: GreedyDriver, prompt: list[int]) -> torch.Tensor:
+    """Return the logits of every position of one prompt, computed in one step."""
+    block_size = driver.block_size
+    blocks = torch.tensor([driver.free_blocks.pop(0) for _ in range(-(-len(prompt) // block_size))])
+    positions = torch.arange(len(prompt))
+    batch = ForwardBatch(
+        token_ids=torch.tensor(prompt),
+        positions=positions,
+        slot_mapping=blocks[positions // block_size] * block_size + positions % block_size,
+        logits_idx=positions,
+        attention=AttentionPlan(
+            num_decode=0,
+            decode=None,
+            prefill=PrefillPart(starts=(0,), lens=(len(prompt),)),
+            contexts=(),
+        ),
+    )
+    return driver.decoder.forward(batch, driver.cache)

@@ -15,7 +15,7 @@ SHAPE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.15,
+    "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": 0,
@@ -98,7 +98,9 @@ def build(variant: str, **overrides: Any) -> PreTrainedModel:
     return model
 
 
-def save(variant: str, path: Path, **options: Any) -> PreTrainedModel:
-    """Write the checkpoint of `variant` and return the model that transformers loads from it."""
-    build(variant).save_pretrained(path, **options)
+def save(
+    variant: str, path: Path, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> PreTrainedModel:
+    """Write the checkpoint of `variant` and return what transformers loads from it in float32."""
+    build(variant).to(dtype).save_pretrained(path, **options)
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
