@@ -25,7 +25,7 @@ def read(path: Path, architecture: str, **options: Any) -> ModelSpec:
 
 
 def test_an_unknown_architecture_is_named_with_the_supported_ones(tmp_path):
-    with pytest.raises(ConfigError, match="Qwen2MoeForCausalLM is not supported.*Qwen3MoeForC"):
+    with pytest.raises(ConfigError, match=r"Qwen2MoeForCausalLM is not supported.*Qwen3MoeForC"):
         read(tmp_path, "Qwen2MoeForCausalLM")
 
 

@@ -85,7 +85,7 @@ def test_pickled_weights_are_refused_with_the_way_out(folder):
 
 def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no \\*.safetensors"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         resolve_model(str(folder))
 
 
