@@ -8,6 +8,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from raybatch.errors import ConfigError, did_you_mean
@@ -33,6 +34,8 @@ class EngineConfig:
         max_model_len: longest prompt plus output; None takes the model's own limit.
         enable_prefix_caching: share the KV of equal leading blocks between requests.
         num_threads: torch threads of one engine on a CPU.
+        tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
+            cleared again in every step; changes the whole process, Linux only.
     """
 
     dtype: DType = "auto"
@@ -44,6 +47,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     num_threads: int = 1
+    tune_malloc: bool = True
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
@@ -144,3 +148,15 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
 def is_hub_offline() -> bool:
     """Return whether the environment forbids the model hub (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def cache_dir() -> Path:
+    """Return the folder for files that can be made again: downloads and prepared weights.
+
+    RAYBATCH_CACHE_DIR wins, then XDG_CACHE_HOME/raybatch, then ~/.cache/raybatch.
+    """
+    own = os.environ.get("RAYBATCH_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path("~/.cache").expanduser()) / "raybatch"

@@ -1,0 +1,103 @@
+"""The tensors of a Hugging Face checkpoint folder, one file or sharded, read one by one."""
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from raybatch.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint, by name.
+
+    Raises:
+        ConfigError: there are none; the message says so where only pickled weights exist.
+    """
+    index = path / _INDEX
+    if index.exists():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} is not a valid weight index: {error}") from error
+        missing = [name for name in names if not (path / name).exists()]
+        if missing:
+            raise ConfigError(f"{index} names {missing[0]}, which is not in the folder")
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+        raise ConfigError(
+            f"{path} has only pickled weights, which can run any code when loaded; convert them "
+            "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
+        )
+    raise ConfigError(f"{path} has no *.safetensors file")
+
+
+class Checkpoint:
+    """Open safetensors files; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack = ExitStack()
+        self._file_of: dict[str, Any] = {}
+        for file_path in weight_files(path):
+            try:
+                file = self._stack.enter_context(safe_open(file_path, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"{file_path} is not a valid safetensors file: {error}"
+                ) from error
+            for name in file.keys():  # noqa: SIM118
+                self._file_of[name] = file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        self._file_of.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return a tensor, mapped from its file.
+
+        Raises:
+            ConfigError: the checkpoint does not have it.
+        """
+        file = self._file_of.get(name)
+        if file is None:
+            raise ConfigError(f"{self._path}: the checkpoint has no tensor {name!r}")
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+def stat_key(path: Path, *parts: str) -> str:
+    """Return a file name for data derived from the checkpoint at this place.
+
+    Times of change are part of it beside the fingerprint, which only samples large files.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    for file in weight_files(path):
+        status = file.stat()
+        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:32]

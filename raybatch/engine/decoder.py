@@ -1,0 +1,101 @@
+"""A decoder-only transformer: tokens of one step in, logits out. No state but its weights."""
+
+import torch
+from torch.nn import functional
+
+from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.kv_cache import KVCache
+from raybatch.engine.model_config import ModelSpec
+from raybatch.engine.rope import inverse_frequencies
+from raybatch.engine.weights import LayerWeights, ModelWeights
+from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention, store_kv
+from raybatch.kernels.mlp import add_linear_, add_mlp_
+from raybatch.kernels.moe import moe_ffn
+from raybatch.kernels.norm import rms_norm
+from raybatch.kernels.rotary import rotate_, rotation_table
+
+
+class Decoder:
+    """Runs one model for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
+
+    Args:
+        spec: what the model is.
+        weights: of that model, on one device and in one dtype.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._distinct_windows = tuple(dict.fromkeys(spec.windows))
+        device = weights.embed.device
+        self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Compute one step: writes the KV of its tokens and returns float32 logits [S, V]."""
+        weights, spec = self._weights, self._spec
+        x = functional.embedding(batch.token_ids, weights.embed)
+        rotation = rotation_table(
+            batch.positions, self._inverse_frequencies, spec.rope.attention_factor
+        )
+        prepared = prepare_attention(
+            batch.attention,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            block_size=cache.k.shape[3],
+            num_kv_heads=spec.num_kv_heads,
+            windows=self._distinct_windows,
+            dtype=x.dtype,
+        )
+        last = spec.num_layers - 1
+        needs_all_rows = len(batch.logits_idx) == len(batch.token_ids)
+        for i, layer in enumerate(weights.layers):
+            attended = self._attend(i, layer, x, rotation, cache, prepared)
+            if i == last and not needs_all_rows:
+                attended = attended.index_select(0, batch.logits_idx)
+                x = x.index_select(0, batch.logits_idx)
+            add_linear_(x, attended, layer.o, layer.o_bias)
+            self._add_ffn(layer, x)
+        return functional.linear(rms_norm(x, weights.norm, spec.rms_eps), weights.head).float()
+
+    def _attend(
+        self,
+        layer_idx: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        cache: KVCache,
+        prepared: PreparedAttention,
+    ) -> torch.Tensor:
+        spec = self._spec
+        num_heads, num_qk_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(len(qkv), -1, spec.head_dim)
+        qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
+        if layer.qk_norm is not None:
+            qk = rms_norm(qk, layer.qk_norm, spec.rms_eps)
+        rotate_(qk, rotation)
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
+        store_kv(k, v, k_pool, v_pool, prepared)
+        return attend(q, k, v, k_pool, v_pool, prepared, spec.windows[layer_idx])
+
+    def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
+        spec = self._spec
+        hidden = rms_norm(x, layer.ffn_norm, spec.rms_eps)
+        if layer.gate_up is not None and layer.down is not None:
+            add_mlp_(x, hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+            return
+        assert spec.moe is not None, "a layer without gate_up is sparse"
+        assert layer.router is not None, "a sparse layer has a router"
+        assert layer.experts_gate_up is not None, "a sparse layer has experts"
+        assert layer.experts_down is not None, "a sparse layer has experts"
+        x += moe_ffn(
+            hidden,
+            layer.router,
+            layer.experts_gate_up,
+            layer.experts_down,
+            top_k=spec.moe.top_k,
+            norm_topk_prob=spec.moe.norm_topk_prob,
+        )

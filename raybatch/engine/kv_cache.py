@@ -1,0 +1,94 @@
+"""The KV pool: two tensors, and how many blocks of them the memory holds."""
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.model_config import ModelSpec
+from raybatch.errors import CapacityError
+
+# of the memory that is free once the weights are loaded
+_CPU_FRACTION = 0.5
+_GPU_FRACTION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCache:
+    """Keys and values of all layers, [L, N, G, B, D]; only the model writes into them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def allocate_kv_cache(
+    spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Make a pool whose slots hold finite numbers.
+
+    On a CPU, memory is taken from the system only when a block is first used.
+    """
+    shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    return KVCache(k=_zeros(shape, dtype, device), v=_zeros(shape, dtype, device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    # torch.zeros would touch every page of a pool that may be half of the host's memory
+    pages = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of KV that one token needs in all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def num_blocks_for(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_bytes: int,
+    num_engines_on_host: int = 1,
+) -> int:
+    """Return how many blocks the pool gets.
+
+    An explicit `kv_cache_bytes` wins; else it is this engine's share of the free memory, and never
+    more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+
+    Args:
+        config: options of the engine.
+        spec: of the model.
+        dtype: of the pool.
+        device: where the pool will be.
+        free_bytes: of the device, once the weights are loaded.
+        num_engines_on_host: engines that share the memory of a CPU host.
+
+    Raises:
+        CapacityError: the memory does not hold a single block.
+    """
+    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
+    if config.kv_cache_bytes is not None:
+        budget = config.kv_cache_bytes
+    elif device.type == "cpu":
+        budget = int(free_bytes * _CPU_FRACTION) // num_engines_on_host
+    else:
+        budget = int(free_bytes * _GPU_FRACTION)
+    max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    blocks_per_seq = -(-max_len // config.block_size_tokens)
+    num_blocks = min(budget // block_bytes, config.max_num_seqs * blocks_per_seq)
+    if num_blocks < 1:
+        raise CapacityError(
+            f"the KV cache has {budget} bytes, but one block of {config.block_size_tokens} tokens "
+            f"needs {block_bytes}; raise engine.kv_cache_bytes or run fewer engines on this host",
+            needed_tokens=config.block_size_tokens,
+            available_tokens=budget // kv_bytes_per_token(spec, dtype),
+        )
+    return num_blocks

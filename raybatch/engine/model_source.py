@@ -1,0 +1,156 @@
+"""Turns what a user calls a model into a local checkpoint folder."""
+
+import hashlib
+import importlib.resources
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+
+from raybatch.config import cache_dir, is_hub_offline
+from raybatch.engine.checkpoint import weight_files
+from raybatch.errors import ConfigError
+
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# models up to this size are hashed in full, of larger ones a sample is
+_FULL_HASH_BYTES = 64 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+
+
+def resolve_model(source: str) -> Path:
+    """Return the folder of the checkpoint that `source` names, downloading it where needed.
+
+    Args:
+        source: a local folder, "demo" (the small model inside this package), a URI that fsspec
+            reads such as "s3://bucket/model", or an id of the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing is there, or it has no safetensors weights; the message says what to
+            do instead.
+    """
+    if source == "demo":
+        path = _demo_path()
+    elif "://" in source:
+        path = _fetch(source)
+    elif Path(source).expanduser().exists():
+        path = Path(source).expanduser()
+    elif _HUB_ID.fullmatch(source):
+        path = _download(source)
+    else:
+        raise ConfigError(
+            f"model {source!r} is no local folder; pass a folder, a hub id such as "
+            '"Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
+        )
+    if not path.is_dir():
+        raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
+    weight_files(path)
+    return path
+
+
+def _demo_path() -> Path:
+    path = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
+    if not path.is_dir():
+        raise ConfigError(
+            "the demo model is not part of this installation; install raybatch from its wheel, or "
+            "pass a folder or a hub id"
+        )
+    return path
+
+
+def _download(source: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        path = huggingface_hub.snapshot_download(
+            source, allow_patterns=list(_PATTERNS), local_files_only=is_hub_offline()
+        )
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"model {source!r} is gated: accept its licence on the hub, then `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model {source!r} is neither a local folder nor a model on the hub"
+        ) from error
+    except (OSError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ConfigError(
+            f"model {source!r} is not in the local hub cache and the hub cannot be reached; pass a "
+            f"local folder, or pre-download it where there is a network: hf download {source}"
+        ) from error
+    return Path(path)
+
+
+def _fetch(uri: str) -> Path:
+    """Copy the checkpoint at `uri` into the cache once; the folder appears complete."""
+    try:
+        filesystem, root = fsspec.core.url_to_fs(uri)
+        if "file" in filesystem.protocol:
+            return Path(root)
+        listing = filesystem.ls(root, detail=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model {uri!r} cannot be read: {error}") from error
+    wanted = {
+        PurePosixPath(entry["name"]).name: entry
+        for entry in listing
+        if entry["type"] == "file"
+        and any(PurePosixPath(entry["name"]).match(pattern) for pattern in _PATTERNS)
+    }
+    if "config.json" not in wanted:
+        raise ConfigError(f"model {uri!r} has no config.json; pass the folder of a checkpoint")
+    digest = hashlib.sha256(uri.rstrip("/").encode())
+    for name, entry in sorted(wanted.items()):
+        digest.update(f"\0{name}\0{entry['size']}\0{_version_of(entry)}".encode())
+    target = cache_dir() / "models" / f"{PurePosixPath(root).name}-{digest.hexdigest()[:16]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=target.parent, suffix=".tmp"))
+    try:
+        for name, entry in wanted.items():
+            filesystem.get_file(entry["name"], str(temporary / name))
+        os.replace(temporary, target)
+    except OSError as error:
+        # another process was faster where the target stands complete
+        if not target.is_dir():
+            raise ConfigError(f"model {uri!r} cannot be downloaded: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _version_of(entry: dict[str, Any]) -> str:
+    """Return what a file system tells about the content: a checksum, else a time of change."""
+    for key in ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created"):
+        if entry.get(key) is not None:
+            return str(entry[key])
+    return ""
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a name of the model's content that is the same on every host and path.
+
+    It covers config.json in full and the weights: all bytes of a small model; of a large one the
+    list of tensors, the sizes, and 1,024 pieces per file spread evenly.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    files = weight_files(path)
+    is_small = sum(file.stat().st_size for file in files) <= _FULL_HASH_BYTES
+    for weights in files:
+        size = weights.stat().st_size
+        digest.update(f"\0{weights.name}\0{size}\0".encode())
+        with weights.open("rb") as file:
+            if is_small:
+                digest.update(file.read())
+                continue
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, size)))
+            for i in range(_SAMPLES):
+                file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]

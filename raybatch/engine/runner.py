@@ -1,0 +1,139 @@
+"""Loads a model with its KV pool onto a device and runs steps; sets up the process for torch."""
+
+import ctypes
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.decoder import Decoder
+from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.kv_cache import KVCache, allocate_kv_cache, num_blocks_for
+from raybatch.engine.memory import free_memory_bytes
+from raybatch.engine.model_config import ModelSpec, read_model_spec
+from raybatch.engine.model_source import resolve_model
+from raybatch.engine.weights import load_weights
+from raybatch.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """A loaded model: `forward` runs one step. Owned by one thread."""
+
+    def __init__(
+        self, *, spec: ModelSpec, config: EngineConfig, decoder: Decoder, cache: KVCache
+    ) -> None:
+        self.spec = spec
+        self.config = config
+        self.cache = cache
+        self._decoder = decoder
+
+    @classmethod
+    def load(
+        cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1
+    ) -> "ModelRunner":
+        """Load the model that `source` names (see `resolve_model`).
+
+        Sets the threads of torch and, unless switched off, malloc's options: both hold for the
+        whole process.
+
+        Args:
+            source: folder, hub id, URI or "demo".
+            config: options of the engine.
+            num_engines_on_host: engines that share the memory of the host.
+
+        Raises:
+            ConfigError: the model or an option cannot be run.
+            CapacityError: the memory does not hold a block of KV.
+        """
+        path = resolve_model(source)
+        spec = read_model_spec(path)
+        _check_max_model_len(config, spec, path)
+        device = _pick_device(config)
+        if device.type == "cpu":
+            torch.set_num_threads(config.num_threads)
+            if config.tune_malloc:
+                _keep_freed_memory()
+        dtype = _pick_dtype(config, spec, device)
+        weights = load_weights(path, spec, dtype=dtype, device=device)
+        num_blocks = num_blocks_for(
+            config,
+            spec,
+            dtype=dtype,
+            device=device,
+            free_bytes=free_memory_bytes(device),
+            num_engines_on_host=num_engines_on_host,
+        )
+        cache = allocate_kv_cache(
+            spec,
+            num_blocks=num_blocks,
+            block_size=config.block_size_tokens,
+            dtype=dtype,
+            device=device,
+        )
+        logger.info(
+            "%s loaded: %s on %s, %d KV blocks of %d tokens",
+            path.name,
+            str(dtype).removeprefix("torch."),
+            device,
+            num_blocks,
+            config.block_size_tokens,
+        )
+        return cls(spec=spec, config=config, decoder=Decoder(spec, weights), cache=cache)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks in the pool."""
+        return int(self.cache.k.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Return where weights, pool and the tensors of a batch live."""
+        return self.cache.k.device
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens."""
+        return self._decoder.forward(batch, self.cache)
+
+
+def _check_max_model_len(config: EngineConfig, spec: ModelSpec, path: Path) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"engine.max_model_len is {config.max_model_len}, but {path.name} was made for "
+            f"{spec.max_model_len} tokens; lower it or leave it out"
+        )
+
+
+def _pick_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device {config.device!r} is not a device: {error}") from error
+
+
+def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        # CPUs without bfloat16 units compute it four times slower than float32
+        name = "float32" if device.type == "cpu" else spec.dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to serve large blocks from the heap and never to give the heap back.
+
+    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, mmap_max = -1, -4
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)

@@ -1,0 +1,60 @@
+"""Writes safetensors files one tensor at a time, so that no copy of the model is held in memory."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# tensors start at cache lines, which vector loads of the mapped file profit from
+_ALIGNMENT = 64
+
+
+def write_tensors(
+    target: Path,
+    recipe: Mapping[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]],
+    dtype: torch.dtype,
+) -> None:
+    """Write the tensors of `recipe` (name to shape and builder) in `dtype`; appears complete.
+
+    Raises:
+        ValueError: a built tensor does not have the announced shape.
+        OSError: the folder cannot be written.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (shape, _) in recipe.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name, (shape, build) in recipe.items():
+                tensor = build().to(dtype).contiguous()
+                if tuple(tensor.shape) != shape:
+                    raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file at `path`; on Windows there is no lock and the last writer wins."""
+    with path.open("w") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,296 @@
+"""Executes an `AttentionPlan` on the KV pool of one layer.
+
+`prepare_attention` turns a plan into index tensors once per step; `store_kv` and `attend` run once
+per layer. Tokens that occur in several parts are merged by their log-sum-exp.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
+from raybatch.kernels.decode_attention import DecodeWalk, attend_decode, plan_walk
+from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+
+# chunks up to this length are padded and computed together, longer ones one by one
+_MAX_BUCKET_TOKENS = 48
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """Short chunks of similar length, padded on the right to W tokens.
+
+    Args:
+        gather: int64 [C * W], the row of the forward batch for each padded place.
+        valid: int64 [R], padded places that hold a token.
+        rows: int64 [R], their rows of the forward batch.
+    """
+
+    num_chunks: int
+    gather: torch.Tensor
+    valid: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Context:
+    """A `ContextPart` with the slice or index of its queries."""
+
+    rows: slice | torch.Tensor
+    positions: torch.Tensor
+    block_ids: torch.Tensor
+    num_tokens: int
+    first_position: int
+    max_position: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedAttention:
+    """A plan in the form that every layer of a step uses."""
+
+    num_decode: int
+    positions: torch.Tensor
+    block_ids: torch.Tensor
+    block_offsets: torch.Tensor
+    walk: DecodeWalk | None
+    chunks: tuple[tuple[int, int], ...]
+    buckets: tuple[_Bucket, ...]
+    contexts: tuple[_Context, ...]
+
+
+def prepare_attention(
+    plan: AttentionPlan,
+    *,
+    positions: torch.Tensor,  # int64 [T]
+    slot_mapping: torch.Tensor,  # int64 [T]
+    block_size: int,
+    num_kv_heads: int,
+    windows: tuple[int | None, ...],
+    dtype: torch.dtype,
+) -> PreparedAttention:
+    """Do once per step what all layers share.
+
+    Args:
+        plan: of this step.
+        positions: of every token in its sequence.
+        slot_mapping: where every token's KV goes.
+        block_size: positions of one cache block.
+        num_kv_heads: of the model.
+        windows: the different windows of the model's layers.
+        dtype: of the KV pool.
+    """
+    walk = None
+    if plan.decode is not None and plan.num_decode:
+        walk = plan_walk(
+            plan.decode,
+            positions=positions[: plan.num_decode],
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            windows=windows,
+            dtype=dtype,
+        )
+    chunks, buckets = _split_prefill(plan.prefill, positions.device)
+    return PreparedAttention(
+        num_decode=plan.num_decode,
+        positions=positions,
+        block_ids=slot_mapping // block_size,
+        block_offsets=slot_mapping % block_size,
+        walk=walk,
+        chunks=chunks,
+        buckets=buckets,
+        contexts=tuple(_prepare_context(part, positions) for part in plan.contexts),
+    )
+
+
+def _split_prefill(
+    part: PrefillPart | None, device: torch.device
+) -> tuple[tuple[tuple[int, int], ...], tuple[_Bucket, ...]]:
+    if part is None:
+        return (), ()
+    long: list[tuple[int, int]] = []
+    by_width: dict[int, list[tuple[int, int]]] = {}
+    for start, length in zip(part.starts, part.lens, strict=True):
+        if length > _MAX_BUCKET_TOKENS:
+            long.append((start, length))
+        else:
+            by_width.setdefault((length + 7) // 8 * 8, []).append((start, length))
+    buckets = []
+    for width, chunks in by_width.items():
+        starts = torch.tensor([start for start, _ in chunks], device=device).unsqueeze(1)
+        lens = torch.tensor([length for _, length in chunks], device=device).unsqueeze(1)
+        places = torch.arange(width, device=device)
+        gather = (starts + torch.minimum(places, lens - 1)).view(-1)
+        valid = (places < lens).view(-1).nonzero().squeeze(1)
+        buckets.append(
+            _Bucket(
+                num_chunks=len(chunks),
+                gather=gather,
+                valid=valid,
+                rows=gather.index_select(0, valid),
+            )
+        )
+    return tuple(long), tuple(buckets)
+
+
+def _prepare_context(part: ContextPart, positions: torch.Tensor) -> _Context:
+    rows: slice | torch.Tensor = part.query_idx
+    first, count = int(part.query_idx[0]), len(part.query_idx)
+    if bool((part.query_idx == torch.arange(first, first + count, device=positions.device)).all()):
+        rows = slice(first, first + count)
+    query_positions = positions[rows]
+    return _Context(
+        rows=rows,
+        positions=query_positions,
+        block_ids=part.block_ids,
+        num_tokens=part.num_tokens,
+        first_position=part.first_position,
+        max_position=int(query_positions.max()),
+    )
+
+
+def store_kv(
+    k: torch.Tensor,  # [T, G, D]
+    v: torch.Tensor,  # [T, G, D]
+    k_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    v_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    prepared: PreparedAttention,
+) -> None:
+    """Write the KV of this step's tokens to their slots."""
+    k_pool[prepared.block_ids, :, prepared.block_offsets] = k
+    v_pool[prepared.block_ids, :, prepared.block_offsets] = v
+
+
+def attend(
+    q: torch.Tensor,  # [T, H, D]
+    k: torch.Tensor,  # [T, G, D]
+    v: torch.Tensor,  # [T, G, D]
+    k_pool: torch.Tensor,  # [N, G, B, D]
+    v_pool: torch.Tensor,  # [N, G, B, D]
+    prepared: PreparedAttention,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the attention output of every token, [T, H * D].
+
+    `window` is how many positions a token of this layer sees, itself included; None for all.
+    """
+    output = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if prepared.contexts else None
+    if prepared.walk is not None:
+        decode = slice(0, prepared.num_decode)
+        part = attend_decode(q[decode], k_pool, v_pool, prepared.walk, window)
+        _write(output, lse, decode, part)
+    for start, length in prepared.chunks:
+        rows = slice(start, start + length)
+        heads = _split_heads(q[rows], k.shape[1])
+        part = _attend_chunk(heads, k[rows].transpose(0, 1), v[rows].transpose(0, 1), window)
+        _write(output, lse, rows, _join_heads(part))
+    for bucket in prepared.buckets:
+        _write(output, lse, bucket.rows, _attend_bucket(q, k, v, bucket, window))
+    if lse is not None:
+        for context in prepared.contexts:
+            part = _attend_context(q[context.rows], k_pool, v_pool, context, window)
+            _merge(output, lse, context.rows, part)
+    return output.view(q.shape[0], -1)
+
+
+_Part = tuple[torch.Tensor, torch.Tensor]  # outputs and their log-sum-exp
+
+
+def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Turn [Q, H, D] into [G, n, Q, D] without a copy."""
+    return q.view(len(q), num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+
+
+def _join_heads(part: _Part) -> _Part:
+    """Turn [G, n, Q, D] and [G, n, Q] into [Q, H, D] and [Q, H]."""
+    output, lse = part
+    return output.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def _write(
+    output: torch.Tensor, lse: torch.Tensor | None, rows: slice | torch.Tensor, part: _Part
+) -> None:
+    output[rows] = part[0]
+    if lse is not None:
+        lse[rows] = part[1]
+
+
+def _merge(
+    output: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor, part: _Part
+) -> None:
+    old, old_lse = output[rows], lse[rows]
+    weight = torch.sigmoid(part[1] - old_lse).unsqueeze(-1).to(old.dtype)
+    output[rows] = torch.lerp(old, part[0], weight)
+    lse[rows] = torch.logaddexp(old_lse, part[1])
+
+
+def _attend_chunk(
+    q: torch.Tensor,  # [G, n, Q, D]
+    k: torch.Tensor,  # [G, Q, D]
+    v: torch.Tensor,  # [G, Q, D]
+    window: int | None,
+) -> _Part:
+    length = k.shape[1]
+    if window is None or length <= window:
+        return attend_dense(q, k, v, is_causal=True)
+    places = torch.arange(length, device=q.device)
+    return attend_windowed(q, k, v, query_positions=places, key_positions=places, window=window)
+
+
+def _attend_bucket(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: _Bucket, window: int | None
+) -> _Part:
+    """Compute padded chunks with chunk and KV head as one batch; padding is never read."""
+    count, num_kv_heads = bucket.num_chunks, k.shape[1]
+    padded = q.index_select(0, bucket.gather).view(count, -1, num_kv_heads, *_group_shape(q, k))
+    queries = padded.permute(0, 2, 3, 1, 4).flatten(0, 1)
+    keys, values = (
+        x.index_select(0, bucket.gather).view(count, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
+        for x in (k, v)
+    )
+    output, lse = _attend_chunk(queries, keys, values, window)
+    output = (
+        output.view(count, num_kv_heads, *output.shape[1:])
+        .permute(0, 3, 1, 2, 4)
+        .reshape(-1, *q.shape[1:])
+    )
+    lse = lse.view(count, num_kv_heads, *lse.shape[1:]).permute(0, 3, 1, 2).reshape(-1, q.shape[1])
+    return output.index_select(0, bucket.valid), lse.index_select(0, bucket.valid)
+
+
+def _group_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    """Return the query heads of one KV head, and the head dim."""
+    return q.shape[1] // k.shape[1], q.shape[2]
+
+
+def _attend_context(
+    q: torch.Tensor,  # [Q, H, D]
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    context: _Context,
+    window: int | None,
+) -> _Part:
+    num_kv_heads = k_pool.shape[1]
+    queries = _split_heads(q, num_kv_heads)
+    keys, values = (_gather(pool, context) for pool in (k_pool, v_pool))
+    if window is None or context.max_position - window < context.first_position:
+        return _join_heads(attend_dense(queries, keys, values, is_causal=False))
+    places = torch.arange(context.num_tokens, device=q.device) + context.first_position
+    part = attend_windowed(
+        queries,
+        keys,
+        values,
+        query_positions=context.positions,
+        key_positions=places,
+        window=window,
+    )
+    return _join_heads(part)
+
+
+def _gather(pool: torch.Tensor, context: _Context) -> torch.Tensor:
+    """Copy the context's cached positions to [G, P, D], one copy for all its queries."""
+    num_blocks, num_kv_heads, block_size, head_dim = pool.shape
+    heads = torch.arange(num_kv_heads, device=pool.device).unsqueeze(1)
+    index = (context.block_ids * num_kv_heads + heads).view(-1)
+    flat = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, index)
+    return flat.view(num_kv_heads, -1, head_dim)[:, : context.num_tokens]

@@ -1,0 +1,182 @@
+"""Attention of one token per sequence over the KV pool, block by block in memory order.
+
+No KV is copied: the pool is sliced in runs of neighbouring blocks, each (block, KV head) is one
+small product, and a segment softmax by owner joins the blocks of a sequence. A few foreign blocks
+between two of ours are walked over rather than split around; their results are never read.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from raybatch.kernels.attention_plan import DecodePart
+
+# a foreign block costs about as much as starting another run
+_MAX_GAP_BLOCKS = 2
+
+
+class _Run(NamedTuple):
+    """Rows `start..stop` of the walk are the blocks from `block` on."""
+
+    start: int
+    stop: int
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeWalk:
+    """A `DecodePart` in the form that every layer of a step uses; R rows, one per walked block.
+
+    Args:
+        runs: slices of the pool; empty where the blocks are gathered by `block_ids`.
+        block_ids: int64 [R].
+        owners: int64 [R], the decode row of each walked block, 0 for a foreign one.
+        rows_by_owner: int64 [P], rows of our own blocks, ordered by owner.
+        offsets: int64 [S], where each owner's rows start in `rows_by_owner`.
+        masks: for each window of the model (None: no window) the bias of each position,
+            [R * G, 1, B], 0 or -inf.
+    """
+
+    runs: tuple[_Run, ...]
+    block_ids: torch.Tensor
+    owners: torch.Tensor
+    rows_by_owner: torch.Tensor
+    offsets: torch.Tensor
+    masks: dict[int | None, torch.Tensor]
+
+
+def plan_walk(
+    part: DecodePart,
+    *,
+    positions: torch.Tensor,  # int64 [S], of the decode tokens
+    block_size: int,
+    num_kv_heads: int,
+    windows: tuple[int | None, ...],
+    dtype: torch.dtype,
+) -> DecodeWalk:
+    """Turn a part into the walk that `attend_decode` executes."""
+    device = part.block_ids.device
+    runs: tuple[_Run, ...] = ()
+    rows = torch.arange(len(part.block_ids), device=device)
+    block_ids = part.block_ids
+    if part.is_contiguous:
+        runs = (_Run(0, len(block_ids), int(block_ids[0])),)
+    elif device.type == "cpu":
+        runs, rows, block_ids = _plan_runs(block_ids)
+    num_rows = len(block_ids)
+    owners = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    owners[rows] = part.owners
+    num_valid = torch.ones(num_rows, dtype=torch.int64, device=device)
+    num_valid[rows] = part.num_valid
+    sorted_owners, order = part.owners.sort(stable=True)
+    offsets = torch.searchsorted(sorted_owners, torch.arange(len(positions), device=device))
+    slots = torch.arange(block_size, device=device)
+    is_hidden = slots >= num_valid.unsqueeze(1)
+    masks = {}
+    for window in windows:
+        hidden = is_hidden
+        if window is not None and int(positions.max()) >= window:
+            if part.first_positions is None:
+                raise ValueError("DecodePart.first_positions is needed by a sliding window")
+            first_seen = (positions - window + 1).index_select(0, part.owners)
+            is_outside = (part.first_positions.unsqueeze(1) + slots) < first_seen.unsqueeze(1)
+            hidden = is_hidden.index_put((rows,), is_hidden[rows] | is_outside)
+        bias = torch.zeros(num_rows, block_size, dtype=dtype, device=device)
+        bias.masked_fill_(hidden, -math.inf)
+        masks[window] = bias.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1)
+    return DecodeWalk(
+        runs=runs,
+        block_ids=block_ids,
+        owners=owners,
+        rows_by_owner=rows.index_select(0, order),
+        offsets=offsets,
+        masks=masks,
+    )
+
+
+def _plan_runs(
+    block_ids: torch.Tensor,
+) -> tuple[tuple[_Run, ...], torch.Tensor, torch.Tensor]:
+    """Return the runs, the row of each given block, and the block of each row."""
+    ids = block_ids.numpy()
+    steps = np.diff(ids)
+    # a block that two sequences own occurs twice, which starts a run as well
+    breaks = np.flatnonzero((steps < 1) | (steps > _MAX_GAP_BLOCKS + 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(ids)]))
+    first_blocks = ids[starts]
+    lengths = ids[ends - 1] - first_blocks + 1
+    first_rows = np.concatenate(([0], np.cumsum(lengths)))
+    run_of_id = np.repeat(np.arange(len(starts)), ends - starts)
+    rows = first_rows[run_of_id] + ids - first_blocks[run_of_id]
+    run_of_row = np.repeat(np.arange(len(starts)), lengths)
+    blocks = np.arange(first_rows[-1]) - first_rows[run_of_row] + first_blocks[run_of_row]
+    runs = tuple(
+        _Run(int(row), int(row + length), int(block))
+        for row, length, block in zip(first_rows, lengths, first_blocks, strict=False)
+    )
+    return runs, torch.from_numpy(rows), torch.from_numpy(blocks)
+
+
+def attend_decode(
+    q: torch.Tensor,  # [S, H, D]
+    k_pool: torch.Tensor,  # [N, G, B, D]
+    v_pool: torch.Tensor,  # [N, G, B, D]
+    walk: DecodeWalk,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_pool.shape[1:3]
+    num_rows = len(walk.owners)
+    batch = num_rows * num_kv_heads
+    queries = q.index_select(0, walk.owners).view(batch, -1, head_dim)
+    scores = queries.new_empty(batch, queries.shape[1], block_size)
+    scale = 1.0 / math.sqrt(head_dim)
+    for rows, keys in _slices(k_pool, walk):
+        torch.baddbmm(
+            walk.masks[window][rows],
+            queries[rows],
+            keys.transpose(1, 2),
+            alpha=scale,
+            out=scores[rows],
+        )
+    weights = scores.float()
+    highest = functional.embedding_bag(
+        walk.rows_by_owner, weights.amax(dim=-1).view(num_rows, -1), walk.offsets, mode="max"
+    )
+    weights = weights.sub_(highest.index_select(0, walk.owners).view(batch, -1, 1)).exp_()
+    total = _sum_by_owner(weights.sum(dim=-1).view(num_rows, -1), walk)
+    if weights.dtype != v_pool.dtype:
+        weights = weights.to(v_pool.dtype)
+    partial = torch.empty_like(queries)
+    for rows, values in _slices(v_pool, walk):
+        torch.bmm(weights[rows], values, out=partial[rows])
+    output = _sum_by_owner(partial.view(num_rows, -1).float(), walk)
+    output = output.view(num_seqs, num_heads, head_dim).div_(total.unsqueeze(-1))
+    return output.to(q.dtype), total.log_().add_(highest)
+
+
+def _slices(pool: torch.Tensor, walk: DecodeWalk) -> list[tuple[slice, torch.Tensor]]:
+    """Return pieces of the walk: rows times KV heads, and their keys or values."""
+    num_kv_heads = pool.shape[1]
+    if not walk.runs:
+        return [(slice(None), pool.index_select(0, walk.block_ids).flatten(0, 1))]
+    return [
+        (
+            slice(run.start * num_kv_heads, run.stop * num_kv_heads),
+            pool[run.block : run.block + run.stop - run.start].flatten(0, 1),
+        )
+        for run in walk.runs
+    ]
+
+
+def _sum_by_owner(
+    rows: torch.Tensor,  # [R, *]
+    walk: DecodeWalk,
+) -> torch.Tensor:
+    return functional.embedding_bag(walk.rows_by_owner, rows, walk.offsets, mode="sum")

@@ -1,0 +1,171 @@
+"""Drives a decoder step by step with plans built by hand, without the engine's scheduler."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from raybatch.engine.decoder import Decoder
+from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.kv_cache import KVCache
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_shared_blocks: int = 0
+
+
+@dataclass
+class GreedyDriver:
+    """Greedy decoding of several sequences at once.
+
+    `shared_tokens` leading tokens (a multiple of the block size) are computed by the first
+    sequence alone and seen by all others through one context part.
+    """
+
+    decoder: Decoder
+    cache: KVCache
+    block_size: int
+    free_blocks: list[int]
+    chunk: int | None = None
+    shared_tokens: int = 0
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        sequences = [Sequence(list(prompt)) for prompt in prompts]
+        if self.shared_tokens:
+            self._share(sequences)
+        while any(
+            len(s.tokens) < len(p) + num_tokens for s, p in zip(sequences, prompts, strict=True)
+        ):
+            self._step(sequences, [len(p) + num_tokens for p in prompts])
+        return [s.tokens[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
+
+    def _share(self, sequences: list[Sequence]) -> None:
+        first = Sequence(sequences[0].tokens[: self.shared_tokens])
+        self._run([], [(first, self.shared_tokens)])
+        for sequence in sequences:
+            sequence.blocks = list(first.blocks)
+            sequence.num_shared_blocks = len(first.blocks)
+            sequence.num_computed = self.shared_tokens
+
+    def _step(self, sequences: list[Sequence], limits: list[int]) -> None:
+        unfinished = [s for s, n in zip(sequences, limits, strict=True) if len(s.tokens) < n]
+        decoding = [s for s in unfinished if len(s.tokens) - s.num_computed == 1]
+        chunks = []
+        for sequence in unfinished:
+            missing = len(sequence.tokens) - sequence.num_computed
+            if missing > 1:
+                chunks.append((sequence, min(missing, self.chunk or missing)))
+        logits = self._run(decoding, chunks)
+        scheduled = decoding + [s for s, _ in chunks]
+        for sequence, token in zip(scheduled, logits.argmax(dim=-1).tolist(), strict=True):
+            if sequence.num_computed == len(sequence.tokens):
+                sequence.tokens.append(token)
+
+    def _run(self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]]) -> torch.Tensor:
+        tokens, positions, slots, last_rows, starts = [], [], [], [], []
+        contexts = []
+        for sequence, count in [(s, 1) for s in decoding] + chunks:
+            start = sequence.num_computed
+            while len(sequence.blocks) * self.block_size < start + count:
+                sequence.blocks.append(self.free_blocks.pop(0))
+            starts.append(len(tokens))
+            if count > 1 and start > 0 and start > sequence.num_shared_blocks * self.block_size:
+                contexts.append(self._context(sequence, starts[-1], count, start))
+            for position in range(start, start + count):
+                tokens.append(sequence.tokens[position])
+                positions.append(position)
+                block, offset = divmod(position, self.block_size)
+                slots.append(sequence.blocks[block] * self.block_size + offset)
+            last_rows.append(len(tokens) - 1)
+            sequence.num_computed += count
+        contexts += self._shared_contexts(decoding, chunks, starts)
+        batch = ForwardBatch(
+            token_ids=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            logits_idx=torch.tensor(last_rows),
+            attention=AttentionPlan(
+                num_decode=len(decoding),
+                decode=self._decode_part(decoding) if decoding else None,
+                prefill=PrefillPart(
+                    starts=tuple(starts[len(decoding) :]), lens=tuple(n for _, n in chunks)
+                )
+                if chunks
+                else None,
+                contexts=tuple(contexts),
+            ),
+        )
+        return self.decoder.forward(batch, self.cache)
+
+    def _context(self, sequence: Sequence, row: int, count: int, start: int) -> ContextPart:
+        own = sequence.blocks[sequence.num_shared_blocks :]
+        first = sequence.num_shared_blocks * self.block_size
+        used = -(-(start - first) // self.block_size)
+        return ContextPart(
+            query_idx=torch.arange(row, row + count),
+            block_ids=torch.tensor(own[:used]),
+            num_tokens=start - first,
+            first_position=first,
+        )
+
+    def _shared_contexts(self, decoding, chunks, starts) -> list[ContextPart]:
+        rows, blocks = [], []
+        for (sequence, count), start in zip(
+            [(s, 1) for s in decoding] + chunks, starts, strict=True
+        ):
+            if sequence.num_shared_blocks:
+                rows += range(start, start + count)
+                blocks = sequence.blocks[: sequence.num_shared_blocks]
+        if not rows:
+            return []
+        return [
+            ContextPart(
+                query_idx=torch.tensor(rows),
+                block_ids=torch.tensor(blocks),
+                num_tokens=len(blocks) * self.block_size,
+            )
+        ]
+
+    def _decode_part(self, decoding: list[Sequence]) -> DecodePart:
+        entries = []
+        for owner, sequence in enumerate(decoding):
+            for i, block in enumerate(sequence.blocks):
+                if i >= sequence.num_shared_blocks:
+                    first = i * self.block_size
+                    valid = min(self.block_size, sequence.num_computed - first)
+                    entries.append((block, owner, valid, first))
+        entries.sort()
+        blocks, owners, valid, first = (
+            torch.tensor(column) for column in zip(*entries, strict=True)
+        )
+        return DecodePart(
+            block_ids=blocks,
+            owners=owners,
+            num_valid=valid,
+            is_contiguous=bool((blocks.diff() == 1).all()),
+            first_positions=first,
+        )
+
+
+def prompt_logits(driver: GreedyDriver, prompt: list[int]) -> torch.Tensor:
+    """Return the logits of every position of one prompt, computed in one step."""
+    block_size = driver.block_size
+    blocks = torch.tensor([driver.free_blocks.pop(0) for _ in range(-(-len(prompt) // block_size))])
+    positions = torch.arange(len(prompt))
+    batch = ForwardBatch(
+        token_ids=torch.tensor(prompt),
+        positions=positions,
+        slot_mapping=blocks[positions // block_size] * block_size + positions % block_size,
+        logits_idx=positions,
+        attention=AttentionPlan(
+            num_decode=0,
+            decode=None,
+            prefill=PrefillPart(starts=(0,), lens=(len(prompt),)),
+            contexts=(),
+        ),
+    )
+    return driver.decoder.forward(batch, driver.cache)

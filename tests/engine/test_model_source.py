@@ -1,0 +1,131 @@
+import json
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from raybatch.engine.model_source import model_fingerprint, resolve_model
+from raybatch.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    save_file({"a": torch.zeros(8)}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+def uri(folder: Path) -> str:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for file in folder.iterdir():
+        memory.pipe_file(f"/bucket/model/{file.name}", file.read_bytes())
+    memory.pipe_file("/bucket/model/training_args.bin", b"x")
+    return "memory://bucket/model"
+
+
+def test_a_folder_is_used_in_place(folder):
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_file_uri_is_used_in_place(folder):
+    assert resolve_model(f"file://{folder}") == folder
+
+
+def test_a_uri_is_copied_once(uri, own_cache):
+    first = resolve_model(uri)
+    stamp = (first / "config.json").stat().st_mtime_ns
+    assert resolve_model(uri) == first
+    assert (first / "config.json").stat().st_mtime_ns == stamp
+    assert [first.name] == [path.name for path in (own_cache / "models").iterdir()]
+
+
+def test_only_files_of_the_model_are_copied(uri):
+    names = sorted(path.name for path in resolve_model(uri).iterdir())
+    assert names == ["config.json", "model.safetensors"]
+
+
+def test_changed_content_behind_a_uri_is_copied_again(uri):
+    first = resolve_model(uri)
+    fsspec.filesystem("memory").pipe_file("/bucket/model/config.json", b'{"architectures": []}')
+    second = resolve_model(uri)
+    assert first != second
+    assert (second / "config.json").read_bytes() == b'{"architectures": []}'
+
+
+def test_an_empty_uri_is_refused():
+    fsspec.filesystem("memory").store.clear()
+    with pytest.raises(ConfigError, match="memory://nothing/here"):
+        resolve_model("memory://nothing/here")
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve_model("nosuch://bucket/model")
+
+
+def test_pickled_weights_are_refused_with_the_way_out(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"pickled weights.*save_pretrained"):
+        resolve_model(str(folder))
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        resolve_model(str(folder))
+
+
+def test_a_missing_shard_is_named(folder):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="model-00001-of-00002"):
+        resolve_model(str(folder))
+
+
+def test_a_file_is_no_model(folder):
+    with pytest.raises(ConfigError, match="must be a folder"):
+        resolve_model(str(folder / "config.json"))
+
+
+def test_a_hub_id_without_network_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
+        resolve_model("nobody/no-such-model")
+
+
+def test_what_is_neither_path_nor_id_is_refused():
+    with pytest.raises(ConfigError, match="no local folder"):
+        resolve_model("./no/such/folder")
+
+
+def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    assert model_fingerprint(folder) == model_fingerprint(tmp_path / "copy")
+
+
+def test_the_fingerprint_changes_with_one_weight(folder):
+    before = model_fingerprint(folder)
+    weights = torch.zeros(8)
+    weights[5] = 1e-3
+    save_file({"a": weights}, folder / "model.safetensors")
+    assert before != model_fingerprint(folder)
+
+
+def test_the_fingerprint_changes_with_the_config(folder):
+    before = model_fingerprint(folder)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    assert before != model_fingerprint(folder)

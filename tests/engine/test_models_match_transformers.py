@@ -1,0 +1,118 @@
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from raybatch.engine.decoder import Decoder
+from raybatch.engine.kv_cache import allocate_kv_cache
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.weights import load_weights
+from tests.engine.greedy_driver import GreedyDriver, prompt_logits
+from tests.engine.tiny_models import VARIANTS, save
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 10
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def make_prompts(lengths: list[int], shared: int = 0) -> list[list[int]]:
+    rng = random.Random(3)
+    prefix = [rng.randrange(1, 211) for _ in range(shared)]
+    return [prefix + [rng.randrange(1, 211) for _ in range(n)] for n in lengths]
+
+
+def make_driver(path: Path, is_shuffled: bool = False, **options) -> GreedyDriver:
+    spec = read_model_spec(path)
+    weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    cache = allocate_kv_cache(
+        spec, num_blocks=96, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
+    )
+    blocks = list(range(96))
+    if is_shuffled:
+        random.Random(5).shuffle(blocks)
+    return GreedyDriver(Decoder(spec, weights), cache, BLOCK_SIZE, blocks, **options)
+
+
+def reference_tokens(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        output = model.generate(
+            ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save(request.param, path)
+
+
+def test_whole_prompts_of_mixed_lengths_give_the_same_tokens(checkpoint):
+    path, model = checkpoint
+    prompts = make_prompts([1, 8, 23, 61])
+    assert reference_tokens(model, prompts) == make_driver(path).generate(prompts, NUM_TOKENS)
+
+
+def test_chunked_prompts_in_scattered_blocks_give_the_same_tokens(checkpoint):
+    path, model = checkpoint
+    prompts = make_prompts([3, 40])
+    driver = make_driver(path, is_shuffled=True, chunk=7)
+    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+
+
+def test_prompts_that_share_a_prefix_give_the_same_tokens(checkpoint):
+    path, model = checkpoint
+    prompts = make_prompts([2, 30], shared=2 * BLOCK_SIZE)
+    driver = make_driver(path, chunk=16, shared_tokens=2 * BLOCK_SIZE)
+    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+
+
+def test_logits_of_every_position_are_the_same(checkpoint):
+    path, model = checkpoint
+    prompt = make_prompts([57])[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(
+        prompt_logits(make_driver(path), prompt), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "mixtral"])
+def test_sharded_checkpoints_give_the_same_tokens_as_transformers(variant, tmp_path):
+    model = save(variant, tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    prompts = make_prompts([4, 19])
+    assert reference_tokens(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-moe"])
+def test_bfloat16_checkpoints_run_in_float32_like_transformers(variant, tmp_path):
+    model = save(variant, tmp_path, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    prompts = make_prompts([4, 19])
+    assert reference_tokens(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
+
+
+def test_older_rope_keys_give_the_same_tokens_as_transformers(tmp_path):
+    model = save("llama-rope-llama3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    config["rope_scaling"] = scaling
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = make_prompts([4, 19])
+    assert reference_tokens(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)

@@ -1,0 +1,184 @@
+import dataclasses
+import logging
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import ModelRunner
+from raybatch.engine.weights import load_weights, prepare_weights
+from raybatch.errors import CapacityError, ConfigError
+from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+from tests.engine.tiny_models import build
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build("qwen3").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_prepared_weights_are_written_once(path):
+    spec = read_model_spec(path)
+    first = prepare_weights(path, spec, torch.float32)
+    stamp = first.stat().st_mtime_ns
+    assert prepare_weights(path, spec, torch.float32) == first
+    assert first.stat().st_mtime_ns == stamp
+
+
+def test_each_dtype_has_its_own_prepared_file(path):
+    spec = read_model_spec(path)
+    files = {prepare_weights(path, spec, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    assert len(files) == 2
+
+
+def test_prepared_tensors_start_at_cache_lines(path):
+    weights = load_weights(path, read_model_spec(path), dtype=torch.float32, device=CPU)
+    assert weights.layers[0].qkv.data_ptr() % 64 == 0
+
+
+def test_no_temporary_file_stays_behind(path, own_cache):
+    prepare_weights(path, read_model_spec(path), torch.float32)
+    assert not list((own_cache / "weights").glob("*.tmp"))
+
+
+def test_an_unusable_cache_folder_falls_back_to_private_weights(path, own_cache, caplog):
+    own_cache.write_text("a file where the folder should be")
+    spec = read_model_spec(path)
+    with caplog.at_level(logging.WARNING):
+        private = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    own_cache.unlink()
+    mapped = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    assert torch.equal(private.layers[1].qkv, mapped.layers[1].qkv)
+    assert len(caplog.records) == 1
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(path):
+    spec = dataclasses.replace(read_model_spec(path), has_qkv_bias=True)
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj\.bias"):
+        load_weights(path, spec, dtype=torch.float32, device=CPU)
+
+
+def _prepare_in_child(path: Path, queue: "multiprocessing.Queue[str]") -> None:
+    queue.put(str(prepare_weights(path, read_model_spec(path), torch.float32)))
+
+
+def test_processes_that_race_agree_on_one_file(path, own_cache):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    children = [context.Process(target=_prepare_in_child, args=(path, queue)) for _ in range(3)]
+    for child in children:
+        child.start()
+    names = {queue.get(timeout=30) for _ in children}
+    for child in children:
+        child.join()
+    assert names == {str(f) for f in (own_cache / "weights").glob("*.safetensors")}
+
+
+def test_a_token_of_kv_counts_keys_and_values_of_all_layers(path):
+    assert kv_bytes_per_token(read_model_spec(path), torch.float32) == 2 * 3 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "num_engines", "num_blocks"),
+    [
+        (EngineConfig(kv_cache_bytes=10 * 64 * 1536 + 5), 3, 10),
+        (EngineConfig(), 1, 500),
+        (EngineConfig(), 2, 250),
+        (EngineConfig(max_num_seqs=4), 1, 32),
+        (EngineConfig(max_num_seqs=4, max_model_len=65), 1, 8),
+    ],
+)
+def test_the_pool_is_as_large_as_memory_and_use_allow(config, num_engines, num_blocks, path):
+    actual = num_blocks_for(
+        config,
+        read_model_spec(path),
+        dtype=torch.float32,
+        device=CPU,
+        free_bytes=1000 * 64 * 1536,
+        num_engines_on_host=num_engines,
+    )
+    assert num_blocks == actual
+
+
+def test_memory_for_no_block_is_an_error_with_the_numbers(path):
+    with pytest.raises(CapacityError, match="kv_cache_bytes") as caught:
+        num_blocks_for(
+            EngineConfig(kv_cache_bytes=2 * 1536),
+            read_model_spec(path),
+            dtype=torch.float32,
+            device=CPU,
+            free_bytes=0,
+        )
+    assert (caught.value.needed_tokens, caught.value.available_tokens) == (64, 2)
+
+
+def test_a_new_pool_holds_zeros(path):
+    spec = read_model_spec(path)
+    cache = allocate_kv_cache(spec, num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU)
+    assert cache.k.shape == cache.v.shape == (3, 3, 2, 4, 32)
+    assert not cache.k.any()
+    assert not cache.v.any()
+
+
+@pytest.fixture
+def runner(path: Path) -> ModelRunner:
+    config = EngineConfig(
+        kv_cache_bytes=8 << 20, block_size_tokens=16, tune_malloc=False, device="cpu"
+    )
+    return ModelRunner.load(str(path), config)
+
+
+def test_a_runner_tells_its_pool_and_device(runner):
+    assert (runner.num_blocks, runner.device) == ((8 << 20) // 16 // 1536, CPU)
+
+
+def make_batch(num_tokens: int, logits_idx: list[int]) -> ForwardBatch:
+    positions = torch.arange(num_tokens)
+    return ForwardBatch(
+        token_ids=positions + 5,
+        positions=positions,
+        slot_mapping=positions,
+        logits_idx=torch.tensor(logits_idx, dtype=torch.int64),
+        attention=AttentionPlan(
+            num_decode=0,
+            decode=None,
+            prefill=PrefillPart(starts=(0,), lens=(num_tokens,)),
+            contexts=(),
+        ),
+    )
+
+
+def test_logits_are_float32_for_the_asked_rows(runner):
+    every_row = runner.forward(make_batch(7, list(range(7))))
+    some_rows = runner.forward(make_batch(7, [2, 6]))
+    assert (every_row.dtype, every_row.shape) == (torch.float32, (7, 211))
+    torch.testing.assert_close(some_rows, every_row[[2, 6]])
+
+
+def test_a_step_may_ask_for_no_logits(runner):
+    assert runner.forward(make_batch(7, [])).shape == (0, 211)
+
+
+def test_a_context_longer_than_the_models_is_refused(path):
+    with pytest.raises(ConfigError, match="max_model_len is 9999"):
+        ModelRunner.load(str(path), EngineConfig(max_model_len=9999))
+
+
+def test_an_unknown_device_is_refused(path):
+    with pytest.raises(ConfigError, match=r"engine\.device 'quantum'"):
+        ModelRunner.load(str(path), EngineConfig(device="quantum"))

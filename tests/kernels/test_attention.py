@@ -1,0 +1,204 @@
+import random
+
+import pytest
+import torch
+
+from raybatch.kernels.attention import attend, prepare_attention, store_kv
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from tests.oracles import dense_attention
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 10, 4, 64
+
+
+class Step:
+    """Sequences with random KV in a pool, and the plan of one step that continues them.
+
+    Each is (cached tokens, new tokens); the first `num_decode` have one new token each. With
+    `shared`, that many leading tokens of all decode sequences are the same and in one context.
+    """
+
+    def __init__(self, sequences, num_decode=0, window=None, shared=0, seed=0, dense_blocks=False):
+        torch.manual_seed(seed)
+        self.window = window
+        self.k_pool = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        self.v_pool = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        total = sum(new for _, new in sequences)
+        self.q = torch.randn(total, NUM_HEADS, HEAD_DIM)
+        self.k = torch.randn(total, NUM_KV_HEADS, HEAD_DIM)
+        self.v = torch.randn(total, NUM_KV_HEADS, HEAD_DIM)
+        free = list(range(NUM_BLOCKS))
+        if not dense_blocks:
+            random.Random(seed).shuffle(free)
+        shared_blocks = [free.pop(0) for _ in range(shared // BLOCK_SIZE)]
+        self.tables, self.sequences = [], sequences
+        for i, (cached, new) in enumerate(sequences):
+            table = list(shared_blocks) if i < num_decode else []
+            while len(table) * BLOCK_SIZE < cached + new:
+                table.append(free.pop(0))
+            self.tables.append(table)
+        self.positions = torch.cat([torch.arange(c, c + n) for c, n in sequences])
+        self.slots = torch.tensor(
+            [
+                table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                for table, (c, n) in zip(self.tables, sequences, strict=True)
+                for p in range(c, c + n)
+            ]
+        )
+        self.plan = self._plan(num_decode, shared)
+
+    def _plan(self, num_decode, shared):
+        entries, contexts, starts, row = [], [], [], 0
+        for i, (table, (cached, new)) in enumerate(zip(self.tables, self.sequences, strict=True)):
+            if i < num_decode:
+                for j, block in enumerate(table):
+                    if j >= shared // BLOCK_SIZE:
+                        valid = min(BLOCK_SIZE, cached + 1 - j * BLOCK_SIZE)
+                        entries.append((block, i, valid, j * BLOCK_SIZE))
+            else:
+                starts.append(row)
+                if cached:
+                    blocks = torch.tensor(table[: -(-cached // BLOCK_SIZE)])
+                    rows = torch.arange(row, row + new)
+                    contexts.append(
+                        ContextPart(query_idx=rows, block_ids=blocks, num_tokens=cached)
+                    )
+            row += new
+        if shared:
+            blocks = torch.tensor(self.tables[0][: shared // BLOCK_SIZE])
+            rows = torch.arange(num_decode).flip(0)
+            contexts.append(ContextPart(query_idx=rows, block_ids=blocks, num_tokens=shared))
+        decode = None
+        if entries:
+            blocks, owners, valid, first = map(torch.tensor, zip(*sorted(entries), strict=True))
+            decode = DecodePart(
+                block_ids=blocks,
+                owners=owners,
+                num_valid=valid,
+                is_contiguous=bool((blocks.diff() == 1).all()),
+                first_positions=first,
+            )
+        lens = tuple(new for _, new in self.sequences[num_decode:])
+        prefill = PrefillPart(starts=tuple(starts), lens=lens) if lens else None
+        return AttentionPlan(
+            num_decode=num_decode, decode=decode, prefill=prefill, contexts=tuple(contexts)
+        )
+
+    def run(self):
+        prepared = prepare_attention(
+            self.plan,
+            positions=self.positions,
+            slot_mapping=self.slots,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=NUM_KV_HEADS,
+            windows=(self.window,),
+            dtype=torch.float32,
+        )
+        store_kv(self.k, self.v, self.k_pool, self.v_pool, prepared)
+        return attend(self.q, self.k, self.v, self.k_pool, self.v_pool, prepared, self.window)
+
+    def expected(self):
+        outputs, row = [], 0
+        for table, (cached, new) in zip(self.tables, self.sequences, strict=True):
+            keys, values = (
+                pool[table].transpose(1, 2).flatten(0, 1) for pool in (self.k_pool, self.v_pool)
+            )
+            positions = list(range(cached, cached + new))
+            q = self.q[row : row + new]
+            outputs.append(dense_attention(q, keys, values, positions, self.window))
+            row += new
+        return torch.cat(outputs).flatten(1)
+
+    def check(self):
+        actual = self.run()
+        torch.testing.assert_close(actual, self.expected(), rtol=1e-5, atol=1e-5)
+
+
+def test_stored_keys_and_values_are_in_their_slots():
+    step = Step([(0, 5), (3, 2)])
+    step.run()
+    flat = step.k_pool.transpose(1, 2).flatten(0, 1)
+    assert torch.equal(step.k, flat[step.slots])
+    assert torch.equal(step.v, step.v_pool.transpose(1, 2).flatten(0, 1)[step.slots])
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 3, 3], [1, 9, 2, 17], [49, 5, 60], [8, 8, 16]])
+def test_prompts_attend_causally_to_themselves(lengths):
+    Step([(0, length) for length in lengths]).check()
+
+
+@pytest.mark.parametrize("cached", [[0], [1, 2, 3], [7, 0, 30, 11]])
+@pytest.mark.parametrize("dense_blocks", [True, False], ids=["one run", "scattered"])
+def test_decode_tokens_attend_to_all_their_blocks(cached, dense_blocks):
+    Step([(n, 1) for n in cached], num_decode=len(cached), dense_blocks=dense_blocks).check()
+
+
+def test_chunks_see_their_cached_context():
+    Step([(5, 4), (0, 3), (16, 55)]).check()
+
+
+def test_decode_and_chunks_run_in_one_step():
+    Step([(9, 1), (2, 1), (0, 6), (12, 5)], num_decode=2).check()
+
+
+def test_members_of_a_group_see_the_shared_prefix():
+    Step([(13, 1), (8, 1), (21, 1), (0, 7)], num_decode=3, shared=8).check()
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 50])
+def test_a_window_hides_older_positions_in_every_part(window):
+    Step([(13, 1), (8, 1), (21, 1), (0, 7), (17, 9), (0, 56)], 3, window, shared=8).check()
+
+
+def test_windowed_prompts_longer_than_a_tile_are_exact():
+    torch.manual_seed(0)
+    from raybatch.kernels.dense_attention import attend_windowed
+
+    q, k, v = (torch.randn(300, NUM_KV_HEADS, HEAD_DIM) for _ in range(3))
+    places = torch.arange(300)
+    output, _ = attend_windowed(
+        q.transpose(0, 1).unsqueeze(1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        query_positions=places,
+        key_positions=places,
+        window=20,
+    )
+    expected = dense_attention(q, k, v, list(range(300)), 20)
+    torch.testing.assert_close(output.squeeze(1).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_without_first_positions_is_refused():
+    step = Step([(13, 1)], num_decode=1, window=4)
+    object.__setattr__(step.plan.decode, "first_positions", None)
+    with pytest.raises(ValueError, match="first_positions"):
+        step.run()
+
+
+def test_garbage_in_unused_slots_and_foreign_blocks_does_not_leak():
+    step = Step([(2, 1), (5, 1)], num_decode=2)
+    clean = step.run()
+    used = torch.zeros(NUM_BLOCKS, dtype=torch.bool)
+    used[[block for table in step.tables for block in table]] = True
+    step.k_pool[~used] = 1e30
+    step.v_pool[~used] = float("nan")
+    assert torch.equal(clean, step.run())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_to_float32(dtype):
+    step = Step([(9, 1), (2, 1), (0, 6), (12, 5)], num_decode=2)
+    expected = step.run()
+    for name in ("q", "k", "v", "k_pool", "v_pool"):
+        setattr(step, name, getattr(step, name).to(dtype))
+    prepared = prepare_attention(
+        step.plan,
+        positions=step.positions,
+        slot_mapping=step.slots,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_KV_HEADS,
+        windows=(None,),
+        dtype=dtype,
+    )
+    actual = attend(step.q, step.k, step.v, step.k_pool, step.v_pool, prepared, None)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)

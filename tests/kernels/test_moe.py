@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from raybatch.kernels import moe
+from raybatch.kernels.moe import moe_ffn, route
+from tests.oracles import moe_loop
+
+
+def make_layer(num_experts, model_dim, ffn_dim):
+    torch.manual_seed(0)
+    router = torch.randn(num_experts, model_dim)
+    gate_up = torch.randn(num_experts, 2 * ffn_dim, model_dim) * 0.3
+    down = torch.randn(num_experts, model_dim, ffn_dim) * 0.3
+    return router, gate_up, down
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "model_dim", "ffn_dim", "top_k"),
+    [(1, 8, 16, 8, 2), (7, 5, 12, 20, 3), (40, 4, 9, 7, 4), (3, 64, 16, 12, 1), (300, 4, 16, 8, 1)],
+)
+def test_output_equals_one_token_at_a_time(
+    num_tokens, num_experts, model_dim, ffn_dim, top_k, norm_topk_prob
+):
+    router, gate_up, down = make_layer(num_experts, model_dim, ffn_dim)
+    x = torch.randn(num_tokens, model_dim)
+    expected = moe_loop(x, router, gate_up, down, top_k, norm_topk_prob)
+    actual = moe_ffn(x, router, gate_up, down, top_k=top_k, norm_topk_prob=norm_topk_prob)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_grouped_and_looped_forms_agree(monkeypatch):
+    router, gate_up, down = make_layer(6, 16, 8)
+    x = torch.randn(20, 16)
+    grouped = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
+    monkeypatch.setattr(moe, "_LOOP_MIN_TOKENS_PER_EXPERT", 0)
+    looped = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
+    torch.testing.assert_close(grouped, looped, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_without_tokens_are_skipped():
+    router, gate_up, down = make_layer(6, 16, 8)
+    x = torch.randn(16).expand(5, 16)
+    gate_up[[e for e in range(6) if e not in route(x, router, 2, True)[1]]] = float("nan")
+    assert moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True).isfinite().all()
+
+
+def test_an_empty_batch_gives_an_empty_output():
+    router, gate_up, down = make_layer(6, 16, 8)
+    x = torch.empty(0, 16)
+    output = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
+    assert output.shape == (0, 16)
+
+
+def test_scaled_weights_sum_to_one():
+    router = torch.randn(9, 12)
+    weights, _ = route(torch.randn(4, 12), router, 3, True)
+    torch.testing.assert_close(weights.sum(dim=1), torch.ones(4))
