@@ -29,11 +29,14 @@ class ContextPart:
         query_idx: int64 [Q], rows of the forward batch.
         block_ids: int64 [P], cache blocks in order of position.
         num_tokens: valid positions, (P - 1) * B < num_tokens <= P * B.
+        first_position: position in the sequence of the first cached token; read only by layers
+            with a sliding window.
     """
 
     query_idx: torch.Tensor
     block_ids: torch.Tensor
     num_tokens: int
+    first_position: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +50,15 @@ class DecodePart:
         owners: int64 [P], row of the forward batch (below num_decode) that attends to the block.
         num_valid: int64 [P], valid positions of the block, 1..B.
         is_contiguous: block_ids is exactly a range, so the pool can be sliced without a gather.
+        first_positions: int64 [P], position in the sequence of the block's first slot; needed
+            only by models with a sliding window.
     """
 
     block_ids: torch.Tensor
     owners: torch.Tensor
     num_valid: torch.Tensor
     is_contiguous: bool
+    first_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
