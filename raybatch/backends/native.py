@@ -1,0 +1,82 @@
+"""The native engine as a backend: builds model, sampler and step loop, and adapts the names."""
+
+from collections.abc import Sequence
+
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.engine import Engine
+from raybatch.errors import ConfigError
+from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+__all__ = ["NativeBackend", "create"]
+
+
+class NativeBackend:
+    """Follows the `Backend` protocol over an `Engine`.
+
+    Args:
+        engine: owned by this backend from here on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+
+    def capacity(self) -> Capacity:
+        return self._open().capacity()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._open().add(requests)
+
+    def poll(self) -> list[Completion]:
+        return self._open().step()
+
+    def num_unfinished(self) -> int:
+        return self._open().num_unfinished()
+
+    def drain(self) -> list[Request]:
+        return self._open().drain()
+
+    def export(self, request_ids: Sequence[int]) -> list[SequenceState]:
+        return self._open().export(request_ids)
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        self._open().restore(states)
+
+    def stats(self) -> ReplicaStats:
+        return self._open().stats()
+
+    def close(self) -> None:
+        self._engine = None
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the backend is closed")
+        return self._engine
+
+
+def create(
+    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+) -> NativeBackend:
+    """Load a model and return a backend that is ready for `submit`.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: its options must be empty; the engine's are in `engine`.
+        engine: options of the engine.
+        num_engines_on_host: engines that share the host's memory.
+
+    Raises:
+        ConfigError: an unknown option, or a model that cannot be loaded.
+    """
+    # torch and the model's parts are loaded only where an engine runs
+    from raybatch.engine.runner import ModelRunner
+    from raybatch.engine.sampler import Sampler
+    from raybatch.engine.stopping import StopChecker
+    from raybatch.engine.tokenizer import Tokenizer
+
+    if backend.options:
+        names = ", ".join(sorted(backend.options))
+        raise ConfigError(f"backend.options: the native backend takes none, got {names}")
+    runner = ModelRunner.load(model, engine, num_engines_on_host=num_engines_on_host)
+    max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
+    sampler = Sampler(runner.spec.vocab_size, max_slots, runner.spec.eos_token_ids)
+    return NativeBackend(Engine(runner, sampler, StopChecker(Tokenizer.load(model)), engine))
