@@ -1,11 +1,25 @@
 """The native engine as a backend: builds model, sampler and step loop, and adapts the names."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.errors import ConfigError
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+if TYPE_CHECKING:
+    import torch
+    from raybatch.engine.runner import ModelRunner
+    from raybatch.engine.tokenizer import Tokenizer
+
+    from raybatch.engine.forward_batch import ForwardBatch
 
 __all__ = ["NativeBackend", "create"]
 
@@ -68,15 +82,50 @@ def create(
         ConfigError: an unknown option, or a model that cannot be loaded.
     """
     # torch and the model's parts are loaded only where an engine runs
+    from raybatch.engine.model_source import resolve_model
     from raybatch.engine.runner import ModelRunner
     from raybatch.engine.sampler import Sampler
     from raybatch.engine.stopping import StopChecker
-    from raybatch.engine.tokenizer import Tokenizer
 
     if backend.options:
         names = ", ".join(sorted(backend.options))
         raise ConfigError(f"backend.options: the native backend takes none, got {names}")
-    runner = ModelRunner.load(model, engine, num_engines_on_host=num_engines_on_host)
+    path = resolve_model(model)
+    runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
     max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
     sampler = Sampler(runner.spec.vocab_size, max_slots, runner.spec.eos_token_ids)
-    return NativeBackend(Engine(runner, sampler, StopChecker(Tokenizer.load(model)), engine))
+    return NativeBackend(
+        Engine(_PoolRunner(runner), sampler, StopChecker(_LazyTokenizer(path)), engine)
+    )
+
+
+class _PoolRunner:
+    """A `ModelRunner` whose pool the step loop may clean."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.spec = runner.spec
+        self.num_blocks = runner.num_blocks
+        self.device = runner.device
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._runner.forward(batch)
+
+    def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        for pool in (self._runner.cache.k, self._runner.cache.v):
+            pool[:, block_ids] = 0
+
+
+class _LazyTokenizer:
+    """Loads the tokenizer when the first stop string needs text; most engines never see one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tokenizer: Tokenizer | None = None
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        if self._tokenizer is None:
+            from raybatch.engine.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.load(self._path)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)

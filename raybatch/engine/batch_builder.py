@@ -5,13 +5,12 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.index_tensors import to_device
 from raybatch.engine.plan_builder import PlanBuilder
 from raybatch.engine.scheduler import Schedule
 from raybatch.engine.sequences import SequenceTable
 
 __all__ = ["BatchBuilder"]
-
-Int64s = npt.NDArray[np.int64]
 
 
 class BatchBuilder:
@@ -42,16 +41,18 @@ class BatchBuilder:
         stops = schedule.chunk_starts + lens
         is_last = stops == table.num_tokens[schedule.chunk_slots]
         last_rows = len(decode_slots) + (first_rows + lens - 1)[is_last]
-        arrays = (
-            np.concatenate((table.last_token[decode_slots], *self._chunk_tokens(schedule))),
-            positions,
-            blocks * block_size + positions % block_size,
-            np.concatenate((np.arange(len(decode_slots)), last_rows)),
+        token_ids, positions_tensor, slot_mapping, logits_idx = to_device(
+            (
+                np.concatenate((table.last_token[decode_slots], *self._chunk_tokens(schedule))),
+                positions,
+                blocks * block_size + positions % block_size,
+                np.concatenate((np.arange(len(decode_slots)), last_rows)),
+            ),
+            self._device,
         )
-        token_ids, positions_t, slot_mapping, logits_idx = (self._to_device(a) for a in arrays)
         return ForwardBatch(
             token_ids=token_ids,
-            positions=positions_t,
+            positions=positions_tensor,
             slot_mapping=slot_mapping,
             logits_idx=logits_idx,
             attention=self._plans.build(schedule, self._device),
@@ -64,6 +65,3 @@ class BatchBuilder:
             self._table.tokens(slot, start, stop)
             for slot, start, stop in zip(*(c.tolist() for c in columns), strict=True)
         ]
-
-    def _to_device(self, array: Int64s) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)

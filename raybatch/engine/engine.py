@@ -271,7 +271,9 @@ class Engine:
 
     def _fail(self, slot: int) -> Completion:
         self._clear_slot(slot)
+        blocks = self._table.blocks(slot).astype(np.int64)
         record = self._scheduler.remove(slot, is_trusted=False)
+        self._runner.clear_blocks(blocks[self._blocks.num_refs[blocks] == 0])
         num_tokens = record.num_tokens
         error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
         return record.completion("error", error=error)

@@ -53,6 +53,9 @@ class Runner(Protocol):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits [S, V], one row per `batch.logits_idx`."""
 
+    def clear_blocks(self, block_ids: Int64s) -> None:
+        """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
+
 
 class SampleResultLike(Protocol):
     """Tokens picked in one step."""

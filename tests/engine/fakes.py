@@ -72,6 +72,7 @@ class FakeRunner:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     nan_after: int | None = None  # a row whose input is this token yields NaN
     steps: list[Step] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         shape = (NUM_LAYERS, self.num_blocks * self.block_size)
@@ -104,6 +105,9 @@ class FakeRunner:
         if self.nan_after is not None:
             logits[batch.token_ids[batch.logits_idx] == self.nan_after] = float("nan")
         return logits
+
+    def clear_blocks(self, block_ids):
+        self.cleared += block_ids.tolist()
 
     def _attend(self, plan, own, kv):
         pages = kv.reshape(self.num_blocks, self.block_size)

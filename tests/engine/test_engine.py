@@ -269,6 +269,15 @@ def test_the_prefix_of_a_row_with_bad_logits_is_not_shared():
     assert run_all(engine)[1, 0].num_cached_tokens == 0
 
 
+def test_blocks_of_a_row_with_bad_logits_are_cleared_before_reuse():
+    engine, runner = make_engine(nan_after=10)
+    engine.add([make_request(0, range(11)), make_request(1, [*range(8), 77], max_tokens=9)])
+    engine.step()
+    # the first two blocks have another reader, which would fail as well if they were bad
+    assert runner.cleared == [2]
+    run_all(engine)
+
+
 def test_an_exception_of_the_runner_propagates():
     engine, runner = make_engine()
 
