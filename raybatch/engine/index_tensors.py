@@ -16,4 +16,4 @@ def to_device(
     if not arrays:
         return ()
     packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
-    return packed.split([len(array) for array in arrays])
+    return torch.split(packed, [len(array) for array in arrays])
