@@ -145,6 +145,7 @@ class SequenceState:
     sample_idx: int
     token_ids: TokenIds
     num_cached_tokens: int = 0
+    logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,131 @@
+"""The native engine as a backend: builds model, sampler and step loop, and adapts the names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.engine import Engine
+from raybatch.errors import ConfigError
+from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+if TYPE_CHECKING:
+    import torch
+    from raybatch.engine.runner import ModelRunner
+    from raybatch.engine.tokenizer import Tokenizer
+
+    from raybatch.engine.forward_batch import ForwardBatch
+
+__all__ = ["NativeBackend", "create"]
+
+
+class NativeBackend:
+    """Follows the `Backend` protocol over an `Engine`.
+
+    Args:
+        engine: owned by this backend from here on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+
+    def capacity(self) -> Capacity:
+        return self._open().capacity()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._open().add(requests)
+
+    def poll(self) -> list[Completion]:
+        return self._open().step()
+
+    def num_unfinished(self) -> int:
+        return self._open().num_unfinished()
+
+    def drain(self) -> list[Request]:
+        return self._open().drain()
+
+    def export(self, request_ids: Sequence[int]) -> list[SequenceState]:
+        return self._open().export(request_ids)
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        self._open().restore(states)
+
+    def stats(self) -> ReplicaStats:
+        return self._open().stats()
+
+    def close(self) -> None:
+        self._engine = None
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the backend is closed")
+        return self._engine
+
+
+def create(
+    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+) -> NativeBackend:
+    """Load a model and return a backend that is ready for `submit`.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: its options must be empty; the engine's are in `engine`.
+        engine: options of the engine.
+        num_engines_on_host: engines that share the host's memory.
+
+    Raises:
+        ConfigError: an unknown option, or a model that cannot be loaded.
+    """
+    # torch and the model's parts are loaded only where an engine runs
+    from raybatch.engine.model_source import resolve_model
+    from raybatch.engine.runner import ModelRunner
+    from raybatch.engine.sampler import Sampler
+    from raybatch.engine.stopping import StopChecker
+
+    if backend.options:
+        names = ", ".join(sorted(backend.options))
+        raise ConfigError(f"backend.options: the native backend takes none, got {names}")
+    path = resolve_model(model)
+    runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
+    max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
+    sampler = Sampler(runner.spec.vocab_size, max_slots, runner.spec.eos_token_ids)
+    return NativeBackend(
+        Engine(_PoolRunner(runner), sampler, StopChecker(_LazyTokenizer(path)), engine)
+    )
+
+
+class _PoolRunner:
+    """A `ModelRunner` whose pool the step loop may clean."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.spec = runner.spec
+        self.num_blocks = runner.num_blocks
+        self.device = runner.device
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._runner.forward(batch)
+
+    def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        for pool in (self._runner.cache.k, self._runner.cache.v):
+            pool[:, block_ids] = 0
+
+
+class _LazyTokenizer:
+    """Loads the tokenizer when the first stop string needs text; most engines never see one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tokenizer: Tokenizer | None = None
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        if self._tokenizer is None:
+            from raybatch.engine.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.load(self._path)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)

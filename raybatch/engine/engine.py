@@ -1,0 +1,301 @@
+"""The step loop: schedule, forward, sample, finish. One engine drives one model on one device."""
+
+import time
+from collections.abc import Collection, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.config import EngineConfig
+from raybatch.engine.batch_builder import BatchBuilder
+from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.finish_rules import FinishRules
+from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
+from raybatch.engine.scheduler import Scheduler
+from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
+from raybatch.types import (
+    Capacity,
+    Completion,
+    FinishReason,
+    ReplicaStats,
+    Request,
+    SequenceState,
+)
+
+__all__ = ["Engine"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Engine:
+    """Continuous batching over one runner; owned by one thread.
+
+    Args:
+        runner: the model with its KV pool.
+        sampler: picks tokens; its slots are the engine's.
+        stop_checker: finds stop strings.
+        config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
+            sequence needs a token per step.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: SamplerLike,
+        stop_checker: StopCheckerLike,
+        config: EngineConfig,
+    ) -> None:
+        spec, block_size = runner.spec, config.block_size_tokens
+        self._runner = runner
+        self._sampler = sampler
+        self._vocab_size = spec.vocab_size
+        self._max_model_len = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
+        self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
+        self._table = SequenceTable(
+            max_slots=self._max_slots,
+            num_blocks=runner.num_blocks,
+            block_size=block_size,
+            max_model_len=self._max_model_len,
+        )
+        self._blocks = BlockManager(runner.num_blocks, block_size)
+        self._scheduler = Scheduler(
+            self._blocks,
+            self._table,
+            max_batched_tokens=config.max_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._builder = BatchBuilder(self._table, runner.num_blocks, runner.device)
+        self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
+        self._num_open: dict[int, int] = {}
+        self._failed: list[Completion] = []
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_generated_tokens = 0
+        self._engine_s = 0.0
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests in this order; a bad one comes back from `step` with an error.
+
+        Raises:
+            ValueError: a request id that is still in the engine.
+        """
+        for request in requests:
+            if request.request_id in self._num_open:
+                raise ValueError(f"request {request.request_id} is already in the engine")
+            self._num_open[request.request_id] = request.sampling.n
+            for sample_idx in range(request.sampling.n):
+                self._queue(
+                    SequenceState(
+                        request=request, sample_idx=sample_idx, token_ids=np.empty(0, np.int32)
+                    ),
+                    has_started=False,
+                )
+
+    def restore(self, states: Iterable[SequenceState]) -> None:
+        """Go on with exported sequences, before those that have not started."""
+        for state in states:
+            request_id = state.request.request_id
+            self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
+            self._queue(state, has_started=True)
+
+    def step(self) -> list[Completion]:
+        """Run one step and return the samples that finished in it.
+
+        Raises:
+            Exception: whatever the runner raises; the engine is not usable after it.
+        """
+        began = time.perf_counter()
+        completions, self._failed = self._failed, []
+        if self._scheduler.num_waiting or self._table.num_running:
+            completions += self._run_step()
+        for completion in completions:
+            self._close(completion.request_id)
+        self._engine_s += time.perf_counter() - began
+        return completions
+
+    def num_unfinished(self) -> int:
+        """Return the number of requests that have samples to come."""
+        return len(self._num_open)
+
+    def drain(self) -> list[Request]:
+        """Give back the requests of which no sample has started, last submitted last."""
+        waiting = [r for r in self._scheduler.waiting() if not r.has_started]
+        num_waiting: dict[int, int] = {}
+        for record in waiting:
+            request_id = record.request.request_id
+            num_waiting[request_id] = num_waiting.get(request_id, 0) + 1
+        whole = {i for i, n in num_waiting.items() if n == self._num_open[i]}
+        taken = self._scheduler.withdraw(
+            lambda r: not r.has_started and r.request.request_id in whole
+        )
+        requests = {r.request.request_id: r.request for r in taken}
+        for request_id in requests:
+            del self._num_open[request_id]
+        return list(requests.values())
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Drop requests; no completion comes for them. Unknown ids are ignored."""
+        self.export(request_ids)
+        wanted = set(request_ids)
+        self._failed = [c for c in self._failed if c.request_id not in wanted]
+        for request_id in wanted:
+            self._num_open.pop(request_id, None)
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+        """Take the unfinished sequences of these requests out, in order of arrival."""
+        wanted = set(request_ids)
+        records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
+        for slot in np.flatnonzero(self._table.phase != EMPTY).tolist():
+            if self._table.record(slot).request.request_id in wanted:
+                self._clear_slot(slot)
+                records.append(self._scheduler.remove(slot))
+        records.sort(key=lambda record: record.arrival)
+        for record in records:
+            self._close(record.request.request_id)
+        return [record.state() for record in records]
+
+    def capacity(self) -> Capacity:
+        """Return what the engine can hold."""
+        block_size = self._blocks.block_size
+        return Capacity(
+            kv_tokens=self._blocks.num_blocks * block_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_slots,
+            block_size=block_size,
+        )
+
+    def stats(self) -> ReplicaStats:
+        """Return the counters."""
+        counters = self._scheduler.counters
+        return ReplicaStats(
+            num_running=self._table.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_used_fraction=self._blocks.num_used / self._blocks.num_blocks,
+            num_steps=self._num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            engine_s=self._engine_s,
+        )
+
+    def check(self) -> None:
+        """Raise RuntimeError if the books are inconsistent."""
+        self._scheduler.check()
+
+    def _queue(self, state: SequenceState, *, has_started: bool) -> None:
+        request = state.request
+        failure = self._find_failure(state)
+        if failure is not None:
+            self._failed.append(failure)
+            return
+        num_prompt = len(request.prompt_token_ids)
+        logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
+        self._num_arrivals += 1
+        self._scheduler.add(
+            Sequence(
+                request=request,
+                sample_idx=state.sample_idx,
+                arrival=self._num_arrivals,
+                max_len=min(num_prompt + request.sampling.max_tokens, self._max_model_len),
+                token_ids=state.token_ids,
+                num_cached_tokens=state.num_cached_tokens,
+                num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
+                has_started=has_started,
+                logprobs=logprobs,
+            )
+        )
+
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        prompt = state.request.prompt_token_ids
+        num_tokens = len(prompt) + len(state.token_ids)
+        kv_tokens = self._blocks.num_blocks * self._blocks.block_size
+        reason: FinishReason = "error"
+        if not len(prompt):
+            error = "EmptyPrompt: the prompt has no tokens"
+        elif num_tokens >= self._max_model_len:
+            error = (
+                f"PromptTooLong: {num_tokens} tokens, the model's limit is {self._max_model_len}"
+            )
+        elif prompt.min() < 0 or prompt.max() >= self._vocab_size:
+            error = f"BadTokenId: token ids must be in 0..{self._vocab_size - 1}"
+        elif num_tokens > kv_tokens:
+            reason = "capacity"
+            error = f"CapacityError: {num_tokens} tokens, the KV cache holds {kv_tokens}"
+        else:
+            return None
+        return Completion(
+            request_id=state.request.request_id,
+            sample_idx=state.sample_idx,
+            finish_reason=reason,
+            error=error,
+        )
+
+    def _run_step(self) -> list[Completion]:
+        schedule = self._scheduler.schedule()
+        for slot in schedule.preempted:
+            self._clear_slot(slot)
+        for slot in schedule.admitted:
+            self._fill_slot(slot)
+        completions = [record.completion("capacity") for record in schedule.ended]
+        if schedule.num_tokens:
+            logits = self._runner.forward(self._builder.build(schedule))
+            self._num_steps += 1
+            slots = self._scheduler.advance(schedule)
+            if len(slots):
+                num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
+                result = self._sampler.sample(logits, slots, num_generated)
+                completions += self._take_tokens(slots, num_generated, result)
+        return completions
+
+    def _take_tokens(
+        self, slots: Int64s, num_generated: Int64s, result: SampleResultLike
+    ) -> list[Completion]:
+        table, is_good = self._table, result.is_finite
+        completions = [self._fail(slot) for slot in slots[~is_good].tolist()]
+        if result.logprobs is not None:
+            for slot, logprobs in zip(slots.tolist(), result.logprobs, strict=True):
+                record = table.records[slot]
+                if record is not None and record.logprobs is not None and logprobs is not None:
+                    record.logprobs.append(logprobs)
+        slots, token_ids = slots[is_good], result.token_ids[is_good]
+        table.append_tokens(slots, token_ids)
+        self._num_generated_tokens += len(slots)
+        max_generated = table.max_len[slots] - table.num_prompt[slots]
+        finished = self._rules.find(slots, token_ids, num_generated[is_good] + 1, max_generated)
+        for slot, reason, stop_reason in finished:
+            self._clear_slot(slot)
+            completions.append(self._scheduler.remove(slot).completion(reason, stop_reason))
+        return completions
+
+    def _fail(self, slot: int) -> Completion:
+        self._clear_slot(slot)
+        blocks = self._table.blocks(slot).astype(np.int64)
+        record = self._scheduler.remove(slot, is_trusted=False)
+        self._runner.clear_blocks(blocks[self._blocks.num_refs[blocks] == 0])
+        num_tokens = record.num_tokens
+        error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
+        return record.completion("error", error=error)
+
+    def _fill_slot(self, slot: int) -> None:
+        record = self._table.record(slot)
+        request = record.request
+        self._sampler.add(
+            slot,
+            request.sampling,
+            request.seed,
+            record.sample_idx,
+            request.prompt_token_ids,
+            record.token_ids,
+        )
+        self._rules.add(slot, request.sampling, record.token_ids)
+
+    def _clear_slot(self, slot: int) -> None:
+        self._sampler.remove(slot)
+        self._rules.remove(slot)
+
+    def _close(self, request_id: int) -> None:
+        self._num_open[request_id] -= 1
+        if not self._num_open[request_id]:
+            del self._num_open[request_id]

@@ -1,0 +1,92 @@
+"""When a sequence ends: rules of all running sequences as arrays, checked in one pass per step."""
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.protocols import StopCheckerLike
+from raybatch.types import FinishReason, Sampling, TokenIds
+
+__all__ = ["Finish", "FinishRules"]
+
+Finish = tuple[int, FinishReason, str | int | None]
+Int64s = npt.NDArray[np.int64]
+
+_NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
+
+
+class FinishRules:
+    """Finds the sequences that end with the token just generated.
+
+    Order of the rules: end token, stop token, stop string, length. None but length applies before
+    `min_tokens`.
+
+    Args:
+        max_slots: sequences that may run at once.
+        eos_token_ids: end tokens of the model.
+        stop_checker: finds stop strings.
+    """
+
+    def __init__(
+        self, max_slots: int, eos_token_ids: tuple[int, ...], stop_checker: StopCheckerLike
+    ) -> None:
+        self._eos_token_ids = np.array(eos_token_ids, np.int64)
+        self._stop_checker = stop_checker
+        self._ignores_eos = np.zeros(max_slots, np.bool_)
+        self._has_stop_strings = np.zeros(max_slots, np.bool_)
+        self._min_tokens = np.zeros(max_slots, np.int64)
+        self._stop_ids = np.full((max_slots, 1), _NO_TOKEN, np.int64)
+
+    def add(self, slot: int, sampling: Sampling, generated: TokenIds) -> None:
+        """Take a sequence into an empty slot; `generated` are its tokens so far."""
+        num_ids = len(sampling.stop_token_ids)
+        num_columns = self._stop_ids.shape[1]
+        if num_ids > num_columns:
+            wider = np.full((len(self._stop_ids), num_ids), _NO_TOKEN, np.int64)
+            wider[:, :num_columns] = self._stop_ids
+            self._stop_ids = wider
+        self._stop_ids[slot] = _NO_TOKEN
+        self._stop_ids[slot, :num_ids] = sampling.stop_token_ids
+        self._ignores_eos[slot] = sampling.ignore_eos
+        self._min_tokens[slot] = sampling.min_tokens
+        self._has_stop_strings[slot] = bool(sampling.stop)
+        if sampling.stop:
+            self._stop_checker.add(slot, sampling)
+            for token_id in generated.tolist():
+                self._stop_checker.check(slot, token_id)
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+        if self._has_stop_strings[slot]:
+            self._stop_checker.remove(slot)
+            self._has_stop_strings[slot] = False
+
+    def find(
+        self, slots: Int64s, token_ids: Int64s, num_generated: Int64s, max_generated: Int64s
+    ) -> list[Finish]:
+        """Return (slot, reason, stop reason) of the sequences that end.
+
+        Args:
+            slots: int64 [S], each with a token just generated.
+            token_ids: int64 [S], these tokens.
+            num_generated: int64 [S], tokens generated, these included.
+            max_generated: int64 [S], tokens at which each ends by length.
+        """
+        may_stop = num_generated >= self._min_tokens[slots]
+        is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop
+        is_stop = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1) & may_stop
+        is_full = num_generated >= max_generated
+        has_strings = self._has_stop_strings[slots]
+        finished: list[Finish] = []
+        for i in np.flatnonzero(is_eos | is_stop | is_full | has_strings).tolist():
+            slot, token_id = int(slots[i]), int(token_ids[i])
+            # fed before min_tokens too, because the text before it counts
+            text = self._stop_checker.check(slot, token_id) if has_strings[i] else None
+            if is_eos[i]:
+                finished.append((slot, "stop", None))
+            elif is_stop[i]:
+                finished.append((slot, "stop", token_id))
+            elif text is not None and may_stop[i]:
+                finished.append((slot, "stop", text))
+            elif is_full[i]:
+                finished.append((slot, "length", None))
+        return finished

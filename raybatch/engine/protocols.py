@@ -1,0 +1,109 @@
+"""What the step loop needs from a model, a sampler and a stop checker; small enough for fakes."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.types import Sampling, TokenIds
+
+__all__ = ["ModelLimits", "Runner", "SampleResultLike", "SamplerLike", "StopCheckerLike"]
+
+Int64s = npt.NDArray[np.int64]
+TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
+
+
+class ModelLimits(Protocol):
+    """What the step loop must know about the model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+
+
+class Runner(Protocol):
+    """A model with its KV pool. KV of all rows is written before any row attends, layer by layer.
+
+    So a row may attend to blocks that another row of the same forward batch fills.
+    """
+
+    @property
+    def spec(self) -> ModelLimits:
+        """Limits of the model."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV pool."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the index tensors of a forward batch are expected."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return logits [S, V], one row per `batch.logits_idx`."""
+
+    def clear_blocks(self, block_ids: Int64s) -> None:
+        """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
+
+
+class SampleResultLike(Protocol):
+    """Tokens picked in one step."""
+
+    @property
+    def token_ids(self) -> Int64s:
+        """One token per row, int64 [S]."""
+
+    @property
+    def is_finite(self) -> npt.NDArray[np.bool_]:
+        """False for a row whose logits allow no choice, bool [S]."""
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs | None] | None:
+        """Per row None or a pair (token ids, log probabilities); None where no row asked."""
+
+
+class SamplerLike(Protocol):
+    """Picks tokens; keeps per slot what sampling needs to know about a sequence."""
+
+    def add(
+        self,
+        slot: int,
+        sampling: Sampling,
+        seed: int,
+        sample_idx: int,
+        prompt_token_ids: TokenIds,
+        generated: TokenIds,
+    ) -> None:
+        """Take a sequence into an empty slot; `generated` are its tokens so far."""
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def sample(
+        self, logits: torch.Tensor, slots: Int64s, num_generated: Int64s
+    ) -> SampleResultLike:
+        """Pick one token per row of `logits` [S, V]."""
+
+
+class StopCheckerLike(Protocol):
+    """Finds stop strings in the text of sequences that have some."""
+
+    def add(self, slot: int, sampling: Sampling) -> None:
+        """Take a sequence into an empty slot."""
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def check(self, slot: int, token_id: int) -> str | None:
+        """Append a token and return the stop string that it completed, if any."""

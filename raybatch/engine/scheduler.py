@@ -1,0 +1,274 @@
+"""Decides what each step computes: all decodes, then started prompts, then new ones.
+
+Pure bookkeeping over arrays: no model, no clock. Admission is bounded by KV memory; when blocks
+run out, the sequence that arrived last gives its own back and is computed again later.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
+
+__all__ = ["Schedule", "Scheduler", "SchedulerCounters"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """One step: a token for each decoding slot, and chunks of prompts.
+
+    Args:
+        decode_slots: int64 [D], ascending.
+        chunk_slots: int64 [C], started prompts first, then new ones in order of submission.
+        chunk_starts: int64 [C], first position of each chunk.
+        chunk_lens: int64 [C], tokens of each chunk, at least 1.
+        admitted: slots filled for this step.
+        preempted: slots emptied for this step.
+        ended: sequences that cannot fit even alone.
+    """
+
+    decode_slots: Int64s
+    chunk_slots: Int64s
+    chunk_starts: Int64s
+    chunk_lens: Int64s
+    admitted: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+    ended: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward batch."""
+        return len(self.decode_slots) + int(self.chunk_lens.sum())
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerCounters:
+    """Tokens and events since the start; meanings as in `raybatch.types.ReplicaStats`."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+
+class Scheduler:
+    """Owns the queues, the block manager and the table of running sequences.
+
+    Args:
+        blocks: the KV pool's books.
+        table: running sequences.
+        max_batched_tokens: token budget of one step, at least the slots of `table`, so that no
+            decode is ever skipped.
+        enable_prefix_caching: share equal leading blocks between requests; samples of one
+            request share theirs in any case.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        table: SequenceTable,
+        *,
+        max_batched_tokens: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.blocks = blocks
+        self.table = table
+        self.counters = SchedulerCounters()
+        self._budget = max_batched_tokens
+        self._has_cache = enable_prefix_caching
+        self._waiting: deque[Sequence] = deque()
+        self._resumed: list[tuple[int, Sequence]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._waiting) + len(self._resumed)
+
+    def add(self, record: Sequence) -> None:
+        """Queue a sequence; one that has started goes before all that have not."""
+        if record.has_started:
+            heapq.heappush(self._resumed, (record.arrival, record))
+        else:
+            self._waiting.append(record)
+
+    def waiting(self) -> list[Sequence]:
+        """Return the sequences without a slot, in the order of their admission."""
+        return [record for _, record in sorted(self._resumed, key=_arrival)] + list(self._waiting)
+
+    def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take the waiting sequences that `is_wanted` accepts out of the queues."""
+        taken = [record for record in self.waiting() if is_wanted(record)]
+        if taken:
+            arrivals = {record.arrival for record in taken}
+            self._waiting = deque(r for r in self._waiting if r.arrival not in arrivals)
+            self._resumed = [item for item in self._resumed if item[0] not in arrivals]
+            heapq.heapify(self._resumed)
+        return taken
+
+    def schedule(self) -> Schedule:
+        """Decide the next step, allocate its blocks and admit what fits."""
+        preempted, ended = self._grow_decodes()
+        decode_slots = np.flatnonzero(self.table.phase == DECODE)
+        chunks: list[tuple[int, int, int]] = []
+        budget = self._budget - len(decode_slots)
+        started = np.flatnonzero(self.table.phase == PREFILL)
+        for slot in started[np.argsort(self.table.arrival[started])].tolist():
+            budget -= self._take_chunk(slot, budget, chunks)
+        admitted: list[int] = []
+        if not preempted and not ended:
+            ended = self._admit(budget, chunks, admitted)
+        columns = np.array(chunks, np.int64).reshape(-1, 3)
+        return Schedule(
+            decode_slots=decode_slots,
+            chunk_slots=columns[:, 0],
+            chunk_starts=columns[:, 1],
+            chunk_lens=columns[:, 2],
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+            ended=tuple(ended),
+        )
+
+    def advance(self, schedule: Schedule) -> Int64s:
+        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
+        table = self.table
+        table.num_computed[schedule.decode_slots] += 1
+        chunk_slots = schedule.chunk_slots
+        table.num_computed[chunk_slots] += schedule.chunk_lens
+        done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
+        table.phase[done] = DECODE
+        return np.concatenate((schedule.decode_slots, done))
+
+    def remove(self, slot: int, *, is_trusted: bool = True) -> Sequence:
+        """Take a running sequence out and give its blocks back.
+
+        Args:
+            slot: a running sequence's.
+            is_trusted: whether others may go on using the KV that it computed.
+        """
+        blocks = self.table.blocks(slot)
+        self.blocks.unreserve(int(self.table.num_reserved[slot]))
+        if not is_trusted:
+            self.blocks.forget(blocks.tolist())
+        self.blocks.release(blocks, keep_cached=self._has_cache)
+        return self.table.remove(slot)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pool."""
+        running = np.flatnonzero(self.table.phase != EMPTY).tolist()
+        self.blocks.check([self.table.blocks(slot) for slot in running])
+        if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
+            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
+        self.table.users.check(self.table.block_table)
+
+    def _grow_decodes(self) -> tuple[list[int], list[Sequence]]:
+        table, preempted, ended = self.table, list[int](), list[Sequence]()
+        slots = np.flatnonzero(table.phase == DECODE)
+        is_full = table.num_computed[slots] >= table.num_blocks[slots] * table.block_size
+        needy = slots[is_full]
+        for slot in needy[np.argsort(table.arrival[needy])].tolist():
+            # a victim may be a later slot of this very loop, or the slot itself
+            while table.phase[slot] == DECODE and self.blocks.num_available < 1:
+                if table.num_running == 1:
+                    ended.append(self.remove(slot))
+                    preempted.append(slot)
+                else:
+                    preempted.append(self._preempt_latest())
+            if table.phase[slot] == DECODE:
+                table.add_blocks(slot, self.blocks.allocate(1))
+        return preempted, ended
+
+    def _preempt_latest(self) -> int:
+        table = self.table
+        running = np.flatnonzero(table.phase != EMPTY)
+        slot = int(running[np.argmax(table.arrival[running])])
+        num_computed = int(table.num_computed[slot])
+        record = self.remove(slot)
+        record.num_computed_before = num_computed
+        self.counters.num_preemptions += 1
+        self.add(record)
+        return slot
+
+    def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        table, block_size = self.table, self.table.block_size
+        start = int(table.num_computed[slot])
+        length = min(int(table.num_tokens[slot]) - start, budget)
+        if length <= 0:
+            return 0
+        stop = start + length
+        num_new = -(-stop // block_size) - int(table.num_blocks[slot])
+        table.add_blocks(slot, self.blocks.allocate(num_new, is_reserved=True))
+        table.num_reserved[slot] -= num_new
+        # findable from this step on: KV is written before any row of the step attends
+        hashes = table.record(slot).block_hashes or []
+        for i in range(start // block_size, min(stop // block_size, len(hashes))):
+            self.blocks.register(int(table.block_table[slot, i]), hashes[i])
+        chunks.append((slot, start, length))
+        return length
+
+    def _admit(
+        self, budget: int, chunks: list[tuple[int, int, int]], admitted: list[int]
+    ) -> list[Sequence]:
+        table = self.table
+        held = table.num_blocks + table.num_reserved
+        num_growing = int(np.count_nonzero((table.phase != EMPTY) & (held < table.max_blocks)))
+        while budget > 0 and table.has_free_slot and self.num_waiting:
+            record = self._resumed[0][1] if self._resumed else self._waiting[0]
+            hits = self._find_hits(record)
+            num_total = -(-record.num_tokens // table.block_size)
+            is_growing = -(-(record.max_len - 1) // table.block_size) > num_total
+            needed = num_total - len(hits) + self.blocks.num_unused(hits)
+            # one block per running sequence is kept for growth, so that few are ever preempted
+            reserve = num_growing + is_growing if table.num_running else 0
+            if needed + reserve > self.blocks.num_available:
+                return [] if table.num_running else [self._pop()]
+            slot = self._place(self._pop(), hits, num_total)
+            num_growing += is_growing
+            admitted.append(slot)
+            budget -= self._take_chunk(slot, budget, chunks)
+        return []
+
+    def _pop(self) -> Sequence:
+        return heapq.heappop(self._resumed)[1] if self._resumed else self._waiting.popleft()
+
+    def _find_hits(self, record: Sequence) -> list[int]:
+        if record.block_hashes is None:
+            record.block_hashes = self._hash(record)
+        # the last known token is always computed, because its logits are needed
+        max_hits = (record.num_tokens - 1) // self.table.block_size
+        return self.blocks.find_prefix(record.block_hashes[:max_hits])
+
+    def _hash(self, record: Sequence) -> list[bytes]:
+        request = record.request
+        if self._has_cache:
+            return hash_blocks(request.prompt_token_ids, self.table.block_size)
+        if request.sampling.n == 1:
+            return []
+        root = request.request_id.to_bytes(16, "little", signed=True)
+        return hash_blocks(request.prompt_token_ids, self.table.block_size, root=root)
+
+    def _place(self, record: Sequence, hits: list[int], num_total: int) -> int:
+        self.blocks.pin(hits)
+        slot = self.table.place(record, hits)
+        self.blocks.reserve(num_total - len(hits))
+        self.table.num_reserved[slot] = num_total - len(hits)
+        num_hit_tokens = len(hits) * self.table.block_size
+        if record.has_started:
+            lost = min(record.num_computed_before, record.num_tokens) - num_hit_tokens
+            self.counters.num_recomputed_tokens += max(lost, 0)
+        else:
+            record.has_started = True
+            record.num_cached_tokens = num_hit_tokens
+            self.counters.num_prompt_tokens += len(record.request.prompt_token_ids)
+            self.counters.num_cached_tokens += num_hit_tokens
+        return slot
+
+
+def _arrival(item: tuple[int, Sequence]) -> int:
+    return item[0]

@@ -1,0 +1,161 @@
+import numpy as np
+import torch
+
+from raybatch.engine.batch_builder import BatchBuilder
+from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.plan_builder import PlanBuilder
+from raybatch.engine.scheduler import Scheduler
+from raybatch.engine.sequences import Sequence, SequenceTable
+from tests.engine.fakes import make_request
+
+CPU = torch.device("cpu")
+PREFIX = np.arange(500, 508)
+
+
+class Steps:
+    """A scheduler and a batch builder; every generated token is 7."""
+
+    def __init__(self, *prompts, budget=64, block_size=4, max_tokens=8, min_saved_tokens=768):
+        self.table = SequenceTable(
+            max_slots=8, num_blocks=32, block_size=block_size, max_model_len=64
+        )
+        blocks = BlockManager(32, block_size)
+        self.scheduler = Scheduler(
+            blocks, self.table, max_batched_tokens=budget, enable_prefix_caching=True
+        )
+        self.builder = BatchBuilder(self.table, 32, CPU)
+        self.builder._plans = PlanBuilder(self.table, 32, min_saved_tokens=min_saved_tokens)
+        self.max_tokens, self.num_added = max_tokens, 0
+        for prompt in prompts:
+            self.add(prompt)
+
+    def add(self, prompt):
+        prompt = np.asarray(prompt)
+        self.scheduler.add(
+            Sequence(
+                request=make_request(self.num_added, prompt),
+                sample_idx=0,
+                arrival=self.num_added,
+                max_len=len(prompt) + self.max_tokens,
+            )
+        )
+        self.num_added += 1
+
+    def step(self):
+        schedule = self.scheduler.schedule()
+        batch = self.builder.build(schedule)
+        slots = self.scheduler.advance(schedule)
+        self.table.append_tokens(slots, np.full(len(slots), 7))
+        return batch
+
+
+def contexts(batch):
+    return [
+        (part.query_idx.tolist(), part.block_ids.tolist(), part.num_tokens, part.first_position)
+        for part in batch.attention.contexts
+    ]
+
+
+def decode(batch):
+    part = batch.attention.decode
+    return list(
+        zip(part.block_ids.tolist(), part.owners.tolist(), part.num_valid.tolist(), strict=True)
+    )
+
+
+def test_prompts_are_packed_one_after_another():
+    batch = Steps([1, 2, 3, 4, 5], [6, 7]).step()
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert batch.slot_mapping.tolist() == [0, 1, 2, 3, 4, 8, 9]
+    assert batch.logits_idx.tolist() == [4, 6]
+    assert (batch.attention.prefill.starts, batch.attention.prefill.lens) == ((0, 5), (5, 2))
+    assert batch.attention.decode is None
+
+
+def test_decode_rows_come_before_chunks():
+    steps = Steps([1, 2, 3, 4, 5])
+    steps.step()
+    steps.add([8, 9])
+    batch = steps.step()
+    assert batch.token_ids.tolist() == [7, 8, 9]
+    assert batch.positions.tolist() == [5, 0, 1]
+    assert batch.slot_mapping.tolist() == [5, 8, 9]
+    assert batch.logits_idx.tolist() == [0, 2]
+    assert (batch.attention.num_decode, batch.attention.prefill.starts) == (1, (1,))
+
+
+def test_decode_blocks_are_in_memory_order_with_their_valid_positions():
+    steps = Steps([1, 2, 3, 4, 5], [6, 7])
+    steps.step()
+    batch = steps.step()
+    assert decode(batch) == [(0, 0, 4), (1, 0, 2), (2, 1, 3)]
+    assert batch.attention.decode.first_positions.tolist() == [0, 4, 0]
+    assert batch.attention.decode.is_contiguous
+
+
+def test_a_cut_prompt_has_no_logits():
+    batch = Steps(range(10), budget=6).step()
+    assert batch.logits_idx.tolist() == []
+
+
+def test_a_chunk_reads_its_earlier_positions_as_context():
+    steps = Steps(range(16), budget=6)
+    steps.step()
+    assert contexts(steps.step()) == [([0, 1, 2, 3, 4, 5], [0, 1], 6, 0)]
+    assert contexts(steps.step()) == [([0, 1, 2, 3], [0, 1, 2], 12, 0)]
+
+
+def test_a_chunk_that_starts_inside_its_first_block_reads_that_block():
+    steps = Steps(range(8), budget=3)
+    steps.step()
+    assert contexts(steps.step()) == [([0, 1, 2], [0], 3, 0)]
+
+
+def test_members_that_start_together_read_their_prefix_in_one_part():
+    steps = Steps(np.r_[PREFIX, 1], np.r_[PREFIX, 2], np.r_[PREFIX, 3, 4])
+    assert contexts(steps.step()) == [([9, 10, 11], [0, 1], 8, 0)]
+
+
+def test_a_decode_row_joins_the_part_of_a_chunk_with_the_same_prefix():
+    steps = Steps(np.r_[PREFIX, 1])
+    steps.step()
+    steps.add(np.r_[PREFIX, 2])
+    batch = steps.step()
+    assert contexts(batch) == [([0, 1], [0, 1], 8, 0)]
+    assert decode(batch) == [(2, 0, 2)]
+
+
+def test_few_decode_rows_read_a_shared_prefix_as_pairs():
+    steps = Steps(np.r_[PREFIX, 1], np.r_[PREFIX, 2])
+    steps.step()
+    batch = steps.step()
+    assert contexts(batch) == []
+    assert decode(batch) == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4), (2, 0, 2), (3, 1, 2)]
+    assert not batch.attention.decode.is_contiguous
+
+
+def test_enough_decode_rows_read_a_shared_prefix_in_one_part():
+    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_saved_tokens=8)
+    steps.step()
+    batch = steps.step()
+    assert contexts(batch) == [([0, 1, 2], [0, 1], 8, 0)]
+    assert decode(batch) == [(2, 0, 2), (3, 1, 2), (4, 2, 2)]
+
+
+def test_a_tree_of_prefixes_gives_one_part_per_shared_run():
+    stem, twig = [*PREFIX[:4]], [1, 2, 3, 4]
+    prompts = ([*stem, *twig, 5], [*stem, *twig, 6], [*stem, *twig, 7], [*stem, 8], [*stem, 9])
+    steps = Steps(*prompts, min_saved_tokens=4)
+    steps.step()
+    found = contexts(steps.step())
+    assert sorted(found) == [([0, 1, 2], [1], 4, 4), ([0, 1, 2, 3, 4], [0], 4, 0)]
+
+
+def test_blocks_of_a_waiting_chunk_are_not_read():
+    steps = Steps([1], [2], range(20), budget=8)
+    steps.step()
+    steps.scheduler._budget = 2
+    batch = steps.step()
+    assert decode(batch) == [(0, 0, 2), (1, 1, 2)]
+    assert (contexts(batch), batch.attention.prefill) == ([], None)
