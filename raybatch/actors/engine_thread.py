@@ -16,6 +16,8 @@ from raybatch.types import Capacity, Completion, ReplicaStats, Request
 
 # a prefix cache that answers everything would make the tokens to ask for unbounded
 _MIN_UNCACHED_FRACTION = 1 / 16
+# short rows: enough for the time of a round trip to the coordinator
+_MIN_LEAD_ROWS = 64
 
 
 class EngineThread:
@@ -123,7 +125,7 @@ class EngineThread:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._lead_rows = max(8, capacity.max_num_seqs // 4)
+        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
         self._started.set_result(capacity)
         try:
             while self._step(backend):

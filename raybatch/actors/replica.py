@@ -1,6 +1,7 @@
 """The actor around one engine: pulls rows, feeds the engine thread, sends finished rows."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import defaultdict
@@ -50,6 +51,7 @@ class Replica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._outbox = asyncio.Event()
+        self._ran_dry = asyncio.Event()
         self._open: dict[int, _OpenBatch] = {}
         self._engine: EngineThread | None = None
 
@@ -119,6 +121,8 @@ class Replica:
 
     def _set_events(self) -> None:
         self._news.set()
+        if self._engine is not None and self._engine.is_idle():
+            self._ran_dry.set()
         self._outbox.set()
 
     async def _admit(
@@ -147,6 +151,7 @@ class Replica:
                 if engine.is_idle():
                     continue
             self._outbox.clear()
+            self._ran_dry.clear()
             try:
                 await self._send(engine, coordinator)
             except Exception as error:
@@ -155,7 +160,8 @@ class Replica:
             if failure is not None:
                 await self._give_up(coordinator, failure)
             if not engine.is_idle():
-                await asyncio.sleep(_REPORT_EVERY_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
 
     async def _send(self, engine: EngineThread, coordinator: ActorHandle) -> None:
         completions = engine.collect()

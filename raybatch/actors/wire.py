@@ -216,7 +216,9 @@ def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
 
 def _numpy(column: pa.Array | pa.ChunkedArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    values: npt.NDArray[Any] = array.fill_null(0).to_numpy(zero_copy_only=False)
+    if array.null_count:
+        array = array.fill_null(0)
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return values.astype(dtype, copy=False)
 
 

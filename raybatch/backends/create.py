@@ -1,7 +1,5 @@
 """Builds the backend that a config names, and imports only that one."""
 
-from typing import cast
-
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
@@ -25,5 +23,4 @@ def create_backend(
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
     from raybatch.backends import native
 
-    built = native.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
-    return cast(Backend, built)
+    return native.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
