@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,8 +33,10 @@ __all__ = ["PoolHandle", "PoolSpec", "release_pools"]
 _NAME_PREFIX = "raybatch-pool"
 _MAX_CALLS = 10_000
 
-# an actor ends when its owner drops the last handle: these keep the pools of this process warm
+# an actor ends when its owner drops the handle that made it, although it has a name: these keep
+# the pools of this process warm
 _coordinators: dict[str, ActorHandle] = {}
+_making = threading.Lock()
 
 
 class PoolHandle:
@@ -136,9 +139,10 @@ class PoolHandle:
         if not ray.is_initialized():
             ray.init()
         name = _name(self.spec)
-        coordinator = _find(name)
-        if coordinator is None:
-            coordinator = _coordinators[name] = _make(name, self.spec)
+        with _making:
+            coordinator = _find(name)
+            if coordinator is None:
+                coordinator = _coordinators[name] = _make(name, self.spec)
         return coordinator
 
 

@@ -98,7 +98,7 @@ def check_requests(table: pa.Table, num_samplings: int) -> None:
 
 def prompt_lengths(table: pa.Table) -> npt.NDArray[np.int32]:
     """Return the prompt tokens of each row, int32 [rows]."""
-    lengths = table["prompt_token_ids"].combine_chunks().value_lengths().fill_null(0)
+    lengths = _array(table["prompt_token_ids"]).value_lengths().fill_null(0)
     return cast(npt.NDArray[np.int32], lengths.to_numpy(zero_copy_only=False).astype(np.int32))
 
 
@@ -113,14 +113,14 @@ class RequestReader:
     """Turns spans of one request table into requests without copying the prompts."""
 
     def __init__(self, table: pa.Table, samplings: Sequence[Sampling]) -> None:
-        prompts = table["prompt_token_ids"].combine_chunks()
+        prompts = _array(table["prompt_token_ids"])
         self._samplings = samplings
         self._tokens = _flat(prompts, np.dtype(np.int32))
         self._offsets = _offsets(prompt_lengths(table))
-        self._row_ids = table["row_id"].combine_chunks()
+        self._row_ids = _array(table["row_id"])
         self._seeds = _numpy(table["seed"], np.dtype(np.uint64))
         self._sampling = _numpy(table["sampling"], np.dtype(np.int32))
-        self._group_ids = table["group_id"].combine_chunks()
+        self._group_ids = _array(table["group_id"])
         self._prefix_lens = _numpy(table["prefix_len"], np.dtype(np.int32))
 
     def read(self, start: int, stop: int, first_request_id: int) -> list[Request]:
@@ -179,7 +179,7 @@ def encode_completions(
 def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
     """Return result rows as completions whose `request_id` is the row index."""
     table = results if isinstance(results, pa.Table) else pa.Table.from_batches([results])
-    tokens = _split(table["token_ids"].combine_chunks())
+    tokens = _split(_array(table["token_ids"]))
     columns = {name: table[name].to_pylist() for name in RESULT_SCHEMA.names if name != "token_ids"}
     return [
         Completion(
@@ -214,8 +214,13 @@ def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
     return np.unique(_numpy(results.column("row"), np.dtype(np.int32)))
 
 
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    # combine_chunks copies also where there is nothing to combine
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 def _numpy(column: pa.Array | pa.ChunkedArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    array = _array(column) if isinstance(column, pa.ChunkedArray) else column
     if array.null_count:
         array = array.fill_null(0)
     values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)

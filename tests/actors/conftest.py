@@ -16,10 +16,5 @@ def ray_cluster():
         namespace="tests-actors",
     )
     yield
-    ray.shutdown()
-
-
-@pytest.fixture
-def _pools_released(ray_cluster):
-    yield
     release_pools()
+    ray.shutdown()

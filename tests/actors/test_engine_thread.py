@@ -61,13 +61,13 @@ def start():
 def test_all_samples_of_a_row_come_together(start):
     driver = start(max_num_seqs=2)
     driver.engine.submit([request(1, n=3), request(2, n=3)])
-    assert [1, 1, 1, 2, 2, 2] == [c.request_id for c in driver.rows(6)]
+    assert [c.request_id for c in driver.rows(6)] == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_row_with_an_error_gives_one_completion(start):
     driver = start(error_on=9)
     driver.engine.submit([request(1, 9, n=3), request(2)])
-    assert [(1, True), (2, False)] == sorted((c.request_id, bool(c.error)) for c in driver.rows(2))
+    assert sorted((c.request_id, bool(c.error)) for c in driver.rows(2)) == [(1, True), (2, False)]
     assert driver.engine.is_idle()
 
 
@@ -90,13 +90,13 @@ def test_the_last_unstarted_rows_are_given_back(start):
     driver = start(max_num_seqs=1, step_s=0.02)
     driver.engine.submit([request(i) for i in range(6)])
     driver.rows(1)
-    assert [4, 5] == driver.engine.give_back(2).result(10)
+    assert driver.engine.give_back(2).result(10) == [4, 5]
     assert {1, 2, 3} == {c.request_id for c in driver.rows(3)}
     assert driver.engine.is_idle()
 
 
 def test_an_empty_engine_asks_for_rows(start):
-    assert 1000 == start().engine.room().tokens
+    assert start().engine.room().tokens == 1000
 
 
 def test_a_fed_engine_does_not_ask(start):

@@ -35,7 +35,7 @@ def test_two_hungry_replicas_share_a_short_queue_evenly():
 def test_a_replica_about_to_be_ready_keeps_its_share():
     queue = queue_of(10)
     assert {1: [Span(0, 0, 5)]} == queue.dispatch({1: ROOMY}, num_expected=1)
-    assert {} == queue.dispatch({1: ROOMY}, num_expected=1)
+    assert queue.dispatch({1: ROOMY}, num_expected=1) == {}
 
 
 def test_the_share_of_a_late_replica_goes_to_the_ready_one_in_the_end():
@@ -82,14 +82,14 @@ def test_a_late_word_from_a_dead_replica_is_ignored():
     queue.dispatch({1: ROOMY})
     queue.lose(1)
     queue.dispatch({2: ROOMY})
-    assert [False, False] == queue.finish(1, 0, [0, 1]).tolist()
+    assert queue.finish(1, 0, [0, 1]).tolist() == [False, False]
 
 
 def test_a_row_counts_as_finished_once():
     queue = queue_of(1)
     queue.dispatch({1: ROOMY})
-    assert [True] == queue.finish(1, 0, [0]).tolist()
-    assert [False] == queue.finish(1, 0, [0]).tolist()
+    assert queue.finish(1, 0, [0]).tolist() == [True]
+    assert queue.finish(1, 0, [0]).tolist() == [False]
 
 
 def test_only_unfinished_rows_of_a_dead_replica_are_queued_again():
@@ -98,7 +98,7 @@ def test_only_unfinished_rows_of_a_dead_replica_are_queued_again():
     queue.finish(1, 0, [0, 2])
     queue.lose(1)
     assert {2: [Span(0, 1, 2), Span(0, 3, 5)]} == queue.dispatch({2: ROOMY})
-    assert [1, 2, 1, 2, 2] == queue.attempts(0).tolist()
+    assert queue.attempts(0).tolist() == [1, 2, 1, 2, 2]
 
 
 def test_rows_of_a_dead_replica_go_before_those_that_wait():
@@ -114,9 +114,9 @@ def test_rows_with_two_strikes_run_alone_in_halves():
         queue.dispatch({replica_id: Room(tokens=40, rows=4)})
         queue.lose(replica_id)
     grants = queue.dispatch({3: ROOMY})
-    assert [(0, 0), (0, 1)] == held_rows(grants[3])
+    assert held_rows(grants[3]) == [(0, 0), (0, 1)]
     assert queue.is_testing(3)
-    assert {} == queue.dispatch({3: ROOMY})
+    assert queue.dispatch({3: ROOMY}) == {}
 
 
 def test_suspects_that_survive_are_cleared():
@@ -126,7 +126,7 @@ def test_suspects_that_survive_are_cleared():
         queue.lose(replica_id)
     queue.dispatch({3: ROOMY})
     queue.finish(3, 0, [0])
-    assert [(0, 1)] == held_rows(queue.dispatch({3: ROOMY})[3])
+    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 1)]
 
 
 def test_suspects_do_not_hold_up_the_other_replicas():
@@ -152,7 +152,7 @@ def test_a_row_that_dies_alone_too_often_is_given_up():
 def test_a_row_is_not_given_up_in_company():
     queue = queue_of(2, max_row_crashes=1)
     queue.dispatch({1: ROOMY})
-    assert [] == queue.lose(1)
+    assert queue.lose(1) == []
 
 
 def test_returned_rows_count_no_attempt_and_no_strike():
@@ -160,8 +160,8 @@ def test_returned_rows_count_no_attempt_and_no_strike():
     queue.dispatch({1: ROOMY})
     queue.give_back(1, [Span(0, 2, 4)])
     queue.dispatch({2: ROOMY})
-    assert [1, 1, 1, 1] == queue.attempts(0).tolist()
-    assert [2, 2] == [queue.num_held(1), queue.num_held(2)]
+    assert queue.attempts(0).tolist() == [1, 1, 1, 1]
+    assert [queue.num_held(1), queue.num_held(2)] == [2, 2]
 
 
 def test_rows_returned_by_a_dead_replica_are_not_queued_twice():
@@ -169,7 +169,7 @@ def test_rows_returned_by_a_dead_replica_are_not_queued_twice():
     queue.dispatch({1: ROOMY})
     queue.lose(1)
     queue.give_back(1, [Span(0, 0, 2)])
-    assert 2 == queue.num_waiting()
+    assert queue.num_waiting() == 2
 
 
 def test_a_dropped_batch_leaves_nothing_behind():
@@ -177,8 +177,8 @@ def test_a_dropped_batch_leaves_nothing_behind():
     queue.dispatch({1: Room(tokens=20, rows=2)})
     queue.drop(0)
     queue.drop(1)
-    assert [0, 0] == [queue.num_waiting(), queue.num_held(1)]
-    assert {} == queue.dispatch({1: ROOMY})
+    assert [queue.num_waiting(), queue.num_held(1)] == [0, 0]
+    assert queue.dispatch({1: ROOMY}) == {}
 
 
 def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
@@ -193,7 +193,7 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
                 num_deaths += 1
                 break
             queue.finish(replica_id, 0, [row for _, row in rows])
-    assert [(0, 77)] == [(p.batch_id, p.row) for p in poison]
+    assert [(p.batch_id, p.row) for p in poison] == [(0, 77)]
     assert num_deaths <= 2 + 8
 
 
@@ -261,4 +261,4 @@ def test_the_counts_of_attempts_are_those_of_the_rows():
     queue = RowQueue(3)
     queue.add(5, np.array([1, 2, 3], np.int32), np.array([1, 1, 1], np.int64))
     queue.dispatch({1: Room(tokens=3, rows=9)})
-    assert [1, 1, 0] == queue.attempts(5).tolist()
+    assert queue.attempts(5).tolist() == [1, 1, 0]

@@ -10,24 +10,24 @@ def ledger(num_replicas=1, max_start_failures=3):
 def test_failed_starts_wait_longer_each_time_and_end():
     starts = ledger(max_start_failures=4)
     delays = [starts.died(0, lost_rows=False) for _ in range(4)]
-    assert [0.2, 1.0, 5.0, None] == delays
+    assert delays == [0.2, 1.0, 5.0, None]
 
 
 def test_a_death_that_cost_rows_is_answered_at_once():
-    assert [0.0] * 5 == [ledger().died(0, lost_rows=True) for _ in range(5)]
+    assert [ledger().died(0, lost_rows=True) for _ in range(5)] == [0.0] * 5
 
 
 def test_finished_rows_make_failures_count_from_zero():
     starts = ledger(max_start_failures=2)
     starts.died(0, lost_rows=False)
     starts.worked(0)
-    assert 0.2 == starts.died(0, lost_rows=False)
+    assert starts.died(0, lost_rows=False) == 0.2
 
 
 def test_a_pool_is_exhausted_when_its_last_rank_is_given_up():
     starts = ledger(num_replicas=2, max_start_failures=1)
     starts.died(0, lost_rows=False)
-    assert (True, False) == (starts.is_retired(0), starts.is_exhausted())
+    assert (starts.is_retired(0), starts.is_exhausted()) == (True, False)
     starts.died(1, lost_rows=False)
     assert starts.is_exhausted()
 
@@ -37,13 +37,13 @@ def test_a_start_is_expected_for_twice_the_longest_one():
     starts.begin(0, 0.0)
     starts.begin(1, 0.0)
     starts.ready(0, 3.0)
-    assert [1, 0] == [starts.num_expected(6.0), starts.num_expected(6.1)]
+    assert [starts.num_expected(6.0), starts.num_expected(6.1)] == [1, 0]
 
 
 def test_only_replicas_that_answer_are_ready():
     starts = ledger(num_replicas=2)
     starts.begin(0, 0.0)
     starts.ready(0, 1.0)
-    assert 1 == starts.num_ready()
+    assert starts.num_ready() == 1
     starts.died(0, lost_rows=True)
-    assert 0 == starts.num_ready()
+    assert starts.num_ready() == 0

@@ -57,18 +57,18 @@ def as_tuple(completion):
 @pytest.mark.parametrize("table", [small_table(), small_table().slice(0)], ids=["whole", "slice"])
 def test_requests_come_out_as_they_went_in(table):
     requests = RequestReader(table, SAMPLINGS).read(0, 3, 100)
-    assert ["a", "b", "c"] == [r.row_id for r in requests]
-    assert [100, 101, 102] == [r.request_id for r in requests]
-    assert [[1, 2], [], [3]] == [r.prompt_token_ids.tolist() for r in requests]
-    assert [2**64 - 1, 0, 7] == [r.seed for r in requests]
+    assert [r.row_id for r in requests] == ["a", "b", "c"]
+    assert [r.request_id for r in requests] == [100, 101, 102]
+    assert [r.prompt_token_ids.tolist() for r in requests] == [[1, 2], [], [3]]
+    assert [r.seed for r in requests] == [2**64 - 1, 0, 7]
     assert [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[0]] == [r.sampling for r in requests]
-    assert [5, None, 5] == [r.group_id for r in requests]
-    assert [1, 0, 1] == [r.prefix_len for r in requests]
+    assert [r.group_id for r in requests] == [5, None, 5]
+    assert [r.prefix_len for r in requests] == [1, 0, 1]
 
 
 def test_a_slice_of_a_table_is_read_from_its_own_start():
     requests = RequestReader(small_table().slice(1), SAMPLINGS).read(1, 2, 0)
-    assert [("c", [3])] == [(r.row_id, r.prompt_token_ids.tolist()) for r in requests]
+    assert [(r.row_id, r.prompt_token_ids.tolist()) for r in requests] == [("c", [3])]
 
 
 def test_large_lists_are_read_too():
@@ -76,20 +76,20 @@ def test_large_lists_are_read_too():
     large = table["prompt_token_ids"].cast(pa.large_list(pa.int32()))
     table = table.set_column(1, "prompt_token_ids", large)
     requests = RequestReader(table, SAMPLINGS).read(0, 3, 0)
-    assert [[1, 2], [], [3]] == [r.prompt_token_ids.tolist() for r in requests]
+    assert [r.prompt_token_ids.tolist() for r in requests] == [[1, 2], [], [3]]
 
 
 def test_prompts_are_views_of_the_table():
     table = small_table()
     request = RequestReader(table, SAMPLINGS).read(0, 1, 0)[0]
-    values = table["prompt_token_ids"].combine_chunks().flatten().to_numpy()
+    values = table["prompt_token_ids"].chunk(0).flatten().to_numpy()
     assert np.shares_memory(values, request.prompt_token_ids)
 
 
 def test_lengths_and_output_bounds_are_per_row():
     table = small_table()
-    assert [2, 0, 1] == prompt_lengths(table).tolist()
-    assert [4, 6, 4] == max_new_tokens(table, SAMPLINGS).tolist()
+    assert prompt_lengths(table).tolist() == [2, 0, 1]
+    assert max_new_tokens(table, SAMPLINGS).tolist() == [4, 6, 4]
 
 
 def test_completions_come_out_as_they_went_in():
@@ -109,8 +109,8 @@ def test_completions_come_out_as_they_went_in():
 
 
 def test_results_keep_one_schema_also_when_empty():
-    assert RESULT_SCHEMA == encode_completions([], []).schema
-    assert RESULT_SCHEMA == combine_results([], np.zeros(0, np.int16)).schema
+    assert encode_completions([], []).schema == RESULT_SCHEMA
+    assert combine_results([], np.zeros(0, np.int16)).schema == RESULT_SCHEMA
 
 
 def test_results_are_combined_in_order_of_row_and_sample():
@@ -119,14 +119,14 @@ def test_results_are_combined_in_order_of_row_and_sample():
     )
     second = encode_completions([2], [Completion(request_id=0)])
     table = combine_results([first, second], np.array([1, 1, 4], np.int16))
-    assert [0, 2, 2] == table["row"].to_pylist()
-    assert [0, 0, 1] == table["sample_idx"].to_pylist()
-    assert [1, 4, 4] == table["attempts"].to_pylist()
+    assert table["row"].to_pylist() == [0, 2, 2]
+    assert table["sample_idx"].to_pylist() == [0, 0, 1]
+    assert table["attempts"].to_pylist() == [1, 4, 4]
 
 
 def test_row_numbers_are_distinct():
     results = encode_completions([3, 1, 3], [Completion(request_id=0)] * 3)
-    assert [1, 3] == row_numbers(results).tolist()
+    assert row_numbers(results).tolist() == [1, 3]
 
 
 def test_a_missing_column_is_named():

@@ -44,7 +44,7 @@ def test_every_sample_has_tokens_of_its_own():
     backend.submit([req])
     tokens = [c.token_ids.tolist() for c in run(backend)]
     assert [expected(req, i) for i in range(3)] == tokens
-    assert 3 == len({tuple(t) for t in tokens})
+    assert len({tuple(t) for t in tokens}) == 3
 
 
 def test_hashed_lengths_stay_within_max_tokens():
@@ -58,7 +58,7 @@ def test_hashed_lengths_stay_within_max_tokens():
 def test_an_error_row_does_not_disturb_the_others():
     backend = FakeBackend(FakeOptions(error_on=9))
     backend.submit([request(1), request(2, 9), request(3)])
-    assert [False, True, False] == [bool(c.error) for c in run(backend)]
+    assert [bool(c.error) for c in run(backend)] == [False, True, False]
 
 
 def test_a_prompt_beyond_the_context_is_an_error_row():
@@ -71,8 +71,8 @@ def test_drain_gives_back_what_has_not_started():
     backend = FakeBackend(FakeOptions(max_num_seqs=2))
     backend.submit([request(i) for i in range(5)])
     backend.poll()
-    assert [2, 3, 4] == [r.request_id for r in backend.drain()]
-    assert [0, 1] == [c.request_id for c in run(backend)]
+    assert [r.request_id for r in backend.drain()] == [2, 3, 4]
+    assert [c.request_id for c in run(backend)] == [0, 1]
 
 
 def test_an_exported_sequence_goes_on_elsewhere_with_the_same_tokens():
@@ -104,14 +104,14 @@ def test_the_prefix_of_a_group_is_cached_after_its_first_row():
     ]
     backend = FakeBackend(FakeOptions())
     backend.submit(grouped)
-    assert [0, 3, 3] == [c.num_cached_tokens for c in run(backend)]
+    assert [c.num_cached_tokens for c in run(backend)] == [0, 3, 3]
 
 
 def test_only_so_many_first_starts_fail(tmp_path):
     options = FakeOptions(marks_dir=str(tmp_path), num_failing_starts=1)
     with pytest.raises(RuntimeError, match="told to fail"):
         FakeBackend(options)
-    assert 0 == FakeBackend(options).num_unfinished()
+    assert FakeBackend(options).num_unfinished() == 0
 
 
 def test_an_unknown_option_is_refused_with_a_suggestion():
