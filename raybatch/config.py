@@ -68,7 +68,11 @@ class PoolConfig:
         num_cpus_per_replica: logical CPUs that Ray reserves for one replica.
         num_gpus_per_replica: GPUs of one replica; None takes 1 where the cluster has GPUs.
         max_row_crashes: a row whose replica died this often with it becomes an error row.
-        max_start_failures: starts of one replica that may fail in a row before the pool gives up.
+        max_start_failures: starts of one replica that may fail in a row before it is given up;
+            the pool fails when no replica is left.
+        start_timeout_s: a start that takes longer counts as failed; it includes the wait for
+            resources. None waits for ever.
+        feeder_timeout_s: the rows of a feeder that was silent for so long are dropped.
         idle_release_s: engines without work for so long are stopped, and started again on
             demand; None keeps them until the driver ends.
     """
@@ -78,6 +82,8 @@ class PoolConfig:
     num_gpus_per_replica: float | None = None
     max_row_crashes: int = 3
     max_start_failures: int = 3
+    start_timeout_s: float | None = 1800.0
+    feeder_timeout_s: float = 120.0
     idle_release_s: float | None = 600.0
 
     def __post_init__(self) -> None:
@@ -86,6 +92,7 @@ class PoolConfig:
         check_min(self, "num_cpus_per_replica", 0)
         check_min(self, "max_row_crashes", 1)
         check_min(self, "max_start_failures", 1)
+        check_min(self, "feeder_timeout_s", 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,86 @@
+"""What a pool counts for each of its clients; no Ray, time passed in."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.types import PoolStats, ReplicaStats
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """Rows and tokens of one client since its first row."""
+
+    rows_received: int = 0
+    rows_done: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    prompt_tokens_received: int = 0
+    prompt_tokens_done: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    max_tokens_left: int = 0
+    first_received: float | None = None
+    first_done: float | None = None
+
+    def received(
+        self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64], now: float
+    ) -> None:
+        """Note rows that came in, with their prompt tokens and longest outputs."""
+        self.rows_received += len(prompt)
+        self.prompt_tokens_received += int(prompt.sum())
+        self.max_tokens_left += int(max_new.sum())
+        if self.first_received is None:
+            self.first_received = now
+
+    def done(self, num_rows: int, prompt_tokens: int, max_new: int, now: float) -> None:
+        """Note rows that are finished, with the prompt tokens and longest outputs they had."""
+        self.rows_done += num_rows
+        self.prompt_tokens_done += prompt_tokens
+        self.max_tokens_left -= max_new
+        if self.first_done is None:
+            self.first_done = now
+
+    def results(self, results: pa.RecordBatch) -> None:
+        """Note the tokens and errors of result rows."""
+        self.generated_tokens += len(results.column("token_ids").flatten())
+        self.cached_tokens += pc.sum(results.column("num_cached_tokens")).as_py() or 0
+        errors = results.column("error")
+        is_error = pc.not_equal(errors, "")
+        if pc.any(is_error).as_py():
+            texts = errors.filter(is_error).to_pylist()
+            self.errors.update(text.partition(":")[0] for text in texts)
+
+    def stats(
+        self,
+        *,
+        num_replicas: int,
+        num_ready: int,
+        num_restarts: int,
+        busy_s: float,
+        replicas: Sequence[ReplicaStats],
+    ) -> PoolStats:
+        """Return the counters with the state of the pool."""
+        first_row_s = None
+        if self.first_done is not None and self.first_received is not None:
+            first_row_s = self.first_done - self.first_received
+        return PoolStats(
+            num_replicas=num_replicas,
+            num_ready=num_ready,
+            num_restarts=num_restarts,
+            rows_received=self.rows_received,
+            rows_done=self.rows_done,
+            errors=dict(self.errors),
+            prompt_tokens_received=self.prompt_tokens_received,
+            prompt_tokens_done=self.prompt_tokens_done,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            max_tokens_left=self.max_tokens_left,
+            busy_s=busy_s,
+            first_row_s=first_row_s,
+            replicas=tuple(replicas),
+        )

@@ -1,0 +1,186 @@
+"""The replica actors of one pool: starts them, watches them, starts them again."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from raybatch.actors.records import PoolSpec
+from raybatch.actors.replica import Replica
+from raybatch.actors.starts import StartLedger
+from raybatch.types import ReplicaStats
+
+_STOP_GRACE_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Member:
+    """One started replica; `cause` is what it said before it died."""
+
+    replica_id: int
+    rank: int
+    actor: ActorHandle
+    pid: int | None = None
+    is_ready: bool = False
+    num_finished_rows: int = 0
+    stats: ReplicaStats = field(default_factory=ReplicaStats)
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrewPlan:
+    """How many replicas, and what Ray reserves for each.
+
+    Args:
+        num_replicas: ranks of the pool.
+        num_cpus: logical CPUs of one replica.
+        num_gpus: GPUs of one replica.
+        num_engines_on_host: replicas that share a host, as far as the driver can tell.
+    """
+
+    num_replicas: int
+    num_cpus: float
+    num_gpus: float
+    num_engines_on_host: int
+
+
+class Crew:
+    """Keeps one task per rank that makes a replica, waits for its end and replaces it.
+
+    Args:
+        spec: of the pool.
+        plan: size and resources.
+        on_lost: called with the id of a dead replica; returns whether it held rows.
+        on_exhausted: called with rank and cause when no rank is left.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        plan: CrewPlan,
+        *,
+        on_lost: Callable[[int], bool],
+        on_exhausted: Callable[[int, str], None],
+    ) -> None:
+        self.members: dict[int, Member] = {}
+        self.ledger = StartLedger(plan.num_replicas, spec.pool.max_start_failures)
+        self.past_busy_s = 0.0
+        self._spec = spec
+        self._plan = plan
+        self._on_lost = on_lost
+        self._on_exhausted = on_exhausted
+        self._ids = itertools.count(1)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def start(self, coordinator: ActorHandle) -> None:
+        """Start every rank that has no replica and is not given up."""
+        for rank in range(self._plan.num_replicas):
+            if rank not in self._tasks and not self.ledger.is_retired(rank):
+                self._tasks[rank] = asyncio.create_task(
+                    self._guard(rank, self._keep(rank, coordinator))
+                )
+
+    async def stop(self) -> None:
+        """Wait for replicas that end by themselves, then end the others."""
+        tasks = list(self._tasks.values())
+        if tasks:
+            _, running = await asyncio.wait(tasks, timeout=_STOP_GRACE_S)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def busy_s(self) -> float:
+        """Return the seconds that engines of this pool spent in steps, dead ones included."""
+        return self.past_busy_s + sum(m.stats.engine_s for m in self.members.values())
+
+    async def _guard(self, rank: int, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._on_exhausted(rank, f"the coordinator failed: {type(error).__name__}: {error}")
+            raise
+
+    async def _keep(self, rank: int, coordinator: ActorHandle) -> None:
+        while True:
+            member = self._make(rank)
+            try:
+                cause: str | None = await self._start(member)
+                if not cause:
+                    cause = await self._run(member, coordinator)
+            finally:
+                self._remove(member)
+            lost_rows = self._on_lost(member.replica_id)
+            if cause is None:
+                return
+            delay_s = self.ledger.died(rank, lost_rows=lost_rows)
+            if delay_s is None:
+                _logger.error("replica %d is given up: %s", rank, cause)
+                if self.ledger.is_exhausted():
+                    self._on_exhausted(rank, cause)
+                return
+            _logger.warning("replica %d is started again: %s", rank, cause)
+            await asyncio.sleep(delay_s)
+
+    def _make(self, rank: int) -> Member:
+        replica_id = next(self._ids)
+        self.ledger.begin(rank, time.monotonic())
+        actor = (
+            ray.remote(Replica)
+            .options(
+                num_cpus=self._plan.num_cpus,
+                num_gpus=self._plan.num_gpus,
+                max_restarts=0,
+                max_concurrency=64,
+            )
+            .remote(self._spec, replica_id)
+        )
+        member = self.members[replica_id] = Member(replica_id=replica_id, rank=rank, actor=actor)
+        return member
+
+    async def _start(self, member: Member) -> str:
+        """Return "" when the replica is ready, else why it is not."""
+        timeout_s = self._spec.pool.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                member.pid = await member.actor.pid.remote()
+                cause = str(await member.actor.start.remote(self._plan.num_engines_on_host))
+        except TimeoutError:
+            return (
+                f"the start took longer than start_timeout_s={timeout_s} (one replica asks for "
+                f"{self._plan.num_cpus} CPUs and {self._plan.num_gpus} GPUs)"
+            )
+        except RayError as error:
+            return _summary(error)
+        if not cause:
+            member.is_ready = True
+            self.ledger.ready(member.rank, time.monotonic())
+        return cause
+
+    async def _run(self, member: Member, coordinator: ActorHandle) -> str | None:
+        """Return why the replica died, None when it ended as asked."""
+        try:
+            await member.actor.run.remote(coordinator)
+        except RayError as error:
+            return member.cause or _summary(error)
+        return None
+
+    def _remove(self, member: Member) -> None:
+        self.past_busy_s += member.stats.engine_s
+        del self.members[member.replica_id]
+        self.ledger.stopped(member.rank)
+        ray.kill(member.actor, no_restart=True)
+
+
+def _summary(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

@@ -1,0 +1,195 @@
+"""Runs one backend in a thread of its own, so that the engine never waits for the network; no Ray.
+
+event loop                          engine thread
+submit(requests) -> inbox  ------>  backend.submit, backend.poll, ...
+collect() <- finished rows <------  rows whose samples are all there
+room(): what to ask for next        wakes the loop when there is news
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from raybatch.actors.records import Room
+from raybatch.backends.base import Backend
+from raybatch.types import Capacity, Completion, ReplicaStats, Request
+
+# a prefix cache that answers everything would make the tokens to ask for unbounded
+_MIN_UNCACHED_FRACTION = 1 / 16
+# short rows: enough for the time of a round trip to the coordinator
+_MIN_LEAD_ROWS = 64
+
+
+class EngineThread:
+    """Owner of one backend; every method may be called from the event loop.
+
+    Args:
+        build: makes the backend, called in the thread.
+        wake: called in the thread when rows finished, room became free, or the engine broke.
+        lead_tokens: prompt tokens that should wait in the engine beyond what runs.
+    """
+
+    def __init__(
+        self, build: Callable[[], Backend], wake: Callable[[], None], *, lead_tokens: int
+    ) -> None:
+        self._build = build
+        self._wake = wake
+        self._lead_tokens = lead_tokens
+        self._lead_rows = 1
+        self._changed = threading.Condition()
+        self._inbox: list[Request] = []
+        self._returns: list[tuple[int, Future[list[int]]]] = []
+        self._finished: list[Completion] = []
+        self._samples: dict[int, list[Completion]] = {}
+        self._num_samples: dict[int, int] = {}
+        self._stats = ReplicaStats()
+        self._num_prompt_tokens = 0
+        self._num_submitted = 0
+        self._is_asking = False
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        self._started: Future[Capacity] = Future()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> Future[Capacity]:
+        """Build the backend in the thread; the future carries its capacity or its exception."""
+        self._thread.start()
+        return self._started
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests for the engine, in this order."""
+        with self._changed:
+            self._inbox.extend(requests)
+            self._num_samples.update((r.request_id, r.sampling.n) for r in requests)
+            self._num_submitted += len(requests)
+            self._num_prompt_tokens += sum(len(r.prompt_token_ids) for r in requests)
+            self._is_asking = False
+            self._changed.notify()
+
+    def collect(self) -> list[Completion]:
+        """Return the completions of rows that finished, all samples of a row together."""
+        with self._changed:
+            finished, self._finished = self._finished, []
+            return finished
+
+    def give_back(self, max_rows: int) -> Future[list[int]]:
+        """Take up to `max_rows` unstarted requests out, the last ones; the future has their ids."""
+        future: Future[list[int]] = Future()
+        with self._changed:
+            self._returns.append((max_rows, future))
+            self._changed.notify()
+        return future
+
+    def room(self) -> Room | None:
+        """Return what to ask for, or None while enough waits in the engine."""
+        with self._changed:
+            return self._room()
+
+    def stats(self) -> ReplicaStats:
+        """Return the counters after the last step."""
+        with self._changed:
+            return self._stats
+
+    def is_idle(self) -> bool:
+        """Return whether every submitted row has finished."""
+        with self._changed:
+            return not self._num_samples
+
+    def failure(self) -> BaseException | None:
+        """Return the exception that ended the engine, None while it works."""
+        with self._changed:
+            return self._failure
+
+    def close(self) -> None:
+        """End the thread after its present step."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _room(self) -> Room | None:
+        num_waiting = len(self._inbox) + self._stats.num_waiting
+        mean_tokens = self._num_prompt_tokens / max(1, self._num_submitted)
+        cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
+        uncached = max(_MIN_UNCACHED_FRACTION, 1 - cached)
+        tokens = int(self._lead_tokens / uncached - num_waiting * mean_tokens)
+        rows = self._lead_rows - num_waiting
+        is_hungry = 2 * tokens >= self._lead_tokens and 2 * rows >= self._lead_rows
+        return Room(tokens=tokens, rows=rows) if is_hungry else None
+
+    def _main(self) -> None:
+        # whatever ends the engine ends the replica: the exception goes to the event loop
+        try:
+            backend = self._build()
+            capacity = backend.capacity()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
+        self._started.set_result(capacity)
+        try:
+            while self._step(backend):
+                pass
+            backend.close()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+            self._wake()
+
+    def _step(self, backend: Backend) -> bool:
+        requests, returns = self._wait_for_work(backend)
+        if self._is_closing:
+            return False
+        if requests:
+            backend.submit(requests)
+        for max_rows, future in returns:
+            future.set_result(self._take_back(backend, max_rows))
+        completions = backend.poll()
+        stats = backend.stats()
+        with self._changed:
+            num_before = len(self._finished)
+            for completion in completions:
+                self._gather(completion)
+            self._stats = stats
+            is_hungry = self._room() is not None and not self._is_asking
+            self._is_asking |= is_hungry
+            has_news = is_hungry or len(self._finished) > num_before
+        if has_news:
+            self._wake()
+        return True
+
+    def _wait_for_work(
+        self, backend: Backend
+    ) -> tuple[list[Request], list[tuple[int, Future[list[int]]]]]:
+        with self._changed:
+            while not (
+                self._inbox or self._returns or self._is_closing or backend.num_unfinished()
+            ):
+                self._changed.wait()
+            requests, self._inbox = self._inbox, []
+            returns, self._returns = self._returns, []
+            return requests, returns
+
+    def _take_back(self, backend: Backend, max_rows: int) -> list[int]:
+        unstarted = backend.drain()
+        num_kept = max(0, len(unstarted) - max_rows)
+        backend.submit(unstarted[:num_kept])
+        returned = unstarted[num_kept:]
+        with self._changed:
+            for request in returned:
+                del self._num_samples[request.request_id]
+            self._num_submitted -= len(returned)
+            self._num_prompt_tokens -= sum(len(r.prompt_token_ids) for r in returned)
+        return [request.request_id for request in returned]
+
+    def _gather(self, completion: Completion) -> None:
+        """Pass a row on when it is whole; an error ends its row, whatever its other samples do."""
+        request_id = completion.request_id
+        num_samples = self._num_samples.get(request_id)
+        if num_samples is None:
+            return
+        samples = self._samples.setdefault(request_id, [])
+        samples.append(completion)
+        if completion.error or len(samples) == num_samples:
+            self._finished += [completion] if completion.error else samples
+            del self._samples[request_id], self._num_samples[request_id]

@@ -1,0 +1,255 @@
+"""The handle through which stages reach a pool of engines.
+
+A pool belongs to one Ray job: equal specs share it, it stays warm between executions of one driver,
+and it dies with the driver. Its coordinator is a named actor that the driver owns; it is made when
+a handle is first used, or pickled on its way to a worker.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raybatch.actors.coordinator import Coordinator
+from raybatch.actors.crew import CrewPlan
+from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
+from raybatch.actors.wire import check_requests, combine_results, max_new_tokens, prompt_lengths
+from raybatch.errors import ReplicaError
+from raybatch.types import PoolStats, Sampling
+
+__all__ = ["PoolHandle", "PoolSpec", "release_pools"]
+
+_NAME_PREFIX = "raybatch-pool"
+_MAX_CALLS = 10_000
+
+# an actor ends when its owner drops the handle that made it, although it has a name: these keep
+# the pools of this process warm
+_coordinators: dict[str, ActorHandle] = {}
+_making = threading.Lock()
+
+
+class PoolHandle:
+    """A pool of engine replicas, described by its spec; cheap to make and to pickle.
+
+    Nothing starts before the first use. In the process that made the handle, use connects to the
+    pool of this Ray job or makes it; Ray is initialised only if it is not. A handle that travelled
+    to a worker carries the address of the pool.
+
+    Example:
+        >>> handle = PoolHandle(spec)                                    # doctest: +SKIP
+        >>> results = handle.generate_sync(table, (Sampling(),))         # doctest: +SKIP
+
+    Args:
+        spec: model, backend and limits.
+    """
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self.spec = spec
+        self._carried: ActorHandle | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        coordinator = self._connect() if ray.is_initialized() else None
+        return _restore, (self.spec, coordinator)
+
+    async def generate(
+        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+    ) -> pa.Table:
+        """Run all rows of a request table and return the result table.
+
+        Cancelling this coroutine takes the rows out of the pool.
+
+        Args:
+            table: see `raybatch.actors.wire.REQUEST_SCHEMA`.
+            samplings: what the column `sampling` points into.
+            client: name under which rows and tokens are counted.
+
+        Raises:
+            ConfigError: the table lacks columns or points outside `samplings`.
+            ReplicaError: no replica could be started, or the pool was shut down.
+        """
+        coordinator = self._connect()
+        submission = _submission(table, samplings, client)
+        try:
+            answer = await coordinator.generate.remote(submission)
+            while answer.status != "done":
+                if answer.status == "unknown":
+                    submission = _submission(table, samplings, client)
+                    answer = await coordinator.generate.remote(submission)
+                else:
+                    answer = await _ask_again(coordinator, submission, answer)
+        except asyncio.CancelledError:
+            coordinator.cancel.remote(submission.token)
+            raise
+        except RayActorError as error:
+            raise _coordinator_died(error) from error
+        return _results(answer)
+
+    def generate_sync(
+        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+    ) -> pa.Table:
+        """Do the same as `generate` for callers without an event loop."""
+        coordinator = self._connect()
+        submission = _submission(table, samplings, client)
+        try:
+            answer = ray.get(coordinator.generate.remote(submission))
+            while answer.status != "done":
+                if answer.status == "unknown":
+                    submission = _submission(table, samplings, client)
+                    answer = ray.get(coordinator.generate.remote(submission))
+                else:
+                    answer = ray.get(_ask_again(coordinator, submission, answer))
+        except RayActorError as error:
+            raise _coordinator_died(error) from error
+        return _results(answer)
+
+    def stats(self, client: str = "default") -> PoolStats:
+        """Return the counters of a client and the state of the pool."""
+        stats: PoolStats = ray.get(self._connect().stats.remote(client))
+        return stats
+
+    def state(self) -> PoolState:
+        """Return what the pool holds at this moment, over all clients."""
+        state: PoolState = ray.get(self._connect().state.remote())
+        return state
+
+    def shutdown(self) -> None:
+        """End the replicas and the coordinator; the next use makes a new pool."""
+        if not ray.is_initialized():
+            return
+        name = _name(self.spec)
+        coordinator = self._carried or _find(name)
+        _coordinators.pop(name, None)
+        if coordinator is not None:
+            _end(coordinator)
+
+    def _connect(self) -> ActorHandle:
+        if self._carried is not None:
+            return self._carried
+        if not ray.is_initialized():
+            ray.init()
+        name = _name(self.spec)
+        with _making:
+            coordinator = _find(name)
+            if coordinator is None:
+                coordinator = _coordinators[name] = _make(name, self.spec)
+        return coordinator
+
+
+def release_pools() -> None:
+    """End every pool that this process made."""
+    names = list(_coordinators)
+    for name in names:
+        coordinator = _coordinators.pop(name)
+        # the pools of a Ray session that has been shut down are gone already
+        if ray.is_initialized() and name.startswith(_job_prefix()):
+            _end(coordinator)
+
+
+def _restore(spec: PoolSpec, coordinator: ActorHandle) -> PoolHandle:
+    handle = PoolHandle(spec)
+    handle._carried = coordinator
+    return handle
+
+
+def _submission(table: pa.Table, samplings: Sequence[Sampling], client: str) -> Submission:
+    check_requests(table, len(samplings))
+    return Submission(
+        token=uuid.uuid4().hex,
+        client=client,
+        refs=[ray.put((table, tuple(samplings)))],
+        prompt_tokens=prompt_lengths(table),
+        max_new_tokens=max_new_tokens(table, samplings),
+    )
+
+
+def _ask_again(coordinator: ActorHandle, submission: Submission, answer: Answer) -> ray.ObjectRef:
+    if answer.status == "failed":
+        raise ReplicaError(answer.rank, answer.cause)
+    return coordinator.collect.remote(submission.token)
+
+
+def _results(answer: Answer) -> pa.Table:
+    if answer.attempts is None:
+        raise AssertionError("an answer that is done carries the attempts")
+    return combine_results(answer.results, answer.attempts)
+
+
+def _coordinator_died(error: RayActorError) -> ReplicaError:
+    return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
+
+
+def _job_prefix() -> str:
+    return f"{_NAME_PREFIX}-{ray.get_runtime_context().get_job_id()}-"
+
+
+def _name(spec: PoolSpec) -> str:
+    # the job is part of the name: two drivers in one namespace must not share an actor
+    text = json.dumps(asdict(spec), sort_keys=True, default=repr)
+    return _job_prefix() + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _find(name: str) -> ActorHandle | None:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _make(name: str, spec: PoolSpec) -> ActorHandle:
+    node_id = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(Coordinator)
+        .options(
+            name=name,
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=_MAX_CALLS,
+            # it should live as long as the driver, so not on a host that may be taken away
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
+        )
+        .remote(spec, _plan(spec))
+    )
+
+
+def _end(coordinator: ActorHandle) -> None:
+    try:
+        ray.get(coordinator.shutdown.remote())
+    except RayActorError:
+        return
+    ray.kill(coordinator, no_restart=True)
+
+
+def _plan(spec: PoolSpec) -> CrewPlan:
+    """Size the crew by the cluster as it is now."""
+    pool = spec.pool
+    cluster_gpus = float(ray.cluster_resources().get("GPU", 0))
+    num_gpus = pool.num_gpus_per_replica
+    if num_gpus is None:
+        uses_gpu = cluster_gpus and spec.engine.device != "cpu" and spec.backend.kind != "fake"
+        num_gpus = 1.0 if uses_gpu else 0.0
+    if pool.replicas is not None:
+        num_replicas = pool.replicas
+    elif num_gpus:
+        num_replicas = max(1, int(cluster_gpus / num_gpus))
+    else:
+        num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+    kind = "GPU" if num_gpus else "CPU"
+    hosts = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind)]
+    return CrewPlan(
+        num_replicas=num_replicas,
+        num_cpus=pool.num_cpus_per_replica,
+        num_gpus=num_gpus,
+        num_engines_on_host=-(-num_replicas // max(1, len(hosts))),
+    )

@@ -1,0 +1,191 @@
+"""The actor around one engine: pulls rows, feeds the engine thread, sends finished rows."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+
+from raybatch.actors.engine_thread import EngineThread
+from raybatch.actors.records import Assignment, PoolSpec
+from raybatch.actors.wire import RequestReader, encode_completions
+from raybatch.backends.base import Backend
+from raybatch.backends.create import create_backend
+from raybatch.types import Completion
+
+_LEAD_STEPS = 4
+_REPORT_EVERY_S = 0.05
+# counters are sent so often even if no row finished
+_HEARTBEAT_S = 1.0
+# request id = batch id << 32 | row
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenBatch:
+    reader: RequestReader
+    num_rows: int = 0
+
+
+class Replica:
+    """One engine in one process; the coordinator makes it and calls `start`, then `run`.
+
+    Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
+
+    Args:
+        spec: of the pool.
+        replica_id: unique among all starts of the pool.
+    """
+
+    def __init__(self, spec: PoolSpec, replica_id: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
+        self._spec = spec
+        self._replica_id = replica_id
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._outbox = asyncio.Event()
+        self._ran_dry = asyncio.Event()
+        self._open: dict[int, _OpenBatch] = {}
+        self._engine: EngineThread | None = None
+
+    async def start(self, num_engines_on_host: int) -> str:
+        """Build the engine; return "" or why it could not be built.
+
+        The cause travels as text: exceptions of an engine need not survive pickling.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._engine = EngineThread(
+            lambda: self._build(num_engines_on_host),
+            self._wake,
+            lead_tokens=_LEAD_STEPS * self._spec.engine.max_batched_tokens,
+        )
+        try:
+            capacity = await asyncio.wrap_future(self._engine.start())
+        except Exception as error:
+            _logger.exception("the engine could not be built")
+            return f"{type(error).__name__}: {error}"
+        _logger.info("replica %d is ready: %s", self._replica_id, capacity)
+        return ""
+
+    async def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    async def run(self, coordinator: ActorHandle) -> None:
+        """Work until the coordinator says that there is nothing more to come."""
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("Replica.run was called before Replica.start")
+        reporting = asyncio.create_task(self._report(engine, coordinator))
+        try:
+            while True:
+                self._news.clear()
+                while (room := engine.room()) is None:
+                    await self._news.wait()
+                    self._news.clear()
+                work = await coordinator.pull.remote(self._replica_id, room)
+                if work is None:
+                    break
+                for assignment in work:
+                    await self._admit(engine, coordinator, assignment)
+        finally:
+            reporting.cancel()
+        await asyncio.to_thread(engine.close)
+
+    async def give_back(self, max_rows: int) -> list[tuple[int, int]]:
+        """Return up to `max_rows` unstarted rows as (batch id, row), the last ones first to go."""
+        if self._engine is None:
+            return []
+        ids = await asyncio.wrap_future(self._engine.give_back(max_rows))
+        rows = [(request_id >> _ROW_BITS, request_id & _ROW_MASK) for request_id in ids]
+        for batch_id, _ in rows:
+            self._close_row(batch_id)
+        return rows
+
+    def _build(self, num_engines_on_host: int) -> Backend:
+        spec = self._spec
+        return create_backend(
+            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines_on_host
+        )
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._set_events)
+
+    def _set_events(self) -> None:
+        self._news.set()
+        if self._engine is not None and self._engine.is_idle():
+            self._ran_dry.set()
+        self._outbox.set()
+
+    async def _admit(
+        self, engine: EngineThread, coordinator: ActorHandle, work: Assignment
+    ) -> None:
+        batch = self._open.get(work.batch_id)
+        if batch is None:
+            try:
+                table, samplings = await work.refs[0]
+            except ray.exceptions.ObjectLostError:
+                # its feeder is gone, or the host that held the table
+                await coordinator.note_lost.remote(work.batch_id)
+                return
+            batch = self._open[work.batch_id] = _OpenBatch(RequestReader(table, samplings))
+        first_id = work.batch_id << _ROW_BITS
+        for span in work.spans:
+            batch.num_rows += span.stop - span.start
+            engine.submit(batch.reader.read(span.start, span.stop, first_id))
+
+    async def _report(self, engine: EngineThread, coordinator: ActorHandle) -> None:
+        """Send finished rows as they come, but not more often than needed."""
+        while True:
+            try:
+                await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
+            except TimeoutError:
+                if engine.is_idle():
+                    continue
+            self._outbox.clear()
+            self._ran_dry.clear()
+            try:
+                await self._send(engine, coordinator)
+            except Exception as error:
+                await self._give_up(coordinator, error)
+            failure = engine.failure()
+            if failure is not None:
+                await self._give_up(coordinator, failure)
+            if not engine.is_idle():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
+
+    async def _send(self, engine: EngineThread, coordinator: ActorHandle) -> None:
+        completions = engine.collect()
+        by_batch: dict[int, list[Completion]] = defaultdict(list)
+        for completion in completions:
+            by_batch[completion.request_id >> _ROW_BITS].append(completion)
+        results = []
+        for batch_id, samples in by_batch.items():
+            rows = [completion.request_id & _ROW_MASK for completion in samples]
+            results.append((batch_id, encode_completions(rows, samples)))
+            for _ in set(rows):
+                self._close_row(batch_id)
+        await coordinator.report.remote(self._replica_id, results, engine.stats())
+
+    def _close_row(self, batch_id: int) -> None:
+        batch = self._open[batch_id]
+        batch.num_rows -= 1
+        if not batch.num_rows:
+            del self._open[batch_id]
+
+    async def _give_up(self, coordinator: ActorHandle, failure: BaseException) -> None:
+        """End the process: a broken engine must look like a death, so that it is replaced."""
+        _logger.error("the engine broke", exc_info=failure)
+        await coordinator.note_cause.remote(
+            self._replica_id, f"{type(failure).__name__}: {failure}"
+        )
+        os._exit(1)

@@ -1,0 +1,97 @@
+"""Which replicas of a pool live, and when a failed one is started again; no Ray, time passed in."""
+
+from dataclasses import dataclass, field
+
+_FIRST_DELAY_S = 0.2
+_DELAY_FACTOR = 5.0
+_MAX_DELAY_S = 30.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    num_failures: int = 0
+    start_began: float | None = None
+    is_ready: bool = False
+    is_retired: bool = False
+
+
+@dataclass(slots=True)
+class StartLedger:
+    """Counts starts and deaths of the ranks of one pool.
+
+    A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
+    like a failed start.
+
+    Args:
+        num_replicas: ranks of the pool.
+        max_start_failures: failures in a row after which a rank is given up.
+    """
+
+    num_replicas: int
+    max_start_failures: int
+    num_restarts: int = 0
+    longest_start_s: float = 0.0
+    _ranks: list[_Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ranks = [_Rank() for _ in range(self.num_replicas)]
+
+    def begin(self, rank: int, now: float) -> None:
+        """Note that a start of `rank` began."""
+        self._ranks[rank].start_began = now
+
+    def ready(self, rank: int, now: float) -> None:
+        """Note that `rank` answers."""
+        state = self._ranks[rank]
+        if state.start_began is not None:
+            self.longest_start_s = max(self.longest_start_s, now - state.start_began)
+        state.start_began = None
+        state.is_ready = True
+
+    def worked(self, rank: int) -> None:
+        """Note that `rank` finished rows, so that its failures count from zero again."""
+        self._ranks[rank].num_failures = 0
+
+    def stopped(self, rank: int) -> None:
+        """Note that `rank` was stopped on purpose."""
+        self._ranks[rank].start_began = None
+        self._ranks[rank].is_ready = False
+
+    def died(self, rank: int, *, lost_rows: bool) -> float | None:
+        """Note a death or a failed start.
+
+        Returns:
+            Seconds to wait before the next start, or None: the rank is given up.
+        """
+        self.stopped(rank)
+        state = self._ranks[rank]
+        if lost_rows:
+            self.num_restarts += 1
+            return 0.0
+        state.num_failures += 1
+        if state.num_failures >= self.max_start_failures:
+            state.is_retired = True
+            return None
+        self.num_restarts += 1
+        delay = _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1)
+        return float(min(_MAX_DELAY_S, delay))
+
+    def num_ready(self) -> int:
+        """Return the number of ranks that answer."""
+        return sum(state.is_ready for state in self._ranks)
+
+    def is_exhausted(self) -> bool:
+        """Return whether every rank is given up."""
+        return all(state.is_retired for state in self._ranks)
+
+    def is_retired(self, rank: int) -> bool:
+        """Return whether a rank is given up."""
+        return self._ranks[rank].is_retired
+
+    def num_expected(self, now: float) -> int:
+        """Return the starts that are likely to end soon, judged by the longest one seen."""
+        patience_s = 2 * self.longest_start_s
+        return sum(
+            state.start_began is not None and now - state.start_began <= patience_s
+            for state in self._ranks
+        )

@@ -1,0 +1,26 @@
+"""Builds the backend that a config names, and imports only that one."""
+
+from raybatch.backends.base import Backend
+from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.config import BackendConfig, EngineConfig, from_mapping
+
+
+def create_backend(
+    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+) -> Backend:
+    """Build a backend, ready for `submit`.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: which backend, and its options.
+        engine: options of the engine.
+        num_engines_on_host: engines that share the host's memory.
+
+    Raises:
+        ConfigError: an unknown option.
+    """
+    if backend.kind == "fake":
+        return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
+    from raybatch.backends import native
+
+    return native.create(model, backend, engine, num_engines_on_host=num_engines_on_host)

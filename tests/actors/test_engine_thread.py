@@ -1,0 +1,105 @@
+"""The thread around a backend: whole rows, failures, unstarted rows."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from raybatch.actors.engine_thread import EngineThread
+from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.types import Request, Sampling
+
+
+def request(request_id, token=1, **sampling):
+    return Request(
+        request_id=request_id,
+        row_id=str(request_id),
+        prompt_token_ids=np.array([token], np.int32),
+        sampling=Sampling(**({"max_tokens": 3} | sampling)),
+    )
+
+
+class Driver:
+    """Waits for news instead of for time."""
+
+    def __init__(self, **options):
+        self.news = threading.Event()
+        self.engine = EngineThread(
+            lambda: FakeBackend(FakeOptions(**options)), self.news.set, lead_tokens=1000
+        )
+        self.engine.start().result(10)
+
+    def wait_until(self, is_there):
+        while not is_there():
+            assert self.news.wait(10)
+            self.news.clear()
+
+    def rows(self, num):
+        completions = []
+
+        def has_all():
+            completions.extend(self.engine.collect())
+            return len(completions) >= num
+
+        self.wait_until(has_all)
+        return completions
+
+
+@pytest.fixture
+def start():
+    drivers = []
+
+    def make(**options):
+        drivers.append(Driver(**options))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.engine.close()
+
+
+def test_all_samples_of_a_row_come_together(start):
+    driver = start(max_num_seqs=2)
+    driver.engine.submit([request(1, n=3), request(2, n=3)])
+    assert [c.request_id for c in driver.rows(6)] == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_row_with_an_error_gives_one_completion(start):
+    driver = start(error_on=9)
+    driver.engine.submit([request(1, 9, n=3), request(2)])
+    assert sorted((c.request_id, bool(c.error)) for c in driver.rows(2)) == [(1, True), (2, False)]
+    assert driver.engine.is_idle()
+
+
+def test_a_broken_engine_is_reported_with_its_exception(start):
+    driver = start(raise_on=9)
+    driver.engine.submit([request(1, 9)])
+    driver.wait_until(lambda: driver.engine.failure() is not None)
+    assert "told to break" in str(driver.engine.failure())
+
+
+def test_a_failed_start_carries_its_exception():
+    engine = EngineThread(
+        lambda: FakeBackend(FakeOptions(fail_start=True)), lambda: None, lead_tokens=1
+    )
+    with pytest.raises(RuntimeError, match="told to fail"):
+        engine.start().result(10)
+
+
+def test_the_last_unstarted_rows_are_given_back(start):
+    driver = start(max_num_seqs=1, step_s=0.02)
+    driver.engine.submit([request(i) for i in range(6)])
+    driver.rows(1)
+    assert driver.engine.give_back(2).result(10) == [4, 5]
+    assert {1, 2, 3} == {c.request_id for c in driver.rows(3)}
+    assert driver.engine.is_idle()
+
+
+def test_an_empty_engine_asks_for_rows(start):
+    assert start().engine.room().tokens == 1000
+
+
+def test_a_fed_engine_does_not_ask(start):
+    driver = start(max_num_seqs=1, step_s=0.05)
+    driver.engine.submit([request(i, max_tokens=100) for i in range(64)])
+    assert driver.engine.room() is None

@@ -1,0 +1,264 @@
+"""Who gets which rows, as tables and under random deaths."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.actors.queue import RowQueue
+from raybatch.actors.records import PoisonRow, Room, Span
+
+ROOMY = Room(tokens=10**9, rows=10**9)
+
+
+def queue_of(*num_rows, prompt=10, new=10, max_row_crashes=3):
+    queue = RowQueue(max_row_crashes)
+    for batch_id, num in enumerate(num_rows):
+        queue.add(batch_id, [prompt] * num, [new] * num)
+    return queue
+
+
+def held_rows(grants):
+    return [(s.batch_id, row) for s in grants for row in range(s.start, s.stop)]
+
+
+def test_rows_are_handed_out_in_order_of_arrival_across_batches():
+    queue = queue_of(2, 3)
+    assert {7: [Span(0, 0, 2), Span(1, 0, 3)]} == queue.dispatch({7: ROOMY})
+
+
+def test_two_hungry_replicas_share_a_short_queue_evenly():
+    queue = queue_of(10)
+    assert {1: [Span(0, 0, 5)], 2: [Span(0, 5, 10)]} == queue.dispatch({1: ROOMY, 2: ROOMY})
+
+
+def test_a_replica_about_to_be_ready_keeps_its_share():
+    queue = queue_of(10)
+    assert {1: [Span(0, 0, 5)]} == queue.dispatch({1: ROOMY}, num_expected=1)
+    assert queue.dispatch({1: ROOMY}, num_expected=1) == {}
+
+
+def test_the_share_of_a_late_replica_goes_to_the_ready_one_in_the_end():
+    queue = queue_of(10)
+    queue.dispatch({1: ROOMY}, num_expected=1)
+    assert {1: [Span(0, 5, 10)]} == queue.dispatch({1: ROOMY})
+
+
+def test_the_less_loaded_replica_gets_more():
+    queue = queue_of(4, 6)
+    queue.dispatch({1: ROOMY})
+    queue.add(2, [10] * 2, [10] * 2)
+    assert {2: [Span(2, 0, 2)]} == queue.dispatch({2: ROOMY})
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (Room(tokens=35, rows=100), Span(0, 0, 3)),
+        (Room(tokens=1000, rows=4), Span(0, 0, 4)),
+        (Room(tokens=1, rows=1), Span(0, 0, 1)),
+    ],
+    ids=["tokens", "rows", "at-least-one"],
+)
+def test_a_grant_stays_within_the_room(room, expected):
+    assert {1: [expected]} == queue_of(10).dispatch({1: room})
+
+
+def test_a_batch_is_done_when_all_its_rows_are():
+    queue = queue_of(3)
+    queue.dispatch({1: ROOMY})
+    queue.finish(1, 0, [0, 1])
+    assert not queue.is_done(0)
+    queue.finish(1, 0, [2])
+    assert queue.is_done(0)
+
+
+def test_an_empty_batch_is_done_at_once():
+    assert queue_of(0).is_done(0)
+
+
+def test_a_late_word_from_a_dead_replica_is_ignored():
+    queue = queue_of(2)
+    queue.dispatch({1: ROOMY})
+    queue.lose(1)
+    queue.dispatch({2: ROOMY})
+    assert queue.finish(1, 0, [0, 1]).tolist() == [False, False]
+
+
+def test_a_row_counts_as_finished_once():
+    queue = queue_of(1)
+    queue.dispatch({1: ROOMY})
+    assert queue.finish(1, 0, [0]).tolist() == [True]
+    assert queue.finish(1, 0, [0]).tolist() == [False]
+
+
+def test_only_unfinished_rows_of_a_dead_replica_are_queued_again():
+    queue = queue_of(5)
+    queue.dispatch({1: ROOMY})
+    queue.finish(1, 0, [0, 2])
+    queue.lose(1)
+    assert {2: [Span(0, 1, 2), Span(0, 3, 5)]} == queue.dispatch({2: ROOMY})
+    assert queue.attempts(0).tolist() == [1, 2, 1, 2, 2]
+
+
+def test_rows_of_a_dead_replica_go_before_those_that_wait():
+    queue = queue_of(2, 2)
+    queue.dispatch({1: Room(tokens=20, rows=2)})
+    queue.lose(1)
+    assert {2: [Span(0, 0, 2), Span(1, 0, 2)]} == queue.dispatch({2: ROOMY})
+
+
+def test_rows_with_two_strikes_run_alone_in_halves():
+    queue = queue_of(4, 3)
+    for replica_id in (1, 2):
+        queue.dispatch({replica_id: Room(tokens=40, rows=4)})
+        queue.lose(replica_id)
+    grants = queue.dispatch({3: ROOMY})
+    assert held_rows(grants[3]) == [(0, 0), (0, 1)]
+    assert queue.is_testing(3)
+    assert queue.dispatch({3: ROOMY}) == {}
+
+
+def test_suspects_that_survive_are_cleared():
+    queue = queue_of(2)
+    for replica_id in (1, 2):
+        queue.dispatch({replica_id: ROOMY})
+        queue.lose(replica_id)
+    queue.dispatch({3: ROOMY})
+    queue.finish(3, 0, [0])
+    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 1)]
+
+
+def test_suspects_do_not_hold_up_the_other_replicas():
+    queue = queue_of(2, 2)
+    for replica_id in (1, 2):
+        queue.dispatch({replica_id: Room(tokens=20, rows=2)})
+        queue.lose(replica_id)
+    queue.dispatch({3: ROOMY})
+    queue.dispatch({4: ROOMY})
+    assert {5: [Span(1, 0, 2)]} == queue.dispatch({5: ROOMY})
+
+
+def test_a_row_that_dies_alone_too_often_is_given_up():
+    queue = queue_of(1)
+    poison = []
+    for replica_id in (1, 2, 3):
+        queue.dispatch({replica_id: ROOMY})
+        poison += queue.lose(replica_id)
+    assert [PoisonRow(0, 0, 3)] == poison
+    assert queue.is_done(0)
+
+
+def test_a_row_is_not_given_up_in_company():
+    queue = queue_of(2, max_row_crashes=1)
+    queue.dispatch({1: ROOMY})
+    assert queue.lose(1) == []
+
+
+def test_returned_rows_count_no_attempt_and_no_strike():
+    queue = queue_of(4)
+    queue.dispatch({1: ROOMY})
+    queue.give_back(1, [Span(0, 2, 4)])
+    queue.dispatch({2: ROOMY})
+    assert queue.attempts(0).tolist() == [1, 1, 1, 1]
+    assert [queue.num_held(1), queue.num_held(2)] == [2, 2]
+
+
+def test_rows_returned_by_a_dead_replica_are_not_queued_twice():
+    queue = queue_of(2)
+    queue.dispatch({1: ROOMY})
+    queue.lose(1)
+    queue.give_back(1, [Span(0, 0, 2)])
+    assert queue.num_waiting() == 2
+
+
+def test_a_dropped_batch_leaves_nothing_behind():
+    queue = queue_of(4, 4)
+    queue.dispatch({1: Room(tokens=20, rows=2)})
+    queue.drop(0)
+    queue.drop(1)
+    assert [queue.num_waiting(), queue.num_held(1)] == [0, 0]
+    assert queue.dispatch({1: ROOMY}) == {}
+
+
+def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
+    queue = queue_of(256)
+    poison, num_deaths, replica_id = [], 0, 0
+    while not queue.is_done(0):
+        replica_id += 1
+        while grants := queue.dispatch({replica_id: ROOMY}):
+            rows = held_rows(grants[replica_id])
+            if (0, 77) in rows:
+                poison += queue.lose(replica_id)
+                num_deaths += 1
+                break
+            queue.finish(replica_id, 0, [row for _, row in rows])
+    assert [(p.batch_id, p.row) for p in poison] == [(0, 77)]
+    assert num_deaths <= 2 + 8
+
+
+@st.composite
+def histories(draw):
+    sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
+    moves = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=60))
+    return sizes, poison, moves
+
+
+@settings(max_examples=200, deadline=None)
+@given(histories())
+def test_random_deaths_never_lose_or_double_a_row(history):
+    sizes, poison, moves = history
+    queue = queue_of(*sizes)
+    outcomes: dict[tuple[int, int], int] = {}
+    held: dict[int, list[tuple[int, int]]] = {1: [], 2: [], 3: []}
+
+    def die(replica_id):
+        for batch_id, row, _ in queue.lose(replica_id):
+            outcomes[batch_id, row] = outcomes.get((batch_id, row), 0) + 1
+        held[max(held) + 1] = []
+        del held[replica_id]
+
+    def finish(replica_id, num):
+        done, held[replica_id] = held[replica_id][:num], held[replica_id][num:]
+        for batch_id, row in done:
+            assert queue.finish(replica_id, batch_id, [row]).all()
+            outcomes[batch_id, row] = outcomes.get((batch_id, row), 0) + 1
+
+    def pull(replica_id, rows):
+        grants = queue.dispatch({replica_id: Room(tokens=10 * rows, rows=rows)})
+        held[replica_id] += held_rows(grants.get(replica_id, []))
+
+    for kind, number in moves:
+        replica_id = sorted(held)[number % 3]
+        if kind == 0:
+            pull(replica_id, 1 + number % 7)
+        elif kind == 1:
+            finish(replica_id, 1 + number % 5)
+        elif kind == 2:
+            die(replica_id)
+        elif held[replica_id] and not queue.is_testing(replica_id):
+            batch_id, row = held[replica_id].pop()
+            queue.give_back(replica_id, [Span(batch_id, row, row + 1)])
+    for _ in range(2000):
+        if all(queue.is_done(batch_id) for batch_id in range(len(sizes))):
+            break
+        replica_id = sorted(held)[0]
+        pull(replica_id, 5)
+        if poison & set(held[replica_id]):
+            die(replica_id)
+        else:
+            finish(replica_id, 99)
+        for other in list(held):
+            if other != replica_id and other in held:
+                die(other) if poison & set(held[other]) else finish(other, 99)
+    expected = {(b, row): 1 for b, size in enumerate(sizes) for row in range(size)}
+    assert expected == outcomes
+    assert 0 == queue.num_waiting() == sum(queue.num_held(r) for r in held)
+
+
+def test_the_counts_of_attempts_are_those_of_the_rows():
+    queue = RowQueue(3)
+    queue.add(5, np.array([1, 2, 3], np.int32), np.array([1, 1, 1], np.int64))
+    queue.dispatch({1: Room(tokens=3, rows=9)})
+    assert queue.attempts(5).tolist() == [1, 1, 0]

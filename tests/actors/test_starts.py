@@ -1,0 +1,49 @@
+"""When a replica is started again, and when it is given up."""
+
+from raybatch.actors.starts import StartLedger
+
+
+def ledger(num_replicas=1, max_start_failures=3):
+    return StartLedger(num_replicas, max_start_failures)
+
+
+def test_failed_starts_wait_longer_each_time_and_end():
+    starts = ledger(max_start_failures=4)
+    delays = [starts.died(0, lost_rows=False) for _ in range(4)]
+    assert delays == [0.2, 1.0, 5.0, None]
+
+
+def test_a_death_that_cost_rows_is_answered_at_once():
+    assert [ledger().died(0, lost_rows=True) for _ in range(5)] == [0.0] * 5
+
+
+def test_finished_rows_make_failures_count_from_zero():
+    starts = ledger(max_start_failures=2)
+    starts.died(0, lost_rows=False)
+    starts.worked(0)
+    assert starts.died(0, lost_rows=False) == 0.2
+
+
+def test_a_pool_is_exhausted_when_its_last_rank_is_given_up():
+    starts = ledger(num_replicas=2, max_start_failures=1)
+    starts.died(0, lost_rows=False)
+    assert (starts.is_retired(0), starts.is_exhausted()) == (True, False)
+    starts.died(1, lost_rows=False)
+    assert starts.is_exhausted()
+
+
+def test_a_start_is_expected_for_twice_the_longest_one():
+    starts = ledger(num_replicas=2)
+    starts.begin(0, 0.0)
+    starts.begin(1, 0.0)
+    starts.ready(0, 3.0)
+    assert [starts.num_expected(6.0), starts.num_expected(6.1)] == [1, 0]
+
+
+def test_only_replicas_that_answer_are_ready():
+    starts = ledger(num_replicas=2)
+    starts.begin(0, 0.0)
+    starts.ready(0, 1.0)
+    assert starts.num_ready() == 1
+    starts.died(0, lost_rows=True)
+    assert starts.num_ready() == 0

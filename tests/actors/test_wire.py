@@ -1,0 +1,139 @@
+"""What goes over the wire comes out as it went in."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from raybatch.actors.wire import (
+    RESULT_SCHEMA,
+    RequestReader,
+    check_requests,
+    combine_results,
+    decode_completions,
+    encode_completions,
+    max_new_tokens,
+    prompt_lengths,
+    request_table,
+    row_numbers,
+)
+from raybatch.errors import ConfigError
+from raybatch.types import Completion, Sampling
+
+SAMPLINGS = (Sampling(max_tokens=4), Sampling(max_tokens=3, n=2))
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def small_table():
+    return request_table(
+        ["a", "b", "c"],
+        [ids(1, 2), ids(), ids(3)],
+        seeds=[2**64 - 1, 0, 7],
+        sampling=[0, 1, 0],
+        group_ids=[5, None, 5],
+        prefix_lens=[1, 0, 1],
+    )
+
+
+def as_tuple(completion):
+    logprobs = completion.logprobs
+    if logprobs is not None:
+        logprobs = [(i.tolist(), v.tolist()) for i, v in logprobs]
+    return (
+        completion.request_id,
+        completion.sample_idx,
+        completion.token_ids.tolist(),
+        completion.finish_reason,
+        completion.stop_reason,
+        completion.num_cached_tokens,
+        completion.text,
+        logprobs,
+        completion.error,
+    )
+
+
+@pytest.mark.parametrize("table", [small_table(), small_table().slice(0)], ids=["whole", "slice"])
+def test_requests_come_out_as_they_went_in(table):
+    requests = RequestReader(table, SAMPLINGS).read(0, 3, 100)
+    assert [r.row_id for r in requests] == ["a", "b", "c"]
+    assert [r.request_id for r in requests] == [100, 101, 102]
+    assert [r.prompt_token_ids.tolist() for r in requests] == [[1, 2], [], [3]]
+    assert [r.seed for r in requests] == [2**64 - 1, 0, 7]
+    assert [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[0]] == [r.sampling for r in requests]
+    assert [r.group_id for r in requests] == [5, None, 5]
+    assert [r.prefix_len for r in requests] == [1, 0, 1]
+
+
+def test_a_slice_of_a_table_is_read_from_its_own_start():
+    requests = RequestReader(small_table().slice(1), SAMPLINGS).read(1, 2, 0)
+    assert [(r.row_id, r.prompt_token_ids.tolist()) for r in requests] == [("c", [3])]
+
+
+def test_large_lists_are_read_too():
+    table = small_table()
+    large = table["prompt_token_ids"].cast(pa.large_list(pa.int32()))
+    table = table.set_column(1, "prompt_token_ids", large)
+    requests = RequestReader(table, SAMPLINGS).read(0, 3, 0)
+    assert [r.prompt_token_ids.tolist() for r in requests] == [[1, 2], [], [3]]
+
+
+def test_prompts_are_views_of_the_table():
+    table = small_table()
+    request = RequestReader(table, SAMPLINGS).read(0, 1, 0)[0]
+    values = table["prompt_token_ids"].chunk(0).flatten().to_numpy()
+    assert np.shares_memory(values, request.prompt_token_ids)
+
+
+def test_lengths_and_output_bounds_are_per_row():
+    table = small_table()
+    assert prompt_lengths(table).tolist() == [2, 0, 1]
+    assert max_new_tokens(table, SAMPLINGS).tolist() == [4, 6, 4]
+
+
+def test_completions_come_out_as_they_went_in():
+    completions = [
+        Completion(request_id=0, token_ids=ids(1, 2), stop_reason="END", num_cached_tokens=3),
+        Completion(request_id=1, sample_idx=1, token_ids=ids(9), stop_reason=9, text="nine"),
+        Completion(
+            request_id=2,
+            token_ids=ids(4),
+            finish_reason="length",
+            logprobs=((ids(4, 5), np.array([-0.5, -1.0], np.float32)),),
+        ),
+        Completion(request_id=3, finish_reason="error", error="ValueError: no"),
+    ]
+    decoded = decode_completions(encode_completions([0, 1, 2, 3], completions))
+    assert [as_tuple(c) for c in completions] == [as_tuple(c) for c in decoded]
+
+
+def test_results_keep_one_schema_also_when_empty():
+    assert encode_completions([], []).schema == RESULT_SCHEMA
+    assert combine_results([], np.zeros(0, np.int16)).schema == RESULT_SCHEMA
+
+
+def test_results_are_combined_in_order_of_row_and_sample():
+    first = encode_completions(
+        [2, 0], [Completion(request_id=0, sample_idx=1), Completion(request_id=0)]
+    )
+    second = encode_completions([2], [Completion(request_id=0)])
+    table = combine_results([first, second], np.array([1, 1, 4], np.int16))
+    assert table["row"].to_pylist() == [0, 2, 2]
+    assert table["sample_idx"].to_pylist() == [0, 0, 1]
+    assert table["attempts"].to_pylist() == [1, 4, 4]
+
+
+def test_row_numbers_are_distinct():
+    results = encode_completions([3, 1, 3], [Completion(request_id=0)] * 3)
+    assert row_numbers(results).tolist() == [1, 3]
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(ConfigError, match="seed"):
+        check_requests(small_table().drop_columns(["seed"]), 2)
+
+
+def test_a_sampling_index_out_of_range_is_refused():
+    with pytest.raises(ConfigError, match=r"\[0, 1\)"):
+        check_requests(small_table(), 1)

@@ -1,0 +1,120 @@
+"""The backend without a model follows the protocol, and fails when told to."""
+
+import numpy as np
+import pytest
+
+from raybatch.backends.create import create_backend
+from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError
+from raybatch.types import Request, Sampling
+
+
+def request(request_id, *tokens, **sampling):
+    return Request(
+        request_id=request_id,
+        row_id=str(request_id),
+        prompt_token_ids=np.array(tokens or (request_id,), np.int32),
+        sampling=Sampling(**({"max_tokens": 5} | sampling)),
+        seed=request_id,
+    )
+
+
+def run(backend):
+    completions = []
+    while backend.num_unfinished():
+        completions += backend.poll()
+    return sorted(completions, key=lambda c: (c.request_id, c.sample_idx))
+
+
+def expected(req, sample_idx=0):
+    return fake_tokens(req.prompt_token_ids, req.seed, req.sampling, sample_idx).tolist()
+
+
+def test_answers_do_not_depend_on_the_company():
+    requests = [request(i, i, i + 1) for i in range(20)]
+    backend = FakeBackend(FakeOptions(max_num_seqs=3))
+    backend.submit(requests)
+    assert [expected(r) for r in requests] == [c.token_ids.tolist() for c in run(backend)]
+
+
+def test_every_sample_has_tokens_of_its_own():
+    req = request(1, 2, 3, n=3)
+    backend = FakeBackend(FakeOptions())
+    backend.submit([req])
+    tokens = [c.token_ids.tolist() for c in run(backend)]
+    assert [expected(req, i) for i in range(3)] == tokens
+    assert len({tuple(t) for t in tokens}) == 3
+
+
+def test_hashed_lengths_stay_within_max_tokens():
+    lengths = {
+        len(fake_tokens(np.array([i]), 0, Sampling(max_tokens=7), lengths="hash"))
+        for i in range(100)
+    }
+    assert set(range(1, 8)) == lengths
+
+
+def test_an_error_row_does_not_disturb_the_others():
+    backend = FakeBackend(FakeOptions(error_on=9))
+    backend.submit([request(1), request(2, 9), request(3)])
+    assert [bool(c.error) for c in run(backend)] == [False, True, False]
+
+
+def test_a_prompt_beyond_the_context_is_an_error_row():
+    backend = FakeBackend(FakeOptions(max_model_len=2))
+    backend.submit([request(1, 1, 2)])
+    assert run(backend)[0].error.startswith("CapacityError")
+
+
+def test_drain_gives_back_what_has_not_started():
+    backend = FakeBackend(FakeOptions(max_num_seqs=2))
+    backend.submit([request(i) for i in range(5)])
+    backend.poll()
+    assert [r.request_id for r in backend.drain()] == [2, 3, 4]
+    assert [c.request_id for c in run(backend)] == [0, 1]
+
+
+def test_an_exported_sequence_goes_on_elsewhere_with_the_same_tokens():
+    req = request(1, 5, 6)
+    first, second = FakeBackend(FakeOptions()), FakeBackend(FakeOptions())
+    first.submit([req])
+    first.poll()
+    first.poll()
+    states = first.export([1])
+    assert [expected(req)[:2]] == [s.token_ids.tolist() for s in states]
+    second.restore(states)
+    assert (0, [expected(req)]) == (
+        first.num_unfinished(),
+        [c.token_ids.tolist() for c in run(second)],
+    )
+
+
+def test_the_prefix_of_a_group_is_cached_after_its_first_row():
+    grouped = [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=np.arange(4, dtype=np.int32),
+            sampling=Sampling(max_tokens=1),
+            group_id=1,
+            prefix_len=3,
+        )
+        for i in range(3)
+    ]
+    backend = FakeBackend(FakeOptions())
+    backend.submit(grouped)
+    assert [c.num_cached_tokens for c in run(backend)] == [0, 3, 3]
+
+
+def test_only_so_many_first_starts_fail(tmp_path):
+    options = FakeOptions(marks_dir=str(tmp_path), num_failing_starts=1)
+    with pytest.raises(RuntimeError, match="told to fail"):
+        FakeBackend(options)
+    assert FakeBackend(options).num_unfinished() == 0
+
+
+def test_an_unknown_option_is_refused_with_a_suggestion():
+    config = BackendConfig(kind="fake", options={"step": 1})
+    with pytest.raises(ConfigError, match="step_s"):
+        create_backend("none", config, EngineConfig())
