@@ -1,25 +1,22 @@
 """From results of the pool to the columns of the output: text, reasons and errors per row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
 from raybatch.actors.wire import decode_completions
+from raybatch.engine.stopping import completion_text, visible_token_ids
+from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RaybatchError
 from raybatch.stages.render import Prompt
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
 from raybatch.types import Completion, Sampling, TokenIds
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
-
-    def decode_batch(
-        self, sequences: Sequence[TokenIds], *, skip_special_tokens: bool = True
-    ) -> list[str]:
-        """Return the text of each sequence."""
+_T = TypeVar("_T")
 
 
 class Sample(NamedTuple):
@@ -55,7 +52,7 @@ def finish_rows(
     row_ids: Sequence[str],
     prompts: Sequence[Prompt],
     answers: Answers,
-    decoder: Decoder,
+    tokenizer: Tokenizer,
     output: OutputSchema,
 ) -> pa.Table:
     """Return the user's columns with the output columns; every row in has one row out.
@@ -64,7 +61,7 @@ def finish_rows(
         RaybatchError: the pool returned another number of samples than were asked.
     """
     samples = [_unasked(prompt, output.num_samples) for prompt in prompts]
-    for row, found in _answered(answers, decoder).items():
+    for row, found in _answered(answers, tokenizer).items():
         samples[row] = found if len(found) == output.num_samples else found * output.num_samples
     missing = [i for i, found in enumerate(samples) if not found]
     if missing:
@@ -79,17 +76,15 @@ def _unasked(prompt: Prompt, num_samples: int) -> list[Sample]:
     return [Sample(None, None, "filtered")] * num_samples if prompt.is_filtered else []
 
 
-def _answered(answers: Answers, decoder: Decoder) -> dict[int, list[Sample]]:
+def _answered(answers: Answers, tokenizer: Tokenizer) -> dict[int, list[Sample]]:
     completions = decode_completions(answers.results)
     attempts = answers.results.column("attempts").to_pylist()
     samplings = [answers.samplings[c.request_id] for c in completions]
-    texts = _decode(completions, samplings, decoder)
+    texts = _decode(completions, samplings, tokenizer)
     found: dict[int, list[Sample]] = {}
-    for completion, sampling, text, tries in zip(
-        completions, samplings, texts, attempts, strict=True
-    ):
-        sample = _sample(completion, sampling, text, tries)
-        found.setdefault(answers.rows[completion.request_id], []).append(sample)
+    for completion, text, tries in zip(completions, texts, attempts, strict=True):
+        row = answers.rows[completion.request_id]
+        found.setdefault(row, []).append(_sample(completion, text, tries))
     for index, row in enumerate(answers.rows):
         got, asked = len(found.get(row, [])), answers.samplings[index].n
         if got != asked and not (got == 1 and found[row][0].error):
@@ -97,80 +92,59 @@ def _answered(answers: Answers, decoder: Decoder) -> dict[int, list[Sample]]:
     return found
 
 
-def _sample(
-    completion: Completion, sampling: Sampling, text: str | Exception, attempts: int
-) -> Sample:
-    error, reason = completion.error, completion.finish_reason
-    if not error and reason == "capacity":
+def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sample:
+    error = completion.error
+    if not error and completion.finish_reason == "capacity":
         error = "CapacityError: prompt and output cannot fit the cache even alone"
     if not error and isinstance(text, Exception):
         error = describe_error("DetokenizeError", text)
     if error:
         return Sample(None, completion.token_ids, "error", error, attempts=attempts)
-    shown = str(text)
-    if completion.text is None and sampling.stop:
-        shown, is_cut = cut_at_stop(shown, sampling, completion.stop_reason)
-        reason = "stop" if is_cut else reason
     return Sample(
-        text=shown,
+        text=str(text),
         token_ids=completion.token_ids,
-        finish_reason=reason,
+        finish_reason=completion.finish_reason,
         num_cached_tokens=completion.num_cached_tokens,
         logprobs=completion.logprobs,
         attempts=attempts,
     )
 
 
-def cut_at_stop(text: str, sampling: Sampling, stop_reason: str | int | None) -> tuple[str, bool]:
-    """Return the text up to its stop string, and whether there was one.
-
-    Before `min_tokens` a stop string is text like any other: then only the one that ended the
-    sequence counts, which is the last.
-    """
-    if sampling.min_tokens:
-        stops = [stop_reason] if isinstance(stop_reason, str) else []
-        hits = [(text.rfind(stop), stop) for stop in stops if stop in text]
-    else:
-        hits = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
-    if not hits:
-        return text, False
-    start, stop = min(hits)
-    return text[: start + len(stop) if sampling.include_stop_str_in_output else start], True
-
-
 def _decode(
-    completions: Sequence[Completion], samplings: Sequence[Sampling], decoder: Decoder
+    completions: Sequence[Completion], samplings: Sequence[Sampling], tokenizer: Tokenizer
 ) -> list[str | Exception]:
+    """Return the visible text of each completion, or what kept it from being text."""
     texts: list[str | Exception] = [c.text or "" for c in completions]
-    for is_skipping in (True, False):
-        indexes = [
-            i
-            for i, (c, s) in enumerate(zip(completions, samplings, strict=True))
-            if c.text is None and not c.error and s.skip_special_tokens is is_skipping
-        ]
-        sequences = [completions[i].token_ids for i in indexes]
-        decoded = _decode_each(decoder, sequences, skip_special_tokens=is_skipping)
-        for i, text in zip(indexes, decoded, strict=True):
+    plain: dict[bool, list[int]] = {True: [], False: []}
+    for i, (completion, sampling) in enumerate(zip(completions, samplings, strict=True)):
+        if completion.text is not None or completion.error:
+            continue
+        if isinstance(completion.stop_reason, str):
+            texts[i] = _or_error(partial(completion_text, completion, sampling, tokenizer))
+        else:
+            plain[sampling.skip_special_tokens].append(i)
+    for is_skipping, indexes in plain.items():
+        sequences = [visible_token_ids(completions[i], samplings[i]) for i in indexes]
+        for i, text in zip(indexes, _decode_each(tokenizer, sequences, is_skipping), strict=True):
             texts[i] = text
     return texts
 
 
 def _decode_each(
-    decoder: Decoder, sequences: Sequence[TokenIds], *, skip_special_tokens: bool
+    tokenizer: Tokenizer, sequences: Sequence[TokenIds], is_skipping: bool
 ) -> Sequence[str | Exception]:
     """Decode at once; one by one only where that fails, so that one bad row stays one."""
-    if not sequences:
-        return []
+    decoded = _or_error(partial(tokenizer.decode_batch, sequences, is_skipping))
+    if not isinstance(decoded, Exception):
+        return decoded
+    return [_or_error(partial(tokenizer.decode, ids, is_skipping)) for ids in sequences]
+
+
+def _or_error(make: Callable[[], _T]) -> _T | Exception:
     try:
-        return decoder.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+        return make()
     except Exception as error:  # a tokenizer may raise anything for ids it does not know
-        if len(sequences) == 1:
-            return [error]
-    return [
-        text
-        for sequence in sequences
-        for text in _decode_each(decoder, [sequence], skip_special_tokens=skip_special_tokens)
-    ]
+        return error
 
 
 def _columns(

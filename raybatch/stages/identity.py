@@ -11,12 +11,12 @@ from raybatch.types import TokenIds
 
 
 def row_seed(seed: int, row_id: str) -> int:
-    """Return the 63-bit seed of a row; nothing about its placement takes part.
+    """Return the 64-bit seed of a row; nothing about its placement takes part.
 
     Complexity: one hash of the id.
     """
     digest = hashlib.blake2b(f"{seed}\x00{row_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little")
 
 
 def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pyarrow as pa
 
+from raybatch.actors.wire import LOGPROBS_TYPE
 from raybatch.errors import ConfigError
 
 ERROR_COLUMN = "__inference_error__"
@@ -59,7 +60,7 @@ class OutputSchema:
             "attempts": pa.int32(),
         }
         if self.has_logprobs:
-            columns["logprobs"] = per_sample(LOGPROBS)
+            columns["logprobs"] = per_sample(LOGPROBS_TYPE)
         columns[ERROR_COLUMN] = pa.string()
         return pa.schema([(self.prefix + name, kind) for name, kind in columns.items()])
 
@@ -97,11 +98,6 @@ class OutputSchema:
                 f"the input already has a column {name!r}, which the stage writes; rename it, "
                 f"or set output_prefix (for example LLMStage(..., output_prefix='answer_'))"
             )
-
-
-LOGPROBS = pa.list_(
-    pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
-)
 
 
 def row_status(finish_reason: str | None, error: str) -> Status:
