@@ -1,4 +1,4 @@
-"""One run over a dataset: files in, one stage, Parquet out, and a report counted from the output."""
+"""One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
 import logging
 import threading

@@ -15,7 +15,6 @@ from raybatch.stages.render import Prompt
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
 from raybatch.types import Completion, Sampling, TokenIds
 
-
 _T = TypeVar("_T")
 
 

@@ -37,7 +37,7 @@ from raybatch.stages.options import (
     build_stage_config,
 )
 from raybatch.stages.prepare import Prepared, max_model_len, prepare
-from raybatch.stages.render import PromptReader, referenced_columns
+from raybatch.stages.render import PromptReader, column_of, referenced_columns
 from raybatch.stages.schema import ERROR_COLUMN
 from raybatch.types import PoolStats, Sampling
 
@@ -88,9 +88,13 @@ class StageFeeder:
         if self._failure is not None:
             raise self._failure
         table = to_table(batch)
+        input_errors = None
+        if (column := self.config.input_error_column) is not None:
+            input_errors = column_of(table, column).to_pylist()
+            table = table.drop_columns([column])
         self._check_columns(table.schema)
         with self._hint.holding(table.num_rows):
-            prepared = await asyncio.to_thread(self._prepare, table)
+            prepared = await asyncio.to_thread(self._prepare, table, input_errors)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
                 results = await self.pool.generate(
@@ -109,9 +113,7 @@ class StageFeeder:
             "batch_format": "pyarrow",
             "batch_size": _ROWS_PER_CALL,
             "num_cpus": _CPUS_PER_FEEDER,
-            "compute": ActorPoolStrategy(
-                size=1, max_concurrent_calls_per_actor=_CALLS_PER_FEEDER
-            ),
+            "compute": ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=_CALLS_PER_FEEDER),
         }
 
     @classmethod
@@ -128,16 +130,22 @@ class StageFeeder:
     def with_id_column(cls, id_column: str) -> "type[StageFeeder]":
         """Return the same stage, pool and counters with another id column."""
         config = replace(cls.config, id_column=id_column)
-        return type(cls.__name__, (StageFeeder,), {"config": config, "pool": cls.pool, "client": cls.client})
+        return type(
+            cls.__name__, (StageFeeder,), {"config": config, "pool": cls.pool, "client": cls.client}
+        )
 
     def _check_columns(self, schema: pa.Schema) -> None:
         if self._checked_schema is None or not schema.equals(self._checked_schema):
             self.config.output.check_collisions(schema, id_column=self.config.id_column)
             self._checked_schema = schema
 
-    def _prepare(self, table: pa.Table) -> Prepared:
+    def _prepare(self, table: pa.Table, input_errors: list[str] | None) -> Prepared:
         prepared = prepare(
-            table, config=self.config, reader=self._reader, max_model_len=self._max_model_len
+            table,
+            config=self.config,
+            reader=self._reader,
+            max_model_len=self._max_model_len,
+            input_errors=input_errors,
         )
         if self.config.on_error == "raise":
             for row_id, prompt in zip(prepared.row_ids, prepared.prompts, strict=True):
@@ -174,6 +182,7 @@ def LLMStage(  # noqa: N802 - it returns a class
     sampling_column: str | None = None,
     id_column: str | None = None,
     chat: Chat = "auto",
+    chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: SpecialTokens = "escape",
     on_error: OnError = "row",
@@ -185,7 +194,7 @@ def LLMStage(  # noqa: N802 - it returns a class
     seed: int | None = None,
     **unknown: object,
 ) -> type[StageFeeder]:
-    """Return a class for `Dataset.map_batches` that answers every row with a language model.
+    r"""Return a class for `Dataset.map_batches` that answers every row with a language model.
 
     Engines start when the dataset runs, are shared by stages with the same model and engine
     options, and stay warm for the next execution. `stage.apply(ds)` feeds them better than
@@ -205,6 +214,7 @@ def LLMStage(  # noqa: N802 - it returns a class
         id_column: identity of the rows; without it a hash of the prompt and a count.
         chat: whether `prompt` becomes a user message; "auto" asks whether the model has a chat
             template.
+        chat_template: in place of the model's own.
         chat_template_kwargs: options of the chat template, such as enable_thinking.
         special_tokens: "escape" makes special tokens in the data plain text.
         on_error: "row" turns a failure into `__inference_error__`; "raise" ends the job.
@@ -221,7 +231,7 @@ def LLMStage(  # noqa: N802 - it returns a class
         ConfigError: an unknown option (with a suggestion), a value out of range or a bad template.
 
     Example:
-        >>> stage = LLMStage("demo", prompt="{document}\\n\\nQ: {question}\\nA:")
+        >>> stage = LLMStage("demo", prompt="{document}\n\nQ: {question}\nA:")
         >>> ds.map_batches(stage).write_parquet("answers/")  # doctest: +SKIP
     """
     options = {
@@ -234,6 +244,7 @@ def LLMStage(  # noqa: N802 - it returns a class
         "sampling_column": sampling_column,
         "id_column": id_column,
         "chat": chat,
+        "chat_template": chat_template,
         "chat_template_kwargs": chat_template_kwargs,
         "special_tokens": special_tokens,
         "on_error": on_error,

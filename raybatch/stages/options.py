@@ -30,7 +30,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
-    """Options of one stage; `LLMStage` says what each one means."""
+    """Options of one stage; `LLMStage` says what each one means.
+
+    Two options are for a processor, whose rows were made by a function of the user:
+
+    Args:
+        input_error_column: a column of error texts; it is not passed on, and a row whose text is
+            not empty is an error row with it.
+        prompt_column_special_tokens: `special_tokens` of the column `prompt` where no option
+            names the prompts; None takes `special_tokens`.
+    """
 
     model: str
     prompt: str | None = None
@@ -42,6 +51,7 @@ class StageConfig:
     sampling_column: str | None = None
     id_column: str | None = None
     chat: Chat = "auto"
+    chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     special_tokens: SpecialTokens = "escape"
     on_error: OnError = "row"
@@ -50,6 +60,8 @@ class StageConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
+    input_error_column: str | None = None
+    prompt_column_special_tokens: SpecialTokens | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -37,14 +37,31 @@ class Prepared:
 
 
 def prepare(
-    table: pa.Table, *, config: StageConfig, reader: PromptReader, max_model_len: int | None
+    table: pa.Table,
+    *,
+    config: StageConfig,
+    reader: PromptReader,
+    max_model_len: int | None,
+    input_errors: Sequence[str] | None = None,
 ) -> Prepared:
     """Render, tokenize and check every row; what is wrong with a row is in its prompt.
+
+    Args:
+        table: read only.
+        config: of the stage.
+        reader: of the prompts.
+        max_model_len: longest prompt plus output; None knows no limit.
+        input_errors: per row what went wrong before this stage, "" for nothing.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
     """
     prompts = reader.read(table)
+    if input_errors is not None:
+        prompts = [
+            Prompt(None, error) if error else prompt
+            for prompt, error in zip(prompts, input_errors, strict=True)
+        ]
     for column in (*config.overrides.values(), config.sampling_column):
         if column is not None:
             column_of(table, column)

@@ -4,6 +4,7 @@ One tokenization from template to ids: a chat template writes its own special to
 gets those that the tokenizer adds, and nothing is encoded twice.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from raybatch.config import SpecialTokens
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError, describe
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError, did_you_mean
@@ -59,7 +61,7 @@ class PromptReader:
     def __init__(self, config: StageConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        has_template = tokenizer.has_chat_template
+        has_template = tokenizer.has_chat_template or config.chat_template is not None
         self._is_chat = has_template if config.chat == "auto" else bool(config.chat)
         needs_template = config.messages is not None or config.chat is True or config.system
         if needs_template and not has_template:
@@ -67,13 +69,13 @@ class PromptReader:
                 f"model {config.model!r} has no chat template, which messages, system and "
                 "chat=True need; use prompt= with chat=False for plain text"
             )
-        if config.prompt and config.special_tokens == "escape":
-            if not self._is_chat and tokenizer.count_special(config.prompt):
-                logger.warning(
-                    "the prompt template writes special tokens of the model, which become plain "
-                    "text; set special_tokens='allow' if they are meant as control tokens and the "
-                    "data can be trusted"
-                )
+        is_escaped = config.special_tokens == "escape" and not self._is_chat
+        if config.prompt and is_escaped and tokenizer.count_special(config.prompt):
+            logger.warning(
+                "the prompt template writes special tokens of the model, which become plain text; "
+                "set special_tokens='allow' if they are meant as control tokens and the data can "
+                "be trusted"
+            )
 
     def read(self, table: pa.Table) -> list[Prompt]:
         """Return the prompt of each row.
@@ -83,7 +85,8 @@ class PromptReader:
         """
         config = self._config
         if config.prompt is not None:
-            return self._from_template(PromptTemplate(config.prompt), table)
+            template = PromptTemplate(config.prompt)
+            return self._from_template(template, table, config.special_tokens)
         if config.messages is not None:
             return self._from_messages(table)
         if config.tokenized_prompt is not None:
@@ -98,13 +101,20 @@ class PromptReader:
 
     def _from_convention(self, table: pa.Table, name: str) -> list[Prompt]:
         if name == "prompt":
-            return self._from_template(PromptTemplate("{prompt}"), table)
+            mode = self._config.prompt_column_special_tokens or self._config.special_tokens
+            return self._from_template(PromptTemplate("{prompt}"), table, mode)
         if name == "tokenized_prompt":
             return self._from_ids(table, name)
         return _each(python_values(column_of(table, name)), self._encode_messages)
 
-    def _from_template(self, template: PromptTemplate, table: pa.Table) -> list[Prompt]:
-        encode = self._encode_user_message if self._is_chat else self._encode_text
+    def _from_template(
+        self, template: PromptTemplate, table: pa.Table, special_tokens: SpecialTokens
+    ) -> list[Prompt]:
+        def encode(text: str) -> TokenIds:
+            if self._is_chat:
+                return self._encode_messages([{"role": "user", "content": text}])
+            return self._tokenizer.encode(text, special_tokens=special_tokens)
+
         texts, errors = template.render_column(table)
         encoded = iter(_each((text for text in texts if text is not None), encode))
         return [Prompt(None, error) if error else next(encoded) for error in errors]
@@ -123,7 +133,9 @@ class PromptReader:
             column_of(table, name)
         return _each(
             python_rows(table.select(fields)),
-            lambda row: self._encode_messages([{**m, "content": t.render(row)} for m, t in templates]),
+            lambda row: self._encode_messages(
+                [{**m, "content": t.render(row)} for m, t in templates]
+            ),
         )
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
@@ -145,23 +157,27 @@ class PromptReader:
             )
         return whole.astype(np.int32)
 
-    def _encode_text(self, text: str) -> TokenIds:
-        return self._tokenizer.encode(text, special_tokens=self._config.special_tokens)
-
-    def _encode_user_message(self, text: str) -> TokenIds:
-        return self._encode_messages([{"role": "user", "content": text}])
-
     def _encode_messages(self, messages: Any) -> TokenIds:  # noqa: ANN401 - data of a row
         config = self._config
+        if isinstance(messages, str):
+            messages = _parse_messages(messages)
         if config.system is not None and isinstance(messages, Sequence) and messages:
             first = messages[0]
             if not (isinstance(first, Mapping) and first.get("role") == "system"):
                 messages = [{"role": "system", "content": config.system}, *messages]
         return self._tokenizer.apply_chat(
             messages,
+            chat_template=config.chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
             special_tokens=config.special_tokens,
         )
+
+
+def _parse_messages(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
 
 
 def fit_prompt(
@@ -192,10 +208,11 @@ def referenced_columns(config: StageConfig) -> list[str]:
     names: list[str] = []
     if config.prompt is not None:
         names.extend(PromptTemplate(config.prompt).fields)
-    if isinstance(config.messages, str):
-        names.append(config.messages)
-    elif isinstance(config.messages, Sequence):
-        for message in config.messages:
+    messages = config.messages
+    if isinstance(messages, str):
+        names.append(messages)
+    elif messages is not None and not callable(messages):
+        for message in messages:
             names.extend(PromptTemplate(message["content"]).fields)
     if config.tokenized_prompt is not None:
         names.append(config.tokenized_prompt)
@@ -219,7 +236,7 @@ def column_of(table: pa.Table, name: str) -> pa.ChunkedArray:
 
 
 def _each(values: Iterable[Any], make: Callable[[Any], TokenIds]) -> list[Prompt]:
-    """Make a prompt of each value; whatever a row's data or a user's function raises is its error."""
+    """Make a prompt of each value; what a row or a user's function raises is the row's error."""
     prompts: list[Prompt] = []
     for value in values:
         try:

@@ -1,4 +1,4 @@
-"""The columns that a stage adds to every row: one fixed Arrow schema, also where all rows failed."""
+"""The columns that a stage adds: one fixed Arrow schema, also where all rows failed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,7 @@ from raybatch.errors import ConfigError
 
 ERROR_COLUMN = "__inference_error__"
 
-Status = Literal[
-    "ok", "truncated", "filtered", "too_long", "invalid", "schema", "error", "crashed"
-]
+Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "schema", "error", "crashed"]
 
 _STATUS_OF_ERROR: Mapping[str, Status] = {
     "PromptTooLong": "too_long",

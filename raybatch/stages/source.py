@@ -4,6 +4,7 @@ import glob
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import fsspec
@@ -171,7 +172,7 @@ def _read_blocks(
 
 
 def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Order the columns as `schema`, add absent ones as nulls, and cast what JSON read otherwise."""
+    """Order and cast the columns as `schema` has them; one that a JSON file lacks is null."""
     if table.schema.equals(schema):
         return table
     columns = [
@@ -238,7 +239,7 @@ def _parquet_slices(path: str, name: str, footer: pq.FileMetaData) -> Iterator[F
         group = footer.row_group(index)
         pieces = max(1, min(_SLICES_PER_ROW_GROUP, group.num_rows // _ROWS_PER_SLICE))
         bounds = [group.num_rows * piece // pieces for piece in range(pieces + 1)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             yield FileSlice(
                 path=path,
                 name=name,
