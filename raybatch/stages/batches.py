@@ -1,0 +1,83 @@
+"""Row batches as Ray Data hands them over, turned into Arrow tables and into Python values.
+
+Arrow loses nothing. pandas keeps everything that Ray's Arrow-backed columns keep. A numpy batch has
+lost some things before a stage sees it: integers and booleans with nulls have become floats or
+objects, time zones are gone, and strings that are not UTF-8 stop the job in Ray's own conversion.
+`LLMStage.apply` asks for Arrow, therefore.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from ray.data.block import BlockAccessor
+
+_T = TypeVar("_T")
+
+
+def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands over
+    """Return a row batch (numpy columns, pandas or pyarrow) as a table.
+
+    Raises:
+        TypeError: the batch is of another kind.
+    """
+    if isinstance(batch, pa.Table):
+        return batch
+    if isinstance(batch, Mapping):
+        return pa.table({str(name): _to_array(name, values) for name, values in batch.items()})
+    if hasattr(batch, "iloc"):
+        return BlockAccessor.for_block(batch).to_arrow()
+    raise TypeError(f"a row batch must be numpy columns, pandas or pyarrow, got {type(batch)}")
+
+
+def _to_array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:  # noqa: ANN401
+    """Keep lists lists: Ray's own way back from numpy would make tensors of them."""
+    column = np.asarray(values, dtype=None if isinstance(values, np.ndarray) else object)
+    if column.ndim == 1:
+        try:
+            return pa.array(column)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            if (maps := _to_maps(column)) is not None:
+                return maps
+    return BlockAccessor.batch_to_arrow_block({name: values}).column(0)
+
+
+def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
+    """Return lists of (key, item) pairs as an Arrow map; None where the values are others."""
+    rows = [row for row in column if row is not None]
+    is_map = all(isinstance(row, list) for row in rows) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for row in rows for pair in row
+    )
+    if not is_map:
+        return None
+    keys = pa.array([key for row in rows for key, _ in row])
+    items = pa.array([item for row in rows for _, item in row])
+    return pa.array(column, pa.map_(keys.type, items.type))
+
+
+def python_values(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column; a value that Python cannot hold becomes its exception."""
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except (UnicodeDecodeError, ValueError, OverflowError):
+        return [_or_error(scalar.as_py) for scalar in column]
+
+
+def _or_error(read: Callable[[], _T]) -> _T | Exception:
+    try:
+        return read()
+    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        return error
+
+
+def python_rows(table: pa.Table) -> list[dict[str, Any] | Exception]:
+    """Return the rows as dicts; a row with a value that Python cannot hold is that exception."""
+    names = table.column_names
+    columns = [python_values(table.column(name)) for name in names]
+    rows: list[dict[str, Any] | Exception] = []
+    for values in zip(*columns, strict=True):
+        bad = next((v for v in values if isinstance(v, Exception)), None)
+        rows.append(bad if bad is not None else dict(zip(names, values, strict=True)))
+    return rows if names else [{} for _ in range(table.num_rows)]

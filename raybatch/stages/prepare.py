@@ -1,0 +1,150 @@
+"""From a row batch to what the pool is asked: ids, prompts, options and the request table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.actors.wire import request_table
+from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
+from raybatch.stages.options import StageConfig
+from raybatch.stages.overrides import row_samplings
+from raybatch.stages.render import Prompt, PromptReader, column_of, fit_prompt
+from raybatch.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A row batch, ready for the pool.
+
+    Args:
+        row_ids: of every row.
+        prompts: of every row, errors included.
+        rows: position in the row batch of each request.
+        requests: one row per request.
+        samplings: the different options, which the request table points into.
+        request_samplings: of each request.
+    """
+
+    row_ids: Sequence[str]
+    prompts: Sequence[Prompt]
+    rows: Sequence[int]
+    requests: pa.Table
+    samplings: Sequence[Sampling]
+    request_samplings: Sequence[Sampling]
+
+
+def prepare(
+    table: pa.Table,
+    *,
+    config: StageConfig,
+    reader: PromptReader,
+    max_model_len: int | None,
+    input_errors: Sequence[str] | None = None,
+) -> Prepared:
+    """Render, tokenize and check every row; what is wrong with a row is in its prompt.
+
+    Args:
+        table: read only.
+        config: of the stage.
+        reader: of the prompts.
+        max_model_len: longest prompt plus output; None knows no limit.
+        input_errors: per row what went wrong before this stage, "" for nothing.
+
+    Raises:
+        ConfigError: a column that the stage reads is not there.
+    """
+    prompts = reader.read(table)
+    if input_errors is not None:
+        prompts = [
+            Prompt(None, error) if error else prompt
+            for prompt, error in zip(prompts, input_errors, strict=True)
+        ]
+    for column in (*config.overrides.values(), config.sampling_column):
+        if column is not None:
+            column_of(table, column)
+    samplings = row_samplings(
+        table,
+        config.sampling,
+        overrides=config.overrides,
+        sampling_column=config.sampling_column,
+    )
+    prompts = [
+        _checked(prompt, sampling, config, max_model_len)
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    row_ids, prompts = _identify(table, config, prompts)
+    rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
+    asked = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
+    distinct = list(dict.fromkeys(asked))
+    index = {sampling: i for i, sampling in enumerate(distinct)}
+    return Prepared(
+        row_ids=row_ids,
+        prompts=prompts,
+        rows=rows,
+        samplings=distinct,
+        request_samplings=asked,
+        requests=request_table(
+            [row_ids[row] for row in rows],
+            [ids for row in rows if (ids := prompts[row].token_ids) is not None],
+            seeds=np.array(
+                [row_seed(s.seed, row_ids[row]) for s, row in zip(asked, rows, strict=True)],
+                np.uint64,
+            ),
+            sampling=np.array([index[s] for s in asked], np.int32),
+        ),
+    )
+
+
+def max_model_len(config: StageConfig, model_dir: Path) -> int | None:
+    """Return the longest prompt plus output that the engines take; None if nothing says it."""
+    if config.engine.max_model_len is not None:
+        return config.engine.max_model_len
+    if config.backend.kind == "native":
+        from raybatch.engine.model_config import read_model_spec  # loads torch
+
+        return read_model_spec(model_dir).max_model_len
+    length = config.backend.options.get("max_model_len")
+    return None if length is None else int(length)
+
+
+def _checked(
+    prompt: Prompt, sampling: Sampling | str, config: StageConfig, max_model_len: int | None
+) -> Prompt:
+    if isinstance(sampling, str):
+        return prompt if prompt.error else prompt._replace(error=sampling)
+    return fit_prompt(
+        prompt,
+        max_tokens=sampling.max_tokens,
+        max_model_len=max_model_len,
+        on_too_long=config.on_too_long,
+    )
+
+
+def _identify(
+    table: pa.Table, config: StageConfig, prompts: Sequence[Prompt]
+) -> tuple[list[str], list[Prompt]]:
+    contents = content_row_ids([p.token_ids for p in prompts], [p.error for p in prompts])
+    if config.id_column is None:
+        return contents, list(prompts)
+    ids, errors = column_row_ids(column_of(table, config.id_column))
+    row_ids = [
+        content if found is None else found for found, content in zip(ids, contents, strict=True)
+    ]
+    return row_ids, [
+        prompt._replace(error=error) if error and not prompt.error else prompt
+        for prompt, error in zip(prompts, errors, strict=True)
+    ]
+
+
+def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
+    """Bound the output by the context, so that every backend ends such a row as "length"."""
+    assert isinstance(sampling, Sampling), "a row with bad options is not asked"
+    if max_model_len is None or prompt.token_ids is None:
+        return sampling
+    room = max_model_len - len(prompt.token_ids)
+    if sampling.max_tokens <= room:
+        return sampling
+    return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

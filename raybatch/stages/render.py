@@ -1,0 +1,253 @@
+"""From the columns of a row batch to prompt token ids; a row that fails becomes an error value.
+
+One tokenization from template to ids: a chat template writes its own special tokens, a plain prompt
+gets those that the tokenizer adds, and nothing is encoded twice.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.config import SpecialTokens
+from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError, describe
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.stages.batches import python_rows, python_values
+from raybatch.stages.options import OnTooLong, StageConfig
+from raybatch.stages.schema import describe_error
+from raybatch.stages.template import PromptTemplate
+from raybatch.types import TokenIds
+
+logger = logging.getLogger(__name__)
+
+CONVENTIONAL_COLUMNS = ("messages", "tokenized_prompt", "prompt")
+
+
+class Prompt(NamedTuple):
+    """The prompt of one row, or why there is none.
+
+    Args:
+        token_ids: int32; also given where the prompt is too long.
+        error: "" or "Type: message".
+        is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
+    """
+
+    token_ids: TokenIds | None
+    error: str = ""
+    is_filtered: bool = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the row goes to an engine."""
+        return not self.error and not self.is_filtered
+
+
+class PromptReader:
+    """Reads the prompts of a stage from row batches; built once per feeder.
+
+    Args:
+        config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first column
+            named messages, tokenized_prompt or prompt is taken, the last as a template of its own.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: the stage needs a chat template and the model has none.
+    """
+
+    def __init__(self, config: StageConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        has_template = tokenizer.has_chat_template or config.chat_template is not None
+        self._is_chat = has_template if config.chat == "auto" else bool(config.chat)
+        needs_template = config.messages is not None or config.chat is True or config.system
+        if needs_template and not has_template:
+            raise ConfigError(
+                f"model {config.model!r} has no chat template, which messages, system and "
+                "chat=True need; use prompt= with chat=False for plain text"
+            )
+        is_escaped = config.special_tokens == "escape" and not self._is_chat
+        if config.prompt and is_escaped and tokenizer.count_special(config.prompt):
+            logger.warning(
+                "the prompt template writes special tokens of the model, which become plain text; "
+                "set special_tokens='allow' if they are meant as control tokens and the data can "
+                "be trusted"
+            )
+
+    def read(self, table: pa.Table) -> list[Prompt]:
+        """Return the prompt of each row.
+
+        Raises:
+            ConfigError: a column that the stage reads is not there.
+        """
+        config = self._config
+        if config.prompt is not None:
+            template = PromptTemplate(config.prompt)
+            return self._from_template(template, table, config.special_tokens)
+        if config.messages is not None:
+            return self._from_messages(table)
+        if config.tokenized_prompt is not None:
+            return self._from_ids(table, config.tokenized_prompt)
+        for name in CONVENTIONAL_COLUMNS:
+            if name in table.column_names:
+                return self._from_convention(table, name)
+        raise ConfigError(
+            "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
+            f"column so; the dataset has {', '.join(table.column_names) or 'no columns'}"
+        )
+
+    def _from_convention(self, table: pa.Table, name: str) -> list[Prompt]:
+        if name == "prompt":
+            mode = self._config.prompt_column_special_tokens or self._config.special_tokens
+            return self._from_template(PromptTemplate("{prompt}"), table, mode)
+        if name == "tokenized_prompt":
+            return self._from_ids(table, name)
+        return _each(python_values(column_of(table, name)), self._encode_messages)
+
+    def _from_template(
+        self, template: PromptTemplate, table: pa.Table, special_tokens: SpecialTokens
+    ) -> list[Prompt]:
+        def encode(text: str) -> TokenIds:
+            if self._is_chat:
+                return self._encode_messages([{"role": "user", "content": text}])
+            return self._tokenizer.encode(text, special_tokens=special_tokens)
+
+        texts, errors = template.render_column(table)
+        encoded = iter(_each((text for text in texts if text is not None), encode))
+        return [Prompt(None, error) if error else next(encoded) for error in errors]
+
+    def _from_messages(self, table: pa.Table) -> list[Prompt]:
+        messages = self._config.messages
+        if isinstance(messages, str):
+            return _each(python_values(column_of(table, messages)), self._encode_messages)
+        if callable(messages):
+            make = messages
+            return _each(python_rows(table), lambda row: self._encode_messages(make(row)))
+        assert messages is not None, "read() asks for messages only where they are set"
+        templates = [(m, PromptTemplate(m["content"])) for m in messages]
+        fields = sorted(set().union(*(t.fields for _, t in templates)))
+        for name in fields:
+            column_of(table, name)
+        return _each(
+            python_rows(table.select(fields)),
+            lambda row: self._encode_messages(
+                [{**m, "content": t.render(row)} for m, t in templates]
+            ),
+        )
+
+    def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
+        return _each(python_values(column_of(table, name)), self._check_ids)
+
+    def _check_ids(self, value: object) -> TokenIds:
+        if value is None:
+            raise InvalidPrompt("the tokenized prompt is null")
+        ids = np.asarray(value)
+        if ids.ndim != 1 or not len(ids):
+            raise InvalidPrompt("the tokenized prompt must be a list of at least one token id")
+        whole = ids.astype(np.int64) if ids.dtype.kind in "iuf" else None
+        if whole is None or (whole != ids).any():
+            raise InvalidPrompt("the tokenized prompt must hold whole numbers without nulls")
+        if whole.min() < 0 or whole.max() >= self._tokenizer.vocab_size:
+            raise InvalidPrompt(
+                f"a token id of the prompt is outside the vocabulary of "
+                f"{self._tokenizer.vocab_size} tokens"
+            )
+        return whole.astype(np.int32)
+
+    def _encode_messages(self, messages: Any) -> TokenIds:  # noqa: ANN401 - data of a row
+        config = self._config
+        if isinstance(messages, str):
+            messages = _parse_messages(messages)
+        if config.system is not None and isinstance(messages, Sequence) and messages:
+            first = messages[0]
+            if not (isinstance(first, Mapping) and first.get("role") == "system"):
+                messages = [{"role": "system", "content": config.system}, *messages]
+        return self._tokenizer.apply_chat(
+            messages,
+            chat_template=config.chat_template,
+            chat_template_kwargs=config.chat_template_kwargs,
+            special_tokens=config.special_tokens,
+        )
+
+
+def _parse_messages(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
+
+
+def fit_prompt(
+    prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
+) -> Prompt:
+    """Return the prompt as it fits the context, cut or refused as the stage asks.
+
+    A prompt fits if one token can follow it; a cut one leaves room for `max_tokens` where the
+    context is longer than that.
+    """
+    ids = prompt.token_ids
+    if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
+        return prompt
+    if on_too_long == "drop":
+        return prompt._replace(is_filtered=True)
+    if on_too_long == "error":
+        error = (
+            f"PromptTooLong: {len(ids)} prompt tokens leave no room in a context of "
+            f"{max_model_len}; set on_too_long to cut or drop such rows"
+        )
+        return prompt._replace(error=error)
+    room = max_model_len - max_tokens if max_tokens < max_model_len else 1
+    return Prompt(ids[-room:] if on_too_long == "truncate_left" else ids[:room])
+
+
+def referenced_columns(config: StageConfig) -> list[str]:
+    """Return the columns that the options name, as far as they can be known before the data."""
+    names: list[str] = []
+    if config.prompt is not None:
+        names.extend(PromptTemplate(config.prompt).fields)
+    messages = config.messages
+    if isinstance(messages, str):
+        names.append(messages)
+    elif messages is not None and not callable(messages):
+        for message in messages:
+            names.extend(PromptTemplate(message["content"]).fields)
+    if config.tokenized_prompt is not None:
+        names.append(config.tokenized_prompt)
+    names.extend(config.overrides.values())
+    if config.sampling_column is not None:
+        names.append(config.sampling_column)
+    if config.id_column is not None:
+        names.append(config.id_column)
+    return list(dict.fromkeys(names))
+
+
+def column_of(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """Return a column; raise ConfigError with the known names where there is none."""
+    if name in table.column_names:
+        return table.column(name)
+    known = table.column_names
+    raise ConfigError(
+        f"no column {name!r}{did_you_mean(name, known)}; the dataset has "
+        f"{', '.join(known) or 'no columns'}"
+    )
+
+
+def _each(values: Iterable[Any], make: Callable[[Any], TokenIds]) -> list[Prompt]:
+    """Make a prompt of each value; what a row or a user's function raises is the row's error."""
+    prompts: list[Prompt] = []
+    for value in values:
+        try:
+            if isinstance(value, Exception):
+                raise InvalidPrompt(str(value))
+            prompts.append(Prompt(make(value)))
+        except PromptError as error:
+            prompts.append(Prompt(None, describe(error)))
+        except ConfigError:
+            raise
+        except Exception as error:  # the messages function is the user's
+            cause = f"{type(error).__name__}: {error}"
+            prompts.append(Prompt(None, describe_error(RenderError.__name__, cause)))
+    return prompts

@@ -1,0 +1,81 @@
+"""What the options of ray.data.llm's vLLM processor mean here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from raybatch.config import EngineConfig
+from raybatch.errors import ConfigError, did_you_mean
+
+_RENAMED = {
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "dtype": "dtype",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "block_size": "block_size_tokens",
+}
+_DTYPES = {"half": "float16", "float": "float32"}
+
+# Options that tune what this engine decides by itself, or that only change logs and loading.
+_NO_EFFECT = frozenset(
+    {
+        "async_scheduling",
+        "compilation_config",
+        "disable_log_requests",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "enable_chunked_prefill",
+        "enable_log_requests",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "hf_token",
+        "load_format",
+        "max_logprobs",
+        "max_num_partial_prefills",
+        "max_seq_len_to_capture",
+        "num_gpu_blocks_override",
+        "scheduling_policy",
+        "seed",
+        "swap_space",
+        "task",
+        "task_type",
+        "tokenizer_mode",
+    }
+)
+# Options whose value must be the one that changes nothing, because more is not built yet.
+_ONLY: Mapping[str, Any] = {
+    "data_parallel_size": 1,
+    "enable_lora": False,
+    "pipeline_parallel_size": 1,
+    "quantization": None,
+    "speculative_config": None,
+    "tensor_parallel_size": 1,
+    "trust_remote_code": False,
+}
+
+
+def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[str]]:
+    """Return the engine options, and the names of those that have no effect.
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
+    """
+    known = [*_RENAMED, *_NO_EFFECT, *_ONLY]
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in engine_kwargs.items():
+        if name in _RENAMED:
+            if value is not None:
+                values[_RENAMED[name]] = _DTYPES.get(value, value) if name == "dtype" else value
+        elif name in _ONLY:
+            if value is not None and value != _ONLY[name]:
+                raise ConfigError(
+                    f"engine_kwargs.{name}={value!r} is not supported by the native engine; leave "
+                    "it out"
+                )
+        elif name in _NO_EFFECT:
+            ignored.append(f"engine_kwargs.{name}")
+        else:
+            raise ConfigError(f"engine_kwargs: unknown option {name!r}{did_you_mean(name, known)}")
+    return EngineConfig(**values), ignored
