@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raybatch.job import Job
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
     from raybatch.report import RunReport
-    from raybatch.stages.llm import LLMStage
+    from raybatch.stages.llm_stage import LLMStage
     from raybatch.types import Sampling
 
 __all__ = [
@@ -50,7 +50,7 @@ _HOMES = {
     "BackendConfig": "raybatch.config",
     "EngineConfig": "raybatch.config",
     "Job": "raybatch.job",
-    "LLMStage": "raybatch.stages.llm",
+    "LLMStage": "raybatch.stages.llm_stage",
     "PoolConfig": "raybatch.config",
     "ProcessorConfig": "raybatch.processor",
     "RunReport": "raybatch.report",

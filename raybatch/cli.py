@@ -16,6 +16,8 @@ import raybatch
 from raybatch.errors import ConfigError, RaybatchError
 
 DEMO_MODEL = "demo"
+# every other option belongs to the stage
+JOB_OPTIONS = ("source", "sink", "stage", "overwrite")
 
 app = typer.Typer(
     help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",
@@ -78,7 +80,7 @@ def run(
     ] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any option, such as engine.max_batched_tokens=4096."),
+        typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
     ] = None,
     allow_error_rows: Annotated[
         bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
@@ -156,6 +158,9 @@ def job_mapping(job_file: Path | None, options: Mapping[str, Any]) -> dict[str, 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
     """Return dotted option names to values; a value is read as YAML.
 
+    Names that are not options of the job are those of the stage: `pool.replicas=2` is
+    `stage.pool.replicas=2`.
+
     Raises:
         ConfigError: a setting is not of the form option=value.
     """
@@ -164,8 +169,10 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         name, equals, text = setting.partition("=")
         if not equals or not all(part.strip() for part in name.split(".")):
             raise ConfigError(f"--set {setting!r}: expected option=value, such as seed=7")
+        is_of_job = name.split(".")[0].strip() in JOB_OPTIONS
+        path = name.strip() if is_of_job else f"stage.{name.strip()}"
         try:
-            parsed[name.strip()] = yaml.safe_load(text)
+            parsed[path] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {setting!r}: the value is not YAML: {error}") from error
     return parsed

@@ -18,35 +18,12 @@ import pyarrow.compute as pc
 
 from raybatch.config import from_mapping
 from raybatch.errors import ConfigError
+from raybatch.stages.schema import ERROR_COLUMN, error_class, row_status
 
 REPORT_PATH = "_raybatch/report.json"
 MAX_ROW_IDS_PER_ERROR = 3
 
-_PROMPT_ERRORS = ("InvalidPrompt", "RenderError", "TokenizeError")
-_STATUS_OF_ERROR = {
-    **dict.fromkeys(_PROMPT_ERRORS, "invalid"),
-    "PromptTooLong": "too_long",
-    "SchemaMismatch": "schema",
-    "ReplicaCrash": "crashed",
-}
-_STATUS_OF_REASON = {"length": "truncated", "filtered": "filtered"}
 _GOOD_STATUSES = ("ok", "truncated", "filtered")
-
-
-def error_class(error: str) -> str:
-    """Return the class of an `__inference_error__` value, "" for a good row."""
-    return error.partition(":")[0].strip()
-
-
-def row_status(finish_reason: str, error: str) -> str:
-    """Return the status of one output row, derived from its two columns.
-
-    Returns:
-        "ok", "truncated", "filtered", "too_long", "invalid", "schema", "crashed" or "error".
-    """
-    if error:
-        return _STATUS_OF_ERROR.get(error_class(error), "error")
-    return _STATUS_OF_REASON.get(finish_reason, "ok")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,15 +59,15 @@ class RowTally:
         """Count the rows of `table` by its row_id, finish_reason and __inference_error__."""
         self.rows_out += table.num_rows
         self._row_ids.extend(table.column("row_id").cast(pa.string()).chunks)
-        keys = table.select(["finish_reason", "__inference_error__"])
+        keys = table.select(["finish_reason", ERROR_COLUMN])
         for group in keys.group_by(keys.column_names).aggregate([([], "count_all")]).to_pylist():
-            reason, error = group["finish_reason"] or "", group["__inference_error__"] or ""
+            reason, error = group["finish_reason"] or "", group[ERROR_COLUMN] or ""
             status = row_status(reason, error)
             self._statuses[status] = self._statuses.get(status, 0) + group["count_all"]
-        failed = table.select(["row_id", "__inference_error__"])
-        failed = failed.filter(pc.not_equal(failed.column("__inference_error__"), ""))
+        failed = table.select(["row_id", ERROR_COLUMN])
+        failed = failed.filter(pc.not_equal(failed.column(ERROR_COLUMN), ""))
         for row in failed.to_pylist():
-            self._count_error(str(row["row_id"]), row["__inference_error__"])
+            self._count_error(str(row["row_id"]), row[ERROR_COLUMN])
 
     def _count_error(self, row_id: str, error: str) -> None:
         name = error_class(error)
@@ -125,7 +102,7 @@ class RunReport:
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
         rows_duplicated: sink rows beyond the first of the same row id.
-        statuses: row status (see `row_status`) to number of rows.
+        statuses: row status (see `raybatch.stages.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
         prompt_tokens: of all rows that reached the engines.
         cached_tokens: prompt tokens whose KV came from another request.

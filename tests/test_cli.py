@@ -32,9 +32,13 @@ def test_version_is_printed():
 
 
 def test_settings_are_read_as_yaml():
-    settings = ["engine.max_num_seqs=4", "a.b=[1, 2]", "t=0.5", "s=x=y", "n=null"]
-    expected = {"engine.max_num_seqs": 4, "a.b": [1, 2], "t": 0.5, "s": "x=y", "n": None}
+    settings = ["stage.a=[1, 2]", "stage.b=0.5", "sink=x=y", "source=null"]
+    expected = {"stage.a": [1, 2], "stage.b": 0.5, "sink": "x=y", "source": None}
     assert parse_settings(settings) == expected
+
+
+def test_settings_that_are_not_of_the_job_are_of_the_stage():
+    assert parse_settings(["pool.replicas=2"]) == {"stage.pool.replicas": 2}
 
 
 @pytest.mark.parametrize("setting", ["engine", "=3", "a..b=3", "a=[1"])

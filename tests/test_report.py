@@ -12,7 +12,6 @@ from raybatch.report import (
     RunReport,
     read_report,
     report_path,
-    row_status,
 )
 
 
@@ -25,25 +24,6 @@ def output_table(rows):
 def make_report(**changes):
     values = {"source": "in", "sink": "out", "model": "demo", "rows_in": 4, "rows_out": 4}
     return RunReport(**{**values, **changes})
-
-
-@pytest.mark.parametrize(
-    ("finish_reason", "error", "status"),
-    [
-        ("stop", "", "ok"),
-        ("length", "", "truncated"),
-        ("filtered", "", "filtered"),
-        ("error", "PromptTooLong: 9 tokens", "too_long"),
-        ("error", "InvalidPrompt: null", "invalid"),
-        ("error", "RenderError: x", "invalid"),
-        ("error", "TokenizeError: x", "invalid"),
-        ("length", "SchemaMismatch: x", "schema"),
-        ("error", "ReplicaCrash: worker died 3 times", "crashed"),
-        ("error", "ValueError: x", "error"),
-    ],
-)
-def test_status_follows_from_reason_and_error(finish_reason, error, status):
-    assert row_status(finish_reason, error) == status
 
 
 def test_tally_counts_statuses_over_tables():
