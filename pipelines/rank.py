@@ -1,7 +1,7 @@
 """Rank documents for each query: every query is asked of every document.
 
-Run it with `python pipelines/rank.py --documents 8`. The document comes first in the prompt, so that its
-KV is computed once and serves all queries. A document's score is the model's mean log
+Run it with `python pipelines/rank.py --documents 8`. The document comes first in the prompt, so
+that its KV is computed once and serves all queries. A document's score is the model's mean log
 probability of its answer; "not stated" ranks last.
 """
 

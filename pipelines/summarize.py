@@ -1,7 +1,7 @@
 """Summarize documents as one job with progress and a report.
 
-Run it with `python pipelines/summarize.py --rows 32 --out summaries`. The embedded model only answers
-questions about facts; name a real model (`--model`) for real summaries.
+Run it with `python pipelines/summarize.py --rows 32 --out summaries`. The embedded model only
+answers questions about facts; name a real model (`--model`) for real summaries.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Rewrite titles with the functions and column names of ray.data.llm.
 
-Run it with `python pipelines/title_rewrite.py --rows 32`. The embedded model only answers questions about
-facts; name a real model (`--model`) for real titles.
+Run it with `python pipelines/title_rewrite.py --rows 32`. The embedded model only answers
+questions about facts; name a real model (`--model`) for real titles.
 """
 
 import argparse
