@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import fsspec
 import typer
 import yaml
 
@@ -57,12 +58,12 @@ def _set_up(
 @app.command()
 def run(
     job_file: Annotated[
-        Path | None, typer.Argument(help="YAML job file; the options below win over it.")
+        str | None, typer.Argument(help="YAML job file; the options below win over it.")
     ] = None,
     source: Annotated[str | None, typer.Option("--input", help="Parquet file or folder.")] = None,
     sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder, hub id or URI [default: demo].")
+        str | None, typer.Option(help="Checkpoint folder, hub id or URI; demo by default.")
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
@@ -102,9 +103,9 @@ def run(
     }
     given = {path: value for path, value in flags.items() if value is not None}
     mapping = job_mapping(job_file, {**given, **parse_settings(settings or [])})
-    report = raybatch.Job.from_mapping(mapping).run()
-    typer.echo(report.to_text())
-    code = report.exit_code()
+    result = raybatch.Job.from_mapping(mapping, where=job_file or "raybatch run").run()
+    typer.echo(result.to_text())
+    code = result.exit_code()
     raise typer.Exit(0 if code == 2 and allow_error_rows else code)
 
 
@@ -133,7 +134,7 @@ def report(
     typer.echo(found.to_json() if as_json else found.to_text())
 
 
-def job_mapping(job_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a job: those of the file, with the dotted `options` put over them.
 
     Raises:
@@ -178,12 +179,13 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     return parsed
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with fsspec.open(path, "r", encoding="utf-8") as file:
+            mapping = yaml.safe_load(file)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such job file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(mapping, dict):
         raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")

@@ -4,15 +4,14 @@
 set -euo pipefail
 python=${1:?usage: check_wheel.sh PYTHON}
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-
 # leftovers of an earlier build would end up in the wheel
 rm -rf build
+trap 'rm -rf "$work" "$PWD/build"' EXIT
+
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" .
 "$python" -m venv "$work/venv"
 "$work/venv/bin/python" -m pip install --quiet --no-deps "$work"/dist/raybatch-*.whl
-cd "$work"
-"$work/venv/bin/python" - <<'PYTHON'
+"$work/venv/bin/python" -I - <<'PYTHON'
 from importlib import resources
 
 import raybatch

@@ -23,7 +23,7 @@ def run_main(monkeypatch, *args):
 def job_file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("source: in\nsink: out\nstage: {model: m, sampling: {max_tokens: 9}}\n")
-    return path
+    return str(path)
 
 
 def test_version_is_printed():
@@ -74,7 +74,7 @@ def test_unusable_job_file_names_itself(tmp_path, text):
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"job\.yaml"):
-        job_mapping(path, {})
+        job_mapping(str(path), {})
 
 
 def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):
