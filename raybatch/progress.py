@@ -43,8 +43,8 @@ class Progress:
     Args:
         prompt_rate: prompt tokens per second in the recent window.
         output_rate: generated tokens per second in the recent window.
-        mean_prompt_rate: the same since the first snapshot.
-        mean_output_rate: the same since the first snapshot.
+        mean_prompt_rate: the same since work began, engine starts left out.
+        mean_output_rate: the same since work began.
         cached_fraction: share of the prompt tokens done that came from the prefix cache.
         eta_s: seconds to the end, from remaining tokens; None while nothing is known.
     """
@@ -63,9 +63,11 @@ class Progress:
 def measure(history: Sequence[Snapshot]) -> Progress:
     """Derive the figures to show from snapshots in time order, at least one of them."""
     first, last = history[0], history[-1]
-    recent = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
+    start = _work_start(history)
+    in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
+    recent = max(start, in_window, key=lambda snapshot: snapshot.time_s)
     prompt_rate, output_rate = _token_rates(recent, last)
-    mean_prompt_rate, mean_output_rate = _token_rates(first, last)
+    mean_prompt_rate, mean_output_rate = _token_rates(start, last)
     stats = last.stats
     return Progress(
         elapsed_s=last.time_s - first.time_s,
@@ -140,10 +142,12 @@ class ProgressPrinter:
             self._write_line()
 
     def _forget(self) -> None:
-        """Keep the first snapshot and those of the recent window."""
-        now_s = self._history[-1].time_s
-        recent = [s for s in self._history[1:] if now_s - s.time_s <= WINDOW_S]
-        self._history = [self._history[0], *recent]
+        """Keep the first snapshot, the one at which work began, and the recent window."""
+        kept = (self._history[0], _work_start(self._history))
+        oldest_s = self._history[-1].time_s - WINDOW_S
+        self._history = [
+            s for s in self._history if s.time_s >= oldest_s or any(s is k for k in kept)
+        ]
 
     def _write_line(self) -> None:
         self._last_line_s = self._history[-1].time_s
@@ -154,6 +158,11 @@ class ProgressPrinter:
         for name, value in _cells(measure(self._history)):
             grid.add_row(name, value)
         return Panel(grid, title=self._title, expand=False, safe_box=True)
+
+
+def _work_start(history: Sequence[Snapshot]) -> Snapshot:
+    """The last snapshot without a finished row, else the first one."""
+    return next((s for s in reversed(history) if s.stats.prompt_tokens_done == 0), history[0])
 
 
 def _token_rates(start: Snapshot, end: Snapshot) -> tuple[float, float]:

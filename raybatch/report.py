@@ -244,11 +244,15 @@ def _text_lines(report: RunReport) -> list[str]:
         f"{report.generated_tokens_per_s:.0f} output tokens/s",
         f"time: {report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)",
-        f"replicas: {report.replicas}, {report.restarts} restarts",
-        f"output: {report.sink} ({len(report.output_files)} files)",
+        f"replicas: {report.replicas}, {_count(report.restarts, 'restart')}",
+        f"output: {report.sink} ({_count(len(report.output_files), 'file')})",
         f"report: {report_path(report.sink)}",
     ]
     return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _printable(line: str) -> str:

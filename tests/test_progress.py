@@ -38,6 +38,12 @@ def test_rates_are_of_the_recent_window_and_of_the_whole_run():
     assert progress.mean_prompt_rate == pytest.approx(3000 / 110)
 
 
+def test_mean_rates_leave_the_start_of_the_engines_out():
+    history = [snapshot(0.0), snapshot(90.0), snapshot(100.0, prompt=1000, generated=50)]
+    progress = measure(history)
+    assert (progress.mean_prompt_rate, progress.mean_output_rate) == (100.0, 5.0)
+
+
 def test_eta_comes_from_tokens_not_rows():
     # half of the rows are done, but the other half has 9 times as many prompt tokens
     done = snapshot(
