@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.demo.run import DemoResult, run_demo, score_answers
+from raybatch.demo.run import DemoResult, claim_folder, run_demo, score_answers
 from raybatch.errors import ConfigError
 from raybatch.report import RunReport
 
@@ -25,6 +25,16 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "out").write_text("x")
     with pytest.raises(ConfigError, match="not the folder of an earlier demo"):
         run_demo(tmp_path / "out", rows=1, seed=0)
+
+
+def test_an_earlier_demo_is_replaced_and_other_files_beside_it_are_kept(tmp_path):
+    claim_folder(tmp_path)
+    for name in ("prompts/a.parquet", "answers/b.parquet", "mine.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    claim_folder(tmp_path)
+    names = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert names == ["mine.txt"]
 
 
 def test_error_rows_and_rows_without_an_answer_are_not_scored(tmp_path):

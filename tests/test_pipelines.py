@@ -67,10 +67,9 @@ def test_the_script_of_the_readme_runs_as_printed(tmp_path):
     assert (answers.num_rows, len(errors)) == (7, 3)
 
 
-def test_the_demo_scores_its_answers_and_can_run_again(tmp_path):
+def test_the_demo_answers_its_questions(tmp_path):
     command = ("-m", "raybatch", "demo", "--rows", "32", "--out", "out", "--replicas", "1")
-    for _ in range(2):
-        lines = run_script(tmp_path, *command).splitlines()
-        assert "rows: 36 in, 36 out, 0 lost" in lines
+    lines = run_script(tmp_path, *command).splitlines()
+    assert "rows: 36 in, 36 out, 0 lost" in lines
     (score,) = [line for line in lines if line.startswith("exact match: ")]
     assert float(score.split(": ")[1]) >= 0.9

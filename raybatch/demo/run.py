@@ -60,7 +60,7 @@ def run_demo(out: str | Path, *, rows: int, seed: int, replicas: int | None = No
     if rows < 1:
         raise ConfigError(f"rows must be at least 1, got {rows}")
     folder = Path(out)
-    _claim(folder)
+    claim_folder(folder)
     questions = min(rows, QUESTIONS_PER_DOCUMENT)
     write_dataset(
         folder / "prompts",
@@ -82,6 +82,23 @@ def run_demo(out: str | Path, *, rows: int, seed: int, replicas: int | None = No
     return DemoResult(report=report, rows_scored=scored, rows_right=right)
 
 
+def claim_folder(folder: Path) -> None:
+    """Make `folder` an empty demo folder; delete nothing but an earlier demo.
+
+    Raises:
+        ConfigError: it holds something that is not a demo.
+    """
+    marker = folder / _MARKER
+    if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} exists and is not the folder of an earlier demo; give another one (--out)"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    for name in ("prompts", "answers"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
 def score_answers(report: RunReport) -> tuple[int, int]:
     """Return how many rows of a job could be scored, and how many of them are right."""
     scored = right = 0
@@ -98,16 +115,3 @@ def score_answers(report: RunReport) -> tuple[int, int]:
         matches = exact_match(good.column("answer"), good.column("generated_text"))
         right += matches.true_count
     return scored, right
-
-
-def _claim(folder: Path) -> None:
-    """Make `folder` an empty demo folder; delete nothing but an earlier demo."""
-    marker = folder / _MARKER
-    if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} exists and is not the folder of an earlier demo; give another one (--out)"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    marker.touch()
-    for name in ("prompts", "answers"):
-        shutil.rmtree(folder / name, ignore_errors=True)
