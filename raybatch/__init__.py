@@ -1,0 +1,84 @@
+"""raybatch: run an LLM over a whole dataset on Ray.
+
+The public names are resolved when they are first used, so that importing raybatch loads neither
+ray nor torch nor transformers.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING
+
+from raybatch.errors import (
+    CapacityError,
+    ConfigError,
+    MissingDependency,
+    RaybatchError,
+    ReplicaError,
+    RowError,
+)
+
+if TYPE_CHECKING:
+    from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+    from raybatch.job import Job
+    from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
+    from raybatch.report import RunReport
+    from raybatch.stages.llm_stage import LLMStage
+    from raybatch.types import Sampling
+
+__all__ = [
+    "BackendConfig",
+    "CapacityError",
+    "ConfigError",
+    "EngineConfig",
+    "Job",
+    "LLMStage",
+    "MissingDependency",
+    "PoolConfig",
+    "ProcessorConfig",
+    "RaybatchError",
+    "ReplicaError",
+    "RowError",
+    "RunReport",
+    "Sampling",
+    "__version__",
+    "build_processor",
+    "vLLMEngineProcessorConfig",
+]
+
+__version__: str
+
+_HOMES = {
+    "BackendConfig": "raybatch.config",
+    "EngineConfig": "raybatch.config",
+    "Job": "raybatch.job",
+    "LLMStage": "raybatch.stages.llm_stage",
+    "PoolConfig": "raybatch.config",
+    "ProcessorConfig": "raybatch.processor",
+    "RunReport": "raybatch.report",
+    "Sampling": "raybatch.types",
+    "build_processor": "raybatch.processor",
+    "vLLMEngineProcessorConfig": "raybatch.processor",
+}
+
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would take any name for public
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            value = _version()
+        elif name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+        else:
+            raise AttributeError(f"module 'raybatch' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    try:
+        return metadata.version("raybatch")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "0+source"

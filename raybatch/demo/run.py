@@ -1,0 +1,117 @@
+"""The demo command: writes the demo dataset, runs the main job over it, scores the answers."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+import raybatch
+from raybatch.demo.dataset import write_dataset
+from raybatch.demo.score import exact_match
+from raybatch.demo.task import PROMPT
+from raybatch.errors import ConfigError
+from raybatch.report import RunReport
+
+QUESTIONS_PER_DOCUMENT = 16
+MAX_ANSWER_TOKENS = 64
+
+_MARKER = ".raybatch-demo"
+_ROWS_PER_FILE = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoResult:
+    """What the demo found.
+
+    Args:
+        report: of the job.
+        rows_scored: rows without an error that have an expected answer.
+        rows_right: those whose answer is the expected one.
+    """
+
+    report: RunReport
+    rows_scored: int
+    rows_right: int
+
+    def to_text(self) -> str:
+        """Return the report and the score; the score is rounded down."""
+        score = 100 * self.rows_right // max(1, self.rows_scored) / 100
+        return (
+            f"{self.report.to_text()}\n"
+            f"right answers: {self.rows_right} of {self.rows_scored}\n"
+            f"exact match: {score:.2f}"
+        )
+
+
+def run_demo(out: str | Path, *, rows: int, seed: int, replicas: int | None = None) -> DemoResult:
+    """Write the dataset below `out`, answer it with the embedded model, and score it.
+
+    Args:
+        out: folder of prompts, answers and report; an earlier demo in it is replaced.
+        rows: questions to ask, rounded up to whole documents.
+        seed: of the dataset.
+        replicas: engine actors; None leaves it to the pool.
+
+    Raises:
+        ConfigError: `out` holds something that is not a demo.
+    """
+    if rows < 1:
+        raise ConfigError(f"rows must be at least 1, got {rows}")
+    folder = Path(out)
+    claim_folder(folder)
+    questions = min(rows, QUESTIONS_PER_DOCUMENT)
+    write_dataset(
+        folder / "prompts",
+        num_documents=-(-rows // questions),
+        questions_per_document=questions,
+        seed=seed,
+        num_files=-(-rows // _ROWS_PER_FILE),
+        include_bad_rows=True,
+    )
+    stage = raybatch.LLMStage(
+        "demo",
+        prompt=PROMPT,
+        sampling=raybatch.Sampling(temperature=0, max_tokens=MAX_ANSWER_TOKENS),
+        pool=raybatch.PoolConfig(replicas=replicas),
+    )
+    job = raybatch.Job(source=str(folder / "prompts"), sink=str(folder / "answers"), stage=stage)
+    report = job.run()
+    scored, right = score_answers(report)
+    return DemoResult(report=report, rows_scored=scored, rows_right=right)
+
+
+def claim_folder(folder: Path) -> None:
+    """Make `folder` an empty demo folder; delete nothing but an earlier demo.
+
+    Raises:
+        ConfigError: it holds something that is not a demo.
+    """
+    marker = folder / _MARKER
+    if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} exists and is not the folder of an earlier demo; give another one (--out)"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    for name in ("prompts", "answers"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def score_answers(report: RunReport) -> tuple[int, int]:
+    """Return how many rows of a job could be scored, and how many of them are right."""
+    scored = right = 0
+    for name in report.output_files:
+        path = Path(report.sink) / name
+        table = pq.read_table(path, columns=["answer", "generated_text", "__inference_error__"])
+        good = table.filter(
+            pc.and_(
+                pc.equal(table.column("__inference_error__"), ""),
+                pc.is_valid(table.column("answer")),
+            )
+        )
+        scored += good.num_rows
+        matches = exact_match(good.column("answer"), good.column("generated_text"))
+        right += matches.true_count
+    return scored, right

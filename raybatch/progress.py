@@ -1,0 +1,232 @@
+"""What a person sees while a job runs: a live panel on a terminal, else a line every ten seconds.
+
+The figures are a pure function of the last snapshots; only `ProgressPrinter` knows the clock and
+the stream.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from raybatch.types import PoolStats
+
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """The state of a pool at one moment.
+
+    Args:
+        time_s: any clock that only goes forward.
+        stats: of the pool at that moment.
+        rows_total: rows of the source; None while it is not known.
+    """
+
+    time_s: float
+    stats: PoolStats
+    rows_total: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The figures of the last snapshot and the rates since earlier ones.
+
+    Args:
+        prompt_rate: prompt tokens per second in the recent window.
+        output_rate: generated tokens per second in the recent window.
+        mean_prompt_rate: the same since work began, engine starts left out.
+        mean_output_rate: the same since work began.
+        cached_fraction: share of the prompt tokens done that came from the prefix cache.
+        eta_s: seconds to the end, from remaining tokens; None while nothing is known.
+    """
+
+    elapsed_s: float
+    stats: PoolStats
+    rows_total: int | None
+    prompt_rate: float
+    output_rate: float
+    mean_prompt_rate: float
+    mean_output_rate: float
+    cached_fraction: float
+    eta_s: float | None
+
+
+def measure(history: Sequence[Snapshot]) -> Progress:
+    """Derive the figures to show from snapshots in time order, at least one of them."""
+    first, last = history[0], history[-1]
+    start = _work_start(history)
+    in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
+    recent = max(start, in_window, key=lambda snapshot: snapshot.time_s)
+    prompt_rate, output_rate = _token_rates(recent, last)
+    mean_prompt_rate, mean_output_rate = _token_rates(start, last)
+    stats = last.stats
+    return Progress(
+        elapsed_s=last.time_s - first.time_s,
+        stats=stats,
+        rows_total=last.rows_total,
+        prompt_rate=prompt_rate,
+        output_rate=output_rate,
+        mean_prompt_rate=mean_prompt_rate,
+        mean_output_rate=mean_output_rate,
+        cached_fraction=stats.cached_tokens / max(1, stats.prompt_tokens_done),
+        eta_s=_eta_s(last, prompt_rate or mean_prompt_rate, output_rate or mean_output_rate),
+    )
+
+
+def progress_line(history: Sequence[Snapshot]) -> str:
+    """Return the one-line account of snapshots in time order, in ASCII."""
+    return " | ".join(f"{name} {value}" for name, value in _cells(measure(history)))
+
+
+class ProgressPrinter:
+    """Shows the progress of one job; use as a context manager.
+
+    Args:
+        title: heading of the panel.
+        stream: where to write; standard error by default.
+        interval_s: seconds between two lines where no terminal is attached.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        title: str = "raybatch",
+        *,
+        stream: TextIO | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title = title
+        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
+        self._interval_s = interval_s
+        self._clock = clock
+        self._history: list[Snapshot] = []
+        self._last_line_s: float | None = None
+        is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, refresh_per_second=4) if is_live else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._history and self._last_line_s != self._history[-1].time_s:
+            self._write_line()
+
+    def update(self, stats: PoolStats, rows_total: int | None) -> None:
+        """Take a new state; it is shown when it is due."""
+        self._history.append(Snapshot(time_s=self._clock(), stats=stats, rows_total=rows_total))
+        self._forget()
+        if self._live is not None:
+            self._live.update(self._panel())
+            return
+        now_s = self._history[-1].time_s
+        if self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
+            self._write_line()
+
+    def _forget(self) -> None:
+        """Keep the first snapshot, the one at which work began, and the recent window."""
+        kept = (self._history[0], _work_start(self._history))
+        oldest_s = self._history[-1].time_s - WINDOW_S
+        self._history = [
+            s for s in self._history if s.time_s >= oldest_s or any(s is k for k in kept)
+        ]
+
+    def _write_line(self) -> None:
+        self._last_line_s = self._history[-1].time_s
+        self._console.print(f"raybatch: {progress_line(self._history)}", soft_wrap=True)
+
+    def _panel(self) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        for name, value in _cells(measure(self._history)):
+            grid.add_row(name, value)
+        return Panel(grid, title=self._title, expand=False, safe_box=True)
+
+
+def _work_start(history: Sequence[Snapshot]) -> Snapshot:
+    """The last snapshot without a finished row, else the first one."""
+    return next((s for s in reversed(history) if s.stats.prompt_tokens_done == 0), history[0])
+
+
+def _token_rates(start: Snapshot, end: Snapshot) -> tuple[float, float]:
+    seconds = end.time_s - start.time_s
+    if seconds <= 0:
+        return 0.0, 0.0
+    prompt = end.stats.prompt_tokens_done - start.stats.prompt_tokens_done
+    output = end.stats.generated_tokens - start.stats.generated_tokens
+    return max(0, prompt) / seconds, max(0, output) / seconds
+
+
+def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
+    """Seconds until the tokens still to come are done, at the given rates.
+
+    Rows that are not handed over yet count with the mean prompt length of those that are; the
+    outputs still to come with the mean output length so far, at most what the rows may generate.
+    """
+    stats = last.stats
+    if last.rows_total is None or stats.rows_done == 0:
+        return None
+    in_flight = max(0, stats.rows_received - stats.rows_done)
+    unseen = max(0, last.rows_total - stats.rows_received)
+    mean_prompt = stats.prompt_tokens_received / max(1, stats.rows_received)
+    mean_output = stats.generated_tokens / stats.rows_done
+    prompt_left = stats.prompt_tokens_received - stats.prompt_tokens_done + unseen * mean_prompt
+    output_left = min(in_flight * mean_output, stats.max_tokens_left) + unseen * mean_output
+    if (prompt_left and not prompt_rate) or (output_left and not output_rate):
+        return None
+    by_prompt = prompt_left / prompt_rate if prompt_left else 0.0
+    by_output = output_left / output_rate if output_left else 0.0
+    return max(by_prompt, by_output)
+
+
+def _cells(progress: Progress) -> list[tuple[str, str]]:
+    stats = progress.stats
+    total = "?" if progress.rows_total is None else str(progress.rows_total)
+    replicas = stats.replicas
+    kv_used = max((r.kv_used_fraction for r in replicas), default=0.0)
+    starting = max(0, stats.num_replicas - stats.num_ready)
+    return [
+        ("rows", f"{stats.rows_done}/{total}"),
+        ("errors", _errors(stats)),
+        ("prompt tok/s", f"{progress.prompt_rate:.0f} (mean {progress.mean_prompt_rate:.0f})"),
+        ("output tok/s", f"{progress.output_rate:.0f} (mean {progress.mean_output_rate:.0f})"),
+        ("cached", f"{100 * progress.cached_fraction:.0f} %"),
+        ("elapsed", _duration(progress.elapsed_s)),
+        ("ETA", "?" if progress.eta_s is None else _duration(progress.eta_s)),
+        ("KV", f"{100 * kv_used:.0f} %"),
+        ("running", str(sum(r.num_running for r in replicas))),
+        ("waiting", str(sum(r.num_waiting for r in replicas))),
+        ("replicas", f"{stats.num_ready} ready, {starting} starting"),
+        ("restarts", str(stats.num_restarts)),
+    ]
+
+
+def _errors(stats: PoolStats) -> str:
+    total = sum(stats.errors.values())
+    if not total:
+        return "0"
+    worst = sorted(stats.errors.items(), key=lambda item: (-item[1], item[0]))[:3]
+    return f"{total} ({', '.join(f'{n} {name}' for name, n in worst)})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

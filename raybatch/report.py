@@ -1,0 +1,260 @@
+"""The account of one run: what went in, what came out, what failed, how fast it was.
+
+`RowTally` counts the output columns, `RunReport` is the frozen result as text and JSON. Nothing
+here decides whether rows are complete; it states what was counted.
+"""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.config import from_mapping
+from raybatch.errors import ConfigError
+from raybatch.stages.schema import ERROR_COLUMN, error_class, row_status
+
+REPORT_PATH = "_raybatch/report.json"
+MAX_ROW_IDS_PER_ERROR = 3
+
+_GOOD_STATUSES = ("ok", "truncated", "filtered")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorCount:
+    """How often one class of row error happened.
+
+    Args:
+        error_class: the part of `__inference_error__` before the colon.
+        rows: rows that carry it.
+        row_ids: the first few of them.
+        message: the whole error of the first one.
+    """
+
+    error_class: str
+    rows: int
+    row_ids: tuple[str, ...] = ()
+    message: str = ""
+
+
+class RowTally:
+    """Counts output rows, one Arrow table after the other.
+
+    Memory: the row ids of all tables, because lost and repeated rows are counted from them.
+    """
+
+    def __init__(self) -> None:
+        self._row_ids: list[pa.Array] = []
+        self._statuses: dict[str, int] = {}
+        self._errors: dict[str, ErrorCount] = {}
+        self.rows_out = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of `table` by its row_id, finish_reason and __inference_error__."""
+        self.rows_out += table.num_rows
+        self._row_ids.extend(table.column("row_id").cast(pa.string()).chunks)
+        keys = table.select(["finish_reason", ERROR_COLUMN])
+        for group in keys.group_by(keys.column_names).aggregate([([], "count_all")]).to_pylist():
+            reason, error = group["finish_reason"] or "", group[ERROR_COLUMN] or ""
+            status = row_status(reason, error)
+            self._statuses[status] = self._statuses.get(status, 0) + group["count_all"]
+        failed = table.select(["row_id", ERROR_COLUMN])
+        failed = failed.filter(pc.not_equal(failed.column(ERROR_COLUMN), ""))
+        for row in failed.to_pylist():
+            self._count_error(str(row["row_id"]), row[ERROR_COLUMN])
+
+    def _count_error(self, row_id: str, error: str) -> None:
+        name = error_class(error)
+        known = self._errors.get(name) or ErrorCount(error_class=name, rows=0, message=error)
+        ids = known.row_ids
+        if len(ids) < MAX_ROW_IDS_PER_ERROR:
+            ids = (*ids, row_id)
+        self._errors[name] = dataclasses.replace(known, rows=known.rows + 1, row_ids=ids)
+
+    def rows_distinct(self) -> int:
+        """Return the number of different row ids seen."""
+        return int(pc.count_distinct(pa.chunked_array(self._row_ids, pa.string())).as_py())
+
+    def statuses(self) -> dict[str, int]:
+        """Return status to number of rows, the most frequent first."""
+        return dict(sorted(self._statuses.items(), key=lambda item: (-item[1], item[0])))
+
+    def errors(self) -> tuple[ErrorCount, ...]:
+        """Return the error classes, the most frequent first."""
+        return tuple(sorted(self._errors.values(), key=lambda e: (-e.rows, e.error_class)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """What one run of a job did.
+
+    Args:
+        source: input path or URI.
+        sink: output path or URI.
+        model: as the user named it.
+        rows_in: rows of the source.
+        rows_out: rows of the sink, error rows included.
+        rows_lost: source rows that are not in the sink.
+        rows_duplicated: sink rows beyond the first of the same row id.
+        statuses: row status (see `raybatch.stages.schema.row_status`) to number of rows.
+        errors: by class, the most frequent first.
+        prompt_tokens: of all rows that reached the engines.
+        cached_tokens: prompt tokens whose KV came from another request.
+        generated_tokens: of all rows.
+        startup_s: from the call to the first row handed to a ready engine.
+        engines_s: from there to the last row that came back.
+        write_s: what was left to write after that.
+        total_s: the whole call.
+        replicas: engine actors of the pool.
+        restarts: replicas started again after a death.
+        versions: package to version.
+        output_files: paths below the sink.
+    """
+
+    source: str
+    sink: str
+    model: str
+    rows_in: int
+    rows_out: int
+    rows_lost: int = 0
+    rows_duplicated: int = 0
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    errors: tuple[ErrorCount, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    startup_s: float = 0.0
+    engines_s: float = 0.0
+    write_s: float = 0.0
+    total_s: float = 0.0
+    replicas: int = 0
+    restarts: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    output_files: tuple[str, ...] = ()
+
+    @property
+    def rows_failed(self) -> int:
+        """Rows whose status is an error."""
+        return sum(n for status, n in self.statuses.items() if status not in _GOOD_STATUSES)
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens per second of engine time, cached ones included."""
+        return _rate(self.prompt_tokens, self.engines_s)
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Generated tokens per second of engine time."""
+        return _rate(self.generated_tokens, self.engines_s)
+
+    def exit_code(self) -> int:
+        """Return 0 for a finished run, 2 with error rows in it, 1 for lost or repeated rows."""
+        if self.rows_lost or self.rows_duplicated:
+            return 1
+        return 2 if self.rows_failed else 0
+
+    def to_text(self) -> str:
+        """Return the summary for people: one fact per line, printable ASCII only."""
+        return "\n".join(_printable(line) for line in _text_lines(self))
+
+    def to_json(self) -> str:
+        """Return every field and the derived rates as a JSON object."""
+        values: dict[str, Any] = dataclasses.asdict(self)
+        values["rows_failed"] = self.rows_failed
+        values["prompt_tokens_per_s"] = self.prompt_tokens_per_s
+        values["generated_tokens_per_s"] = self.generated_tokens_per_s
+        values["exit_code"] = self.exit_code()
+        return json.dumps(values, indent=2, sort_keys=True)
+
+    def write(self, sink: str | None = None) -> str:
+        """Write the JSON below `sink` (the report's own by default) and return its path."""
+        path = report_path(self.sink if sink is None else sink)
+        fs, name = fsspec.core.url_to_fs(path)
+        fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(name, self.to_json().encode())
+        return path
+
+
+def report_path(sink: str) -> str:
+    """Return where the report of `sink` lies."""
+    return f"{sink.rstrip('/')}/{REPORT_PATH}"
+
+
+def read_report(sink: str) -> RunReport:
+    """Read the report that a run wrote below `sink`.
+
+    Raises:
+        ConfigError: there is none, or it is not a report of this version.
+    """
+    path = report_path(sink)
+    fs, name = fsspec.core.url_to_fs(path)
+    if not fs.exists(name):
+        raise ConfigError(f"{sink}: no report here; expected {path}, written when a job ends")
+    try:
+        values = json.loads(fs.cat_file(name))
+        derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
+        stored = {key: value for key, value in values.items() if key not in derived}
+        stored["errors"] = tuple(
+            ErrorCount(**{**error, "row_ids": tuple(error["row_ids"])})
+            for error in stored["errors"]
+        )
+        stored["output_files"] = tuple(stored["output_files"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
+    return from_mapping(RunReport, stored, where=path)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, raybatch and the packages that decide results."""
+    versions = {"python": platform.python_version()}
+    for name in ("raybatch", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _text_lines(report: RunReport) -> list[str]:
+    rows = f"rows: {report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
+    if report.rows_duplicated:
+        rows += f", {report.rows_duplicated} duplicated"
+    lines = [f"model: {report.model}", f"source: {report.source}", rows]
+    if report.statuses:
+        lines.append("status: " + ", ".join(f"{n} {name}" for name, n in report.statuses.items()))
+    lines.append(f"errors: {report.rows_failed}")
+    for error in report.errors:
+        more = ", ..." if error.rows > len(error.row_ids) else ""
+        lines.append(f"  {error.error_class}: {error.rows} (rows {', '.join(error.row_ids)}{more})")
+    cached = 100 * _rate(report.cached_tokens, report.prompt_tokens)
+    lines += [
+        f"tokens: {report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
+        f"{report.generated_tokens} generated",
+        f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+        f"{report.generated_tokens_per_s:.0f} output tokens/s",
+        f"time: {report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
+        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)",
+        f"replicas: {report.replicas}, {_count(report.restarts, 'restart')}",
+        f"output: {report.sink} ({_count(len(report.output_files), 'file')})",
+        f"report: {report_path(report.sink)}",
+    ]
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _printable(line: str) -> str:
+    """Escape what a terminal could take for a command; row ids and errors are user data."""
+    return "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in line)

@@ -1,0 +1,104 @@
+"""The command line: options become one mapping, errors become one line."""
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import raybatch
+from raybatch.cli import app, job_mapping, main, parse_settings
+from raybatch.errors import ConfigError
+from raybatch.report import RunReport
+
+
+def run_main(monkeypatch, *args):
+    """Run the command line as the console script does and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["raybatch", *args])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    return exit_info.value.code
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("source: in\nsink: out\nstage: {model: m, sampling: {max_tokens: 9}}\n")
+    return str(path)
+
+
+def test_version_is_printed():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.output == f"raybatch {raybatch.__version__}\n"
+
+
+def test_settings_are_read_as_yaml():
+    settings = ["stage.a=[1, 2]", "stage.b=0.5", "sink=x=y", "source=null"]
+    expected = {"stage.a": [1, 2], "stage.b": 0.5, "sink": "x=y", "source": None}
+    assert parse_settings(settings) == expected
+
+
+def test_settings_that_are_not_of_the_job_are_of_the_stage():
+    assert parse_settings(["pool.replicas=2"]) == {"stage.pool.replicas": 2}
+
+
+@pytest.mark.parametrize("setting", ["engine", "=3", "a..b=3", "a=[1"])
+def test_malformed_setting_is_a_config_error(setting):
+    with pytest.raises(ConfigError, match="--set"):
+        parse_settings([setting])
+
+
+def test_options_win_over_the_job_file(job_file):
+    mapping = job_mapping(job_file, {"sink": "b", "stage.sampling.max_tokens": 7, "stage.x.y": 1})
+    stage = {"model": "m", "sampling": {"max_tokens": 7}, "x": {"y": 1}}
+    assert mapping == {"source": "in", "sink": "b", "stage": stage}
+
+
+def test_option_below_a_plain_value_is_a_config_error(job_file):
+    with pytest.raises(ConfigError, match=r"'stage\.model' holds no options"):
+        job_mapping(job_file, {"stage.model.name": "x"})
+
+
+def test_model_defaults_to_the_embedded_one_and_says_so(capsys):
+    mapping = job_mapping(None, {"source": "in"})
+    assert mapping["stage"]["model"] == "demo"
+    assert "embedded demo model" in capsys.readouterr().err
+
+
+def test_run_without_a_source_says_what_to_give():
+    with pytest.raises(ConfigError, match="--input, --output and --prompt"):
+        job_mapping(None, {})
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", "plain"])
+def test_unusable_job_file_names_itself(tmp_path, text):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.yaml"):
+        job_mapping(str(path), {})
+
+
+def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):
+    code = run_main(monkeypatch, "run", str(tmp_path / "job.yaml"))
+    assert (code, capsys.readouterr().err) == (
+        1,
+        f"error: {tmp_path / 'job.yaml'}: there is no such job file\n",
+    )
+
+
+def test_unknown_flag_gets_a_suggestion(monkeypatch, capsys):
+    code = run_main(monkeypatch, "run", "--modle", "m")
+    assert code == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_report_command_prints_a_stored_report(monkeypatch, capsys, tmp_path):
+    RunReport(source="in", sink=str(tmp_path), model="m", rows_in=2, rows_out=2).write()
+    code = run_main(monkeypatch, "report", str(tmp_path))
+    assert code == 0
+    assert "rows: 2 in, 2 out, 0 lost" in capsys.readouterr().out
+
+
+def test_report_of_a_folder_without_one_is_exit_code_1(monkeypatch, capsys, tmp_path):
+    code = run_main(monkeypatch, "report", str(tmp_path))
+    assert code == 1
+    assert "no report here" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""The progress display: figures from snapshots, lines and panel."""
+
+import io
+
+import pytest
+
+from raybatch.progress import ProgressPrinter, Snapshot, measure, progress_line
+from raybatch.types import PoolStats, ReplicaStats
+
+
+def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):
+    """A pool whose rows have 10 prompt tokens each unless told otherwise."""
+    values = {
+        "num_replicas": 2,
+        "num_ready": 2,
+        "rows_received": rows_received,
+        "rows_done": rows_done,
+        "prompt_tokens_received": 10 * rows_received,
+        "prompt_tokens_done": prompt,
+        "generated_tokens": generated,
+        "max_tokens_left": 1_000_000,
+    }
+    return PoolStats(**{**values, **changes})
+
+
+def snapshot(time_s, rows_total=100, **changes):
+    return Snapshot(time_s=time_s, rows_total=rows_total, stats=stats(**changes))
+
+
+def test_rates_are_of_the_recent_window_and_of_the_whole_run():
+    history = [
+        snapshot(0.0),
+        snapshot(100.0, prompt=1000, generated=100),
+        snapshot(110.0, prompt=3000, generated=200),
+    ]
+    progress = measure(history)
+    assert (progress.prompt_rate, progress.output_rate) == (200.0, 10.0)
+    assert progress.mean_prompt_rate == pytest.approx(3000 / 110)
+
+
+def test_mean_rates_leave_the_start_of_the_engines_out():
+    history = [snapshot(0.0), snapshot(90.0), snapshot(100.0, prompt=1000, generated=50)]
+    progress = measure(history)
+    assert (progress.mean_prompt_rate, progress.mean_output_rate) == (100.0, 5.0)
+
+
+def test_eta_comes_from_tokens_not_rows():
+    # half of the rows are done, but the other half has 9 times as many prompt tokens
+    done = snapshot(
+        10.0,
+        rows_total=10,
+        rows_done=5,
+        rows_received=10,
+        prompt=100,
+        prompt_tokens_received=1000,
+    )
+    assert measure([snapshot(0.0, rows_total=10), done]).eta_s == pytest.approx(90.0)
+
+
+def test_eta_counts_rows_that_the_pool_has_not_seen():
+    done = snapshot(10.0, rows_total=100, rows_done=10, rows_received=20, prompt=100)
+    assert measure([snapshot(0.0), done]).eta_s == pytest.approx(90.0)
+
+
+def test_eta_bounds_outputs_by_what_the_rows_may_generate():
+    changes = {"rows_done": 10, "rows_received": 20, "prompt": 200, "generated": 100}
+    done = snapshot(10.0, rows_total=20, max_tokens_left=50, **changes)
+    assert measure([snapshot(0.0), done]).eta_s == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        snapshot(10.0, rows_total=None, rows_done=5, rows_received=9, prompt=50),
+        snapshot(10.0, rows_done=0, rows_received=9),
+        snapshot(0.0, rows_done=5, rows_received=9, prompt=50),
+    ],
+    ids=["total-unknown", "nothing-done", "no-time"],
+)
+def test_eta_is_unknown_without_a_base(last):
+    assert measure([snapshot(0.0), last]).eta_s is None
+
+
+def test_eta_is_zero_at_the_end():
+    done = snapshot(10.0, rows_done=100, rows_received=100, prompt=1000, max_tokens_left=0)
+    assert measure([snapshot(0.0), done]).eta_s == 0.0
+
+
+def test_line_shows_every_figure():
+    replica = ReplicaStats(num_running=3, num_waiting=4, kv_used_fraction=0.25)
+    last = snapshot(
+        125.0,
+        rows_done=50,
+        rows_received=100,
+        prompt=500,
+        generated=250,
+        cached_tokens=100,
+        errors={"InvalidPrompt": 2, "PromptTooLong": 1},
+        num_ready=1,
+        num_restarts=1,
+        replicas=(replica, replica),
+    )
+    assert progress_line([snapshot(0.0), last]) == (
+        "rows 50/100 | errors 3 (2 InvalidPrompt, 1 PromptTooLong) | prompt tok/s 0 (mean 4) | "
+        "output tok/s 0 (mean 2) | cached 20 % | elapsed 2:05 | ETA 2:05 | KV 25 % | running 6 | "
+        "waiting 8 | replicas 1 ready, 1 starting | restarts 1"
+    )
+
+
+def test_line_of_an_empty_pool_is_ascii():
+    assert progress_line([Snapshot(time_s=0.0, stats=PoolStats())]).isascii()
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def printed_lines(times_s):
+    stream, clock = io.StringIO(), Clock()
+    with ProgressPrinter(stream=stream, clock=clock) as printer:
+        for clock.now_s in times_s:
+            printer.update(stats(), 100)
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_comes_every_ten_seconds_and_at_the_end():
+    lines = printed_lines([0.0, 4.0, 9.0, 10.0, 15.0])
+    assert [line.split("elapsed ")[1][:4] for line in lines] == ["0:00", "0:10", "0:15"]
+
+
+def test_the_last_state_is_not_printed_twice():
+    assert len(printed_lines([0.0, 10.0])) == 2
+
+
+def test_a_job_without_updates_prints_nothing():
+    assert printed_lines([]) == []
+
+
+def test_old_snapshots_leave_the_window_but_not_the_mean():
+    stream, clock = io.StringIO(), Clock()
+    with ProgressPrinter(stream=stream, clock=clock) as printer:
+        for second in range(0, 200, 5):
+            clock.now_s = float(second)
+            printer.update(stats(prompt=second), 100)
+    assert "prompt tok/s 1 (mean 1)" in stream.getvalue().splitlines()[-1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_a_panel(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with ProgressPrinter("my job", stream=stream) as printer:
+        printer.update(stats(rows_done=7), 100)
+    assert "my job" in stream.getvalue()
+    assert "7/100" in stream.getvalue()
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with ProgressPrinter(stream=stream) as printer:
+        printer.update(stats(rows_done=7), 100)
+    assert stream.getvalue().startswith("raybatch: rows 7/100 | ")

@@ -1,0 +1,135 @@
+"""The run report: counting output rows, text, JSON, exit codes."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.report import (
+    ErrorCount,
+    RowTally,
+    RunReport,
+    read_report,
+    report_path,
+)
+
+
+def output_table(rows):
+    names = ("row_id", "finish_reason", "__inference_error__")
+    columns = list(zip(*rows, strict=True)) if rows else [[], [], []]
+    return pa.table({n: pa.array(c, pa.string()) for n, c in zip(names, columns, strict=True)})
+
+
+def make_report(**changes):
+    values = {"source": "in", "sink": "out", "model": "demo", "rows_in": 4, "rows_out": 4}
+    return RunReport(**{**values, **changes})
+
+
+def test_tally_counts_statuses_over_tables():
+    tally = RowTally()
+    tally.add(output_table([("a", "stop", ""), ("b", "length", "")]))
+    tally.add(output_table([("c", "stop", ""), ("d", "error", "InvalidPrompt: null")]))
+    assert tally.statuses() == {"ok": 2, "invalid": 1, "truncated": 1}
+
+
+def test_tally_sees_repeated_row_ids_across_tables():
+    tally = RowTally()
+    tally.add(output_table([("a", "stop", ""), ("b", "stop", "")]))
+    tally.add(output_table([("a", "stop", "")]))
+    assert (tally.rows_out, tally.rows_distinct()) == (3, 2)
+
+
+def test_tally_of_nothing_is_zero():
+    assert (RowTally().rows_distinct(), RowTally().errors()) == (0, ())
+
+
+def test_tally_keeps_three_row_ids_per_error_class():
+    tally = RowTally()
+    rows = [(str(i), "error", f"PromptTooLong: {i} tokens") for i in range(5)]
+    tally.add(output_table([*rows, ("x", "error", "InvalidPrompt: null")]))
+    expected = (
+        ErrorCount(
+            error_class="PromptTooLong",
+            rows=5,
+            row_ids=("0", "1", "2"),
+            message="PromptTooLong: 0 tokens",
+        ),
+        ErrorCount(
+            error_class="InvalidPrompt", rows=1, row_ids=("x",), message="InvalidPrompt: null"
+        ),
+    )
+    assert tally.errors() == expected
+
+
+def test_tally_takes_integer_row_ids():
+    table = output_table([("0", "stop", "")]).set_column(0, "row_id", pa.array([7], pa.int64()))
+    tally = RowTally()
+    tally.add(table)
+    assert tally.rows_distinct() == 1
+
+
+def test_exit_code_is_0_for_good_and_truncated_rows():
+    assert make_report(statuses={"ok": 3, "truncated": 1}).exit_code() == 0
+
+
+def test_exit_code_is_2_with_error_rows():
+    assert make_report(statuses={"ok": 3, "invalid": 1}).exit_code() == 2
+
+
+@pytest.mark.parametrize("changes", [{"rows_lost": 1}, {"rows_duplicated": 1}])
+def test_exit_code_is_1_when_rows_are_lost_or_repeated(changes):
+    assert make_report(statuses={"invalid": 1}, **changes).exit_code() == 1
+
+
+def test_text_has_the_line_of_rows():
+    assert "rows: 4 in, 4 out, 0 lost" in make_report().to_text().splitlines()
+
+
+def test_text_names_repeated_rows():
+    assert "rows: 4 in, 4 out, 0 lost, 2 duplicated" in make_report(rows_duplicated=2).to_text()
+
+
+def test_text_states_rates_over_engine_time():
+    text = make_report(prompt_tokens=1000, generated_tokens=50, engines_s=2.0).to_text()
+    assert "speed: 500 prompt tokens/s, 25 output tokens/s" in text
+
+
+def test_text_of_a_run_without_engine_time_has_no_division_error():
+    assert "speed: 0 prompt tokens/s, 0 output tokens/s" in make_report().to_text()
+
+
+def test_text_escapes_terminal_codes_in_row_ids():
+    error = ErrorCount(error_class="InvalidPrompt", rows=1, row_ids=("\x1b[2Jé",))
+    assert "(rows \\x1b[2J\\xe9)" in make_report(errors=(error,)).to_text()
+
+
+def test_json_holds_derived_figures():
+    values = json.loads(make_report(statuses={"invalid": 1}).to_json())
+    assert (values["rows_failed"], values["exit_code"]) == (1, 2)
+
+
+def test_written_report_reads_back_equal(tmp_path):
+    error = ErrorCount(error_class="InvalidPrompt", rows=1, row_ids=("a",), message="m")
+    report = make_report(
+        sink=str(tmp_path),
+        errors=(error,),
+        statuses={"ok": 3, "invalid": 1},
+        output_files=("part-0.parquet",),
+    )
+    assert report.write() == report_path(str(tmp_path))
+    assert read_report(str(tmp_path)) == report
+
+
+def test_missing_report_names_the_expected_path(tmp_path):
+    with pytest.raises(ConfigError, match=r"no report here; expected .*report\.json"):
+        read_report(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"errors": [], "output_files": []}'])
+def test_foreign_report_is_a_config_error(tmp_path, content):
+    path = tmp_path / "_raybatch" / "report.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"report\.json"):
+        read_report(str(tmp_path))
