@@ -1,12 +1,11 @@
-"""Train the demo model and write `raybatch/demo/checkpoint`: one command, one CPU thread.
+"""Train the demo model on one CPU thread and write `raybatch/demo/checkpoint`.
 
-Run from the repository's root: `python scripts/train_demo_model.py`.
+Run from the repository's root, with the package importable: `python scripts/train_demo_model.py`.
 """
 
 import argparse
 import logging
 import math
-import os
 import random
 import time
 from collections import Counter
@@ -15,17 +14,25 @@ from pathlib import Path
 
 import torch
 from demo_training.batches import Batch, BatchShape, make_batch
+from demo_training.export import measure_accuracy, write_checkpoint
 from demo_training.model import DemoModel, ModelShape
+from demo_training.record import TrainingRecord, write_record
 from demo_training.tokenizer import train_tokenizer
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger("train_demo_model")
 
 CHECKPOINT = Path(__file__).parents[1] / "raybatch" / "demo" / "checkpoint"
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    num_steps: int
-    shapes: tuple[BatchShape, ...]
+PEAK_LR = 2e-3
+WARMUP_STEPS = 40
+# share of the run at the peak rate; the rest is a cosine to nearly zero
+FLAT_FRACTION = 0.4
+BALANCE_WEIGHT = 0.01
+LOG_EVERY = 25
+TEST_DOCUMENTS = 110
+TEST_SEED = 1_000_003
 
 SHORT = BatchShape(num_rows=24, num_blocks=4, doc_len=64, min_facts=3, max_facts=4)
 MIDDLE = BatchShape(num_rows=12, num_blocks=6, doc_len=144, min_facts=7, max_facts=10)
@@ -36,68 +43,158 @@ LONG = (
 )
 
 
-def make_optimizers(model, lr, muon):
-    hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and not n.endswith("mlp.gate.weight")]
-    ids = {id(p) for p in hidden}
-    rest = [p for p in model.parameters() if id(p) not in ids]
-    if muon:
-        return [torch.optim.Muon(hidden, lr=lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)]
-    return [torch.optim.AdamW([{"params": hidden, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.98), fused=True)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A number of steps that take turns with the shapes."""
+
+    num_steps: int
+    shapes: tuple[BatchShape, ...]
 
 
-def score(logits, batch):
-    right = logits.argmax(-1) == batch.labels
-    ok = torch.ones(len(batch.kinds), dtype=torch.bool)
-    ok[batch.pair_ids[~right]] = False
-    return Counter(batch.kinds), Counter(k for k, o in zip(batch.kinds, ok.tolist()) if o)
+# lookup forms within minutes on short documents, then stretches to long ones
+CURRICULUM = (
+    Stage(num_steps=225, shapes=(SHORT,)),
+    Stage(num_steps=150, shapes=(MIDDLE,)),
+    Stage(num_steps=1200, shapes=LONG),
+)
 
 
-def main():
-    ap = argparse.ArgumentParser()
-    ap.add_argument("--lr", type=float, default=2e-3)
-    ap.add_argument("--muon", type=int, default=1)
-    ap.add_argument("--steps", type=int, nargs=3, default=(300, 0, 0))
-    ap.add_argument("--compile", type=int, default=1)
-    ap.add_argument("--out", default="")
-    ap.add_argument("--init", default="")
-    args = ap.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    tok = train_tokenizer(2048, 0)
-    model = DemoModel(ModelShape(vocab_size=1920))
-    model.init_embeddings(tok)
-    if args.init: model.load_state_dict(torch.load(args.init))
-    opts = make_optimizers(model, args.lr, args.muon)
-    rng = random.Random(1)
-    stages = [(SHORT,)] * args.steps[0] + [(MIDDLE,)] * args.steps[1] + [LONG] * args.steps[2]
-    if args.compile:
-        for l in model.layers:
-            l.attend = torch.compile(l.attend, dynamic=False)
-    total, right = Counter(), Counter()
-    t0 = time.time(); losses = []; td = 0
-    for step, shapes in enumerate(stages):
-        t = time.time()
-        b = make_batch(tok, rng, shapes[step % len(shapes)])
-        td += time.time() - t
-        frac = step / len(stages)
-        f = min(1, (step + 1) / 40) * (1 if frac < 0.4 else 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (frac - 0.4) / 0.6)))
-        for o in opts:
-            for g in o.param_groups: g["lr"] = args.lr * f
+class Trainer:
+    """Owns the model and its optimizers; Muon for the matrices, AdamW for everything else."""
+
+    def __init__(self, model: DemoModel, num_steps: int) -> None:
+        self.model = model
+        self.num_steps = num_steps
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if _is_matrix(name, p)]
+        others = [p for name, p in named if not _is_matrix(name, p)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=PEAK_LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        ]
+
+    def step(self, batch: Batch, step: int) -> tuple[float, Tensor]:
+        """Run one update.
+
+        Args:
+            batch: Documents the model has not seen.
+            step: Index of the step, from 0.
+
+        Returns:
+            The loss, and which labels were right before the update.
+        """
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits, bal = model(b.ids, b.positions, b.masks, b.chosen)
-        loss = F.cross_entropy(logits.float(), b.labels)
-        (loss + 0.01 * bal).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for o in opts: o.step(); o.zero_grad()
-        losses.append(loss.item())
-        n, r = score(logits, b); total += n; right += r
-        if (step + 1) % 25 == 0:
-            acc = " ".join(f"{k[:5]}={100 * right[k] / total[k]:.0f}" for k in sorted(total))
-            print(f"{step + 1} t={time.time() - t0:.0f} data={td:.0f} tok={b.ids.numel()} loss={sum(losses) / len(losses):.3f} bal={bal.item():.2f} acc={100 * right.total() / total.total():.1f} {acc}", flush=True)
-            total.clear(); right.clear(); losses = []
-        if args.out and (step + 1) % 200 == 0: torch.save({k.replace("._orig_mod", ""): v for k, v in model.state_dict().items()}, args.out)
-    if args.out: torch.save({k.replace("._orig_mod", ""): v for k, v in model.state_dict().items()}, args.out)
+            logits, balance = self.model(batch.ids, batch.positions, batch.masks, batch.chosen)
+        loss = F.cross_entropy(logits.float(), batch.labels)
+        (loss + BALANCE_WEIGHT * balance).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = PEAK_LR * _schedule(step, self.num_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item(), logits.detach().argmax(-1) == batch.labels
 
-main()
+
+class Progress:
+    """Running loss and accuracy by kind; batches are fresh, so this is on unseen documents."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._start = time.monotonic()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._losses: list[float] = []
+        self._asked: Counter[str] = Counter()
+        self._right: Counter[str] = Counter()
+
+    def add(self, batch: Batch, loss: float, is_right: Tensor) -> None:
+        """Count one step; an answer is right when all its tokens are."""
+        self.num_tokens += batch.ids.numel()
+        self._losses.append(loss)
+        wrong_pairs = set(batch.pair_ids[~is_right].tolist())
+        self._asked.update(batch.kinds)
+        self._right.update(k for i, k in enumerate(batch.kinds) if i not in wrong_pairs)
+
+    def log(self, step: int) -> None:
+        """Report the steps since the last call."""
+        kinds = " ".join(
+            f"{kind}={100 * self._right[kind] / num:.1f}"
+            for kind, num in sorted(self._asked.items())
+        )
+        seconds = time.monotonic() - self._start
+        loss = sum(self._losses) / len(self._losses)
+        accuracy = 100 * self._right.total() / self._asked.total()
+        logger.info(
+            "step %d, %.0f s: loss %.4f, right %.1f %%: %s", step, seconds, loss, accuracy, kinds
+        )
+        self._clear()
+
+
+def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> int:
+    """Train the model in place through the curriculum; returns the number of tokens seen."""
+    rng = random.Random(seed)
+    plan = [
+        stage.shapes[i % len(stage.shapes)] for stage in CURRICULUM for i in range(stage.num_steps)
+    ]
+    trainer, progress = Trainer(model, len(plan)), Progress()
+    for layer in model.layers:
+        layer.attend = torch.compile(layer.attend, dynamic=False)
+    for step, shape in enumerate(plan):
+        batch = make_batch(tokenizer, rng, shape)
+        progress.add(batch, *trainer.step(batch, step))
+        if (step + 1) % LOG_EVERY == 0 or step + 1 == len(plan):
+            progress.log(step + 1)
+    return progress.num_tokens
+
+
+def main() -> None:
+    """Train, export, measure, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    start = time.monotonic()
+    shape = ModelShape()
+    tokenizer = train_tokenizer(shape.max_position_embeddings, args.seed)
+    model = DemoModel(shape)
+    model.init_embeddings(tokenizer)
+    num_tokens = train(model, tokenizer, args.seed)
+    write_checkpoint(model, tokenizer, args.out)
+    seconds = time.monotonic() - start
+    logger.info("trained in %.0f s; measuring", seconds)
+    accuracy = measure_accuracy(args.out, num_documents=TEST_DOCUMENTS, seed=TEST_SEED)
+    record = TrainingRecord(
+        seconds=seconds,
+        num_tokens=num_tokens,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        seed=args.seed,
+        test_seed=TEST_SEED,
+        accuracy=accuracy,
+    )
+    write_record(args.out / "TRAINING.md", record)
+    logger.info("right: %.2f %%", 100 * accuracy.fraction)
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Tell whether Muon trains a parameter: not embeddings, norms and routers."""
+    is_router = name.endswith("mlp.gate.weight")
+    return parameter.dim() == 2 and not is_router and "embed_tokens" not in name
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Compute the learning rate as a share of its peak: warm-up, flat, cosine."""
+    done = max(0.0, step / num_steps - FLAT_FRACTION) / (1 - FLAT_FRACTION)
+    cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
+
+
+if __name__ == "__main__":
+    main()
