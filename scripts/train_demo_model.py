@@ -31,6 +31,7 @@ WARMUP_STEPS = 40
 FLAT_FRACTION = 0.4
 BALANCE_WEIGHT = 0.01
 LOG_EVERY = 25
+SAVE_EVERY = 200
 TEST_DOCUMENTS = 110
 TEST_SEED = 1_000_003
 
@@ -53,8 +54,8 @@ class Stage:
 
 # lookup forms within minutes on short documents, then stretches to long ones
 CURRICULUM = (
-    Stage(num_steps=225, shapes=(SHORT,)),
-    Stage(num_steps=150, shapes=(MIDDLE,)),
+    Stage(num_steps=250, shapes=(SHORT,)),
+    Stage(num_steps=200, shapes=(MIDDLE,)),
     Stage(num_steps=1200, shapes=LONG),
 )
 
@@ -134,8 +135,12 @@ class Progress:
         self._clear()
 
 
-def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> int:
-    """Train the model in place through the curriculum; returns the number of tokens seen."""
+def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int, out: Path) -> int:
+    """Train the model in place through the curriculum, saving the checkpoint now and then.
+
+    Returns:
+        The number of tokens seen.
+    """
     rng = random.Random(seed)
     plan = [
         stage.shapes[i % len(stage.shapes)] for stage in CURRICULUM for i in range(stage.num_steps)
@@ -148,6 +153,8 @@ def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> in
         progress.add(batch, *trainer.step(batch, step))
         if (step + 1) % LOG_EVERY == 0 or step + 1 == len(plan):
             progress.log(step + 1)
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == len(plan):
+            write_checkpoint(model, tokenizer, out)
     return progress.num_tokens
 
 
@@ -166,8 +173,7 @@ def main() -> None:
     tokenizer = train_tokenizer(shape.max_position_embeddings, args.seed)
     model = DemoModel(shape)
     model.init_embeddings(tokenizer)
-    num_tokens = train(model, tokenizer, args.seed)
-    write_checkpoint(model, tokenizer, args.out)
+    num_tokens = train(model, tokenizer, args.seed, args.out)
     seconds = time.monotonic() - start
     logger.info("trained in %.0f s; measuring", seconds)
     accuracy = measure_accuracy(args.out, num_documents=TEST_DOCUMENTS, seed=TEST_SEED)

@@ -123,13 +123,12 @@ class _Rows:
     def finish(self) -> Batch:
         """Turn the arrays into tensors and build the masks."""
         owners, doc_len = torch.from_numpy(self.owners), self.shape.doc_len
-        seen = (owners[:, None, :doc_len] == 0).repeat(1, self.shape.row_len, 1).tril()
         blocks = owners[:, doc_len:].unflatten(1, (-1, BLOCK))
         own = (blocks[..., None, :] == blocks[..., :, None]).tril()
         return Batch(
             torch.from_numpy(self.ids),
             torch.from_numpy(self.positions),
-            Masks(_additive(seen), _additive(own)),
+            Masks(_additive(owners[:, :doc_len] == 0), _additive(own)),
             *(torch.tensor(x) for x in (self.chosen, self.labels, self.pair_ids)),
             self.kinds,
         )

@@ -80,33 +80,35 @@ class Attention(nn.Module):
 class Masks(NamedTuple):
     """Additive masks: -inf where a query must not look."""
 
-    document: Tensor  # [rows, tokens, document tokens]
-    local: Tensor  # [rows, blocks, BLOCK, BLOCK]
+    document: Tensor  # [rows, document tokens], hides the padding from the blocks
+    own: Tensor  # [rows, blocks, BLOCK, BLOCK], causal within each pair
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
-    """Join attention to the document part and to the own block under one softmax."""
-    rows, kv_heads, tokens, group, dim = q.shape
-    doc_len = masks.document.shape[-1]
+    """Attend causally within the document; join document and own block under one softmax."""
+    doc_len, group = masks.document.shape[-1], q.shape[3]
     k_doc, v_doc = k[:, :, :doc_len], v[:, :, :doc_len]
-    to_doc = (q.flatten(2, 3) @ k_doc.transpose(2, 3)).view(rows, kv_heads, tokens, group, doc_len)
-    to_doc = to_doc.float() + masks.document[:, None, :, None]
-    out_doc = (to_doc[:, :, :doc_len].softmax(-1).to(v.dtype).flatten(2, 3) @ v_doc).view(
-        rows, kv_heads, doc_len, group, dim
-    )
-    blocks = (rows, kv_heads, -1, BLOCK, dim)
-    q_own = q[:, :, doc_len:].unflatten(2, (-1, BLOCK)).flatten(3, 4)
-    k_own, v_own = (t[:, :, doc_len:].reshape(blocks) for t in (k, v))
-    to_own = (q_own @ k_own.transpose(3, 4)).unflatten(3, (BLOCK, group))
-    to_own = to_own.float() + masks.local[:, None, :, :, None]
-    scores = torch.cat((to_doc[:, :, doc_len:], to_own.flatten(2, 3)), dim=-1)
-    probs = scores.softmax(-1).to(v.dtype)
-    from_doc = probs[..., :doc_len].flatten(2, 3) @ v_doc
-    own = probs[..., doc_len:].unflatten(2, (-1, BLOCK)).flatten(3, 4) @ v_own
-    out_own = from_doc.view(rows, kv_heads, -1, group, dim) + own.view(
-        rows, kv_heads, -1, group, dim
-    )
-    return torch.cat((out_doc, out_own), dim=2).transpose(1, 2).flatten(2)
+    causal = q.new_full((doc_len, doc_len), -torch.inf).triu(1)[:, None]
+    q_doc = q[:, :, :doc_len].flatten(2, 3)
+    scores = (q_doc @ k_doc.mT).unflatten(2, (doc_len, group)).float() + causal
+    out_doc = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ v_doc
+
+    def to_blocks(x: Tensor) -> Tensor:
+        return x[:, :, doc_len:].unflatten(2, (-1, BLOCK))
+
+    q_own, k_own, v_own = to_blocks(q).flatten(3, 4), to_blocks(k), to_blocks(v)
+    to_doc = (q[:, :, doc_len:].flatten(2, 3) @ k_doc.mT).unflatten(2, (-1, BLOCK * group))
+    to_doc = to_doc.float() + masks.document[:, None, None, None]
+    own = masks.own[:, None].repeat_interleave(group, dim=3)
+    to_own = (q_own @ k_own.mT).float() + own
+    peak = torch.maximum(to_doc.amax(-1, keepdim=True), to_own.amax(-1, keepdim=True)).detach()
+    to_doc, to_own = (to_doc - peak).exp(), (to_own - peak).exp()
+    total = to_doc.sum(-1, keepdim=True) + to_own.sum(-1, keepdim=True)
+    from_doc = to_doc.to(v.dtype).flatten(2, 3) @ v_doc
+    from_own = to_own.to(v.dtype) @ v_own
+    out_own = (from_doc + from_own.flatten(2, 3)) / total.to(v.dtype).flatten(2, 3)
+    parts = [out.unflatten(2, (-1, group)) for out in (out_doc, out_own)]
+    return torch.cat(parts, dim=2).transpose(1, 2).flatten(2)
 
 
 class Experts(nn.Module):
