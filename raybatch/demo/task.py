@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raybatch.demo import words
-from raybatch.demo.phrases import KINDS, NOT_STATED, Kind
+from raybatch.demo.phrases import KINDS, NOT_STATED
 
 Card = TypeVar("Card")
 
