@@ -7,14 +7,15 @@ import argparse
 import logging
 import math
 import random
+import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from demo_training.batches import Batch, BatchShape, make_batch
-from demo_training.export import measure_accuracy, write_checkpoint
+from demo_training.export import measure_accuracy, read_weights, write_checkpoint
 from demo_training.model import DemoModel, ModelShape
 from demo_training.record import TrainingRecord, write_record
 from demo_training.tokenizer import train_tokenizer
@@ -32,6 +33,7 @@ FLAT_FRACTION = 0.4
 BALANCE_WEIGHT = 0.01
 LOG_EVERY = 25
 SAVE_EVERY = 200
+TOKENIZER_SEED = 0
 TEST_DOCUMENTS = 110
 TEST_SEED = 1_000_003
 
@@ -44,20 +46,9 @@ LONG = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A number of steps that take turns with the shapes."""
-
-    num_steps: int
-    shapes: tuple[BatchShape, ...]
-
-
-# lookup forms within minutes on short documents, then stretches to long ones
-CURRICULUM = (
-    Stage(num_steps=250, shapes=(SHORT,)),
-    Stage(num_steps=200, shapes=(MIDDLE,)),
-    Stage(num_steps=1200, shapes=LONG),
-)
+# steps on short, middle and long documents: lookup forms within minutes on short ones
+CURRICULUM = ((SHORT,), (MIDDLE,), LONG)
+DEFAULT_STEPS = (250, 200, 1200)
 
 
 class Trainer:
@@ -135,7 +126,14 @@ class Progress:
         self._clear()
 
 
-def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int, out: Path) -> int:
+def train(
+    model: DemoModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    steps: Sequence[int],
+    out: Path,
+) -> int:
     """Train the model in place through the curriculum, saving the checkpoint now and then.
 
     Returns:
@@ -143,7 +141,9 @@ def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int, out: 
     """
     rng = random.Random(seed)
     plan = [
-        stage.shapes[i % len(stage.shapes)] for stage in CURRICULUM for i in range(stage.num_steps)
+        shapes[i % len(shapes)]
+        for shapes, num_steps in zip(CURRICULUM, steps, strict=True)
+        for i in range(num_steps)
     ]
     trainer, progress = Trainer(model, len(plan)), Progress()
     for layer in model.layers:
@@ -160,24 +160,23 @@ def train(model: DemoModel, tokenizer: PreTrainedTokenizerFast, seed: int, out: 
 
 def main() -> None:
     """Train, export, measure, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+    args = _parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     start = time.monotonic()
     shape = ModelShape()
-    tokenizer = train_tokenizer(shape.max_position_embeddings, args.seed)
+    tokenizer = train_tokenizer(shape.max_position_embeddings, TOKENIZER_SEED)
     model = DemoModel(shape)
     model.init_embeddings(tokenizer)
-    num_tokens = train(model, tokenizer, args.seed, args.out)
+    if args.start:
+        read_weights(model, args.start)
+    num_tokens = train(model, tokenizer, seed=args.seed, steps=args.steps, out=args.out)
     seconds = time.monotonic() - start
     logger.info("trained in %.0f s; measuring", seconds)
     accuracy = measure_accuracy(args.out, num_documents=TEST_DOCUMENTS, seed=TEST_SEED)
     record = TrainingRecord(
+        arguments=tuple(sys.argv[1:]),
         seconds=seconds,
         num_tokens=num_tokens,
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -187,6 +186,23 @@ def main() -> None:
     )
     write_record(args.out / "TRAINING.md", record)
     logger.info("right: %.2f %%", 100 * accuracy.fraction)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the checkpoint")
+    parser.add_argument("--start", type=Path, help="checkpoint to start from, instead of noise")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=3,
+        default=DEFAULT_STEPS,
+        metavar=("SHORT", "MIDDLE", "LONG"),
+        help="steps on documents of each length",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from demo_training.model import DemoModel, ModelShape
 from demo_training.tokenizer import END, PAD
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -38,6 +38,7 @@ def write_checkpoint(model: DemoModel, tokenizer: PreTrainedTokenizerFast, folde
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
     save_file(_standard_tensors(model), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
     size = weights.stat().st_size
     if size > MAX_CHECKPOINT_BYTES:
         raise ValueError(f"{weights} has {size} bytes, at most {MAX_CHECKPOINT_BYTES} are wanted")
@@ -55,6 +56,16 @@ def write_checkpoint(model: DemoModel, tokenizer: PreTrainedTokenizerFast, folde
         "pad_token_id": pad,
     }
     _write_json(folder / "generation_config.json", generation)
+
+
+def read_weights(model: DemoModel, folder: Path) -> None:
+    """Load the weights of a checkpoint into the training model."""
+    tensors = load_file(folder / "model.safetensors")
+    state = {
+        name: torch.cat([tensors[part] for part in _standard_names(name)]).float()
+        for name in model.state_dict()
+    }
+    model.load_state_dict(state)
 
 
 def measure_accuracy(folder: Path, *, num_documents: int, seed: int) -> Accuracy:
@@ -107,18 +118,20 @@ def _standard_tensors(model: DemoModel) -> dict[str, Tensor]:
     """Name the tensors as the public Qwen3-MoE checkpoints do, one per expert and projection."""
     tensors = {}
     for name, tensor in model.state_dict().items():
-        head, _, expert = name.rpartition(".")
-        if head.endswith("gate_up_proj"):
-            gate, up = tensor.chunk(2)
-            prefix = f"model.{head.removesuffix('gate_up_proj')}experts.{expert}"
-            tensors[f"{prefix}.gate_proj.weight"] = gate
-            tensors[f"{prefix}.up_proj.weight"] = up
-        elif head.endswith("down_proj"):
-            prefix = f"model.{head.removesuffix('down_proj')}experts.{expert}"
-            tensors[f"{prefix}.down_proj.weight"] = tensor
-        else:
-            tensors[f"model.{name}"] = tensor
+        names = _standard_names(name)
+        tensors.update(zip(names, tensor.chunk(len(names)), strict=True))
     return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+
+
+def _standard_names(name: str) -> tuple[str, ...]:
+    """Name what a tensor of the training model becomes; gate and up projections are two."""
+    head, _, expert = name.rpartition(".")
+    if head.endswith("gate_up_proj"):
+        prefix = f"model.{head.removesuffix('gate_up_proj')}experts.{expert}"
+        return f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"
+    if head.endswith("down_proj"):
+        return (f"model.{head.removesuffix('down_proj')}experts.{expert}.down_proj.weight",)
+    return (f"model.{name}",)
 
 
 def _config(shape: ModelShape, end: int, pad: int) -> dict[str, object]:

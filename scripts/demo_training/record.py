@@ -17,6 +17,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 class TrainingRecord:
     """What one run of the training script did."""
 
+    arguments: tuple[str, ...]
     seconds: float
     num_tokens: int
     num_parameters: int
@@ -31,7 +32,7 @@ def write_record(path: Path, record: TrainingRecord) -> None:
     lines = [
         "# Training record of the demo model",
         "",
-        "- Command: `python scripts/train_demo_model.py`",
+        f"- Command: `{' '.join(('python scripts/train_demo_model.py', *record.arguments))}`",
         f"- Time: {record.seconds:.0f} s from tokenizer to checkpoint",
         f"- Hardware: {_cpu_name()}, {os.cpu_count()} logical cores shared with other work, "
         f"{torch.get_num_threads()} thread used; CPU features: {_cpu_features()}",
