@@ -32,23 +32,21 @@ WARMUP_STEPS = 40
 FLAT_FRACTION = 0.4
 BALANCE_WEIGHT = 0.01
 LOG_EVERY = 25
-SAVE_EVERY = 200
+SAVE_EVERY = 100
 TOKENIZER_SEED = 0
 TEST_DOCUMENTS = 110
 TEST_SEED = 1_000_003
 
-SHORT = BatchShape(num_rows=24, num_blocks=4, doc_len=64, min_facts=3, max_facts=4)
-MIDDLE = BatchShape(num_rows=12, num_blocks=6, doc_len=144, min_facts=7, max_facts=10)
+SHORT = BatchShape(num_rows=16, num_blocks=4, doc_len=64, min_facts=3, max_facts=4)
+MIDDLE = BatchShape(num_rows=7, num_blocks=8, doc_len=144, min_facts=7, max_facts=10)
 LONG = (
-    BatchShape(num_rows=9, num_blocks=8, doc_len=224, min_facts=13, max_facts=17),
-    BatchShape(num_rows=8, num_blocks=8, doc_len=304, min_facts=18, max_facts=24),
-    BatchShape(num_rows=7, num_blocks=8, doc_len=400, min_facts=25, max_facts=32),
+    BatchShape(num_rows=5, num_blocks=12, doc_len=224, min_facts=13, max_facts=17),
+    BatchShape(num_rows=4, num_blocks=12, doc_len=304, min_facts=18, max_facts=24),
+    BatchShape(num_rows=4, num_blocks=12, doc_len=400, min_facts=25, max_facts=32),
 )
-
-
 # steps on short, middle and long documents: lookup forms within minutes on short ones
 CURRICULUM = ((SHORT,), (MIDDLE,), LONG)
-DEFAULT_STEPS = (250, 200, 1200)
+DEFAULT_STEPS = (350, 250, 1400)
 
 
 class Trainer:
