@@ -1,0 +1,168 @@
+"""The demo dataset: Parquet files of documents x questions with columns that must pass through."""
+
+import random
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raybatch.demo.task import PROMPT, Question, make_document, make_questions
+
+__all__ = ["PROMPT", "SCHEMA", "write_dataset"]
+
+SCHEMA = pa.schema(
+    [
+        ("document", pa.string()),
+        ("question", pa.string()),
+        ("answer", pa.string()),
+        ("doc_id", pa.int64()),
+        ("priority", pa.int32()),
+        ("asked_at", pa.timestamp("us", tz="UTC")),
+        ("spans", pa.list_(pa.list_(pa.int32()))),
+        ("origin", pa.struct([("city", pa.string()), ("page", pa.int16())])),
+        ("comment", pa.string()),
+        ("digest", pa.binary()),
+    ]
+)
+
+Row = dict[str, object]
+
+_MIN_FACTS, _MAX_FACTS = 16, 32
+_ROW_GROUP_ROWS = 2048
+# rows that are shuffled together; bounds the writer's memory, whatever the size of the dataset
+_SHUFFLE_ROWS = 65_536
+_OVERLONG_REPEATS = 40
+_BAD_UTF8 = b"The gate is \xff\xfe green."
+_EPOCH = datetime(2024, 1, 1, tzinfo=UTC)
+
+
+def write_dataset(
+    path: str | Path,
+    *,
+    num_documents: int,
+    questions_per_document: int,
+    seed: int,
+    num_files: int,
+    include_bad_rows: bool = True,
+) -> None:
+    """Write the dataset as `part-00000.parquet`, ... under `path`; same arguments, same bytes.
+
+    Rows are shuffled over all files within windows of about 65,000 rows, so the questions of one
+    document lie far apart. Time is linear in the rows, memory does not grow with them.
+
+    Args:
+        path: Folder of the files; created when missing, files of the same names are replaced.
+        num_documents: Number of documents.
+        questions_per_document: Questions asked about each document.
+        seed: Seed of documents, questions and order.
+        num_files: Number of Parquet files.
+        include_bad_rows: Append, beyond documents x questions, rows that cannot be answered: a
+            null document, a null question and an over-long prompt in the first file, and a
+            document that is not UTF-8 in the last file.
+
+    Raises:
+        ValueError: A count is less than one.
+    """
+    counts = (num_documents, questions_per_document, num_files)
+    if min(counts) < 1:
+        raise ValueError(
+            f"num_documents, questions_per_document, num_files = {counts}: each must be at least 1"
+        )
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    files = [folder / f"part-{i:05}.parquet" for i in range(num_files)]
+    writers = [pq.ParquetWriter(file, SCHEMA, compression="zstd") for file in files]
+    try:
+        rows = _rows(rng, num_documents, questions_per_document)
+        _write_rows(writers, _shuffle(rows, rng))
+        if include_bad_rows:
+            writers[0].write_table(pa.Table.from_pylist(_bad_rows(rng), schema=SCHEMA))
+            writers[-1].write_table(_invalid_utf8_row(rng))
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def _rows(rng: random.Random, num_documents: int, questions_per_document: int) -> Iterator[Row]:
+    for doc_id in range(num_documents):
+        document = make_document(rng, rng.randint(_MIN_FACTS, _MAX_FACTS))
+        for question in make_questions(document, rng, questions_per_document):
+            yield _row(rng, doc_id, document.text, question)
+
+
+def _row(rng: random.Random, doc_id: int, document: str, question: Question) -> Row:
+    """Fill the columns that the pipeline must hand through, nulls at every level included."""
+    spans = [
+        None if rng.random() < 0.2 else _with_nulls(rng, [rng.randint(-9, 9) for _ in range(3)])
+        for _ in range(rng.randint(0, 3))
+    ]
+    return {
+        "document": document,
+        "question": question.text,
+        "answer": question.answer,
+        "doc_id": doc_id,
+        "priority": rng.choice((None, 0, 1, 2**31 - 1)),
+        "asked_at": _EPOCH + timedelta(microseconds=rng.randrange(10**14)),
+        "spans": rng.choice((spans, spans, spans, None)),
+        "origin": rng.choice((None, {"city": rng.choice((None, "Zürich", "")), "page": 7})),
+        "comment": rng.choice((None, "", "naïve café", "日本 🙂")),
+        "digest": rng.randbytes(rng.randint(0, 8)),
+    }
+
+
+def _with_nulls(rng: random.Random, values: list[int]) -> list[int | None]:
+    return [None if rng.random() < 0.2 else value for value in values]
+
+
+def _shuffle(rows: Iterator[Row], rng: random.Random) -> Iterator[Row]:
+    """Shuffle window by window."""
+    window: list[Row] = []
+    for row in rows:
+        window.append(row)
+        if len(window) == _SHUFFLE_ROWS:
+            rng.shuffle(window)
+            yield from window
+            window = []
+    rng.shuffle(window)
+    yield from window
+
+
+def _write_rows(writers: list[pq.ParquetWriter], rows: Iterator[Row]) -> None:
+    """Deal rows to the files in turn."""
+    groups: list[list[Row]] = [[] for _ in writers]
+    for i, row in enumerate(rows):
+        group = groups[i % len(writers)]
+        group.append(row)
+        if len(group) == _ROW_GROUP_ROWS:
+            _write_group(writers[i % len(writers)], group)
+    for writer, group in zip(writers, groups, strict=True):
+        _write_group(writer, group)
+
+
+def _write_group(writer: pq.ParquetWriter, group: list[Row]) -> None:
+    if group:
+        writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
+        group.clear()
+
+
+def _bad_rows(rng: random.Random) -> list[Row]:
+    document = make_document(rng, _MAX_FACTS)
+    (question,) = make_questions(document, rng, 1)
+    good = _row(rng, -1, document.text, question)
+    return [
+        {**good, "document": None},
+        {**good, "question": None},
+        {**good, "document": " ".join([document.text] * _OVERLONG_REPEATS)},
+    ]
+
+
+def _invalid_utf8_row(rng: random.Random) -> pa.Table:
+    """Make one row whose document holds bytes that no UTF-8 decoder accepts."""
+    (question,) = make_questions(make_document(rng, _MIN_FACTS), rng, 1)
+    table = pa.Table.from_pylist([_row(rng, -2, "", question)], schema=SCHEMA)
+    offsets = pa.array([0, len(_BAD_UTF8)], pa.int32()).buffers()[1]
+    broken = pa.StringArray.from_buffers(1, offsets, pa.py_buffer(_BAD_UTF8))
+    return table.set_column(0, SCHEMA.field("document"), broken)
