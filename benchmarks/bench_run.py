@@ -84,9 +84,14 @@ class Bench:
             return
         say(f"{model}, {workload.name}: reference tokens from transformers")
         rows = sample_rows(workload, NUM_REFERENCE_ROWS)
-        with self.start(REFERENCE_PEER, model) as reference:
-            reference.answer()
-            answer = reference.run(workload, rows)
+        try:
+            with self.start(REFERENCE_PEER, model) as reference:
+                reference.answer()
+                answer = reference.run(workload, rows)
+        except (PeerError, venvs.VenvError) as error:
+            # without it every speed of this workload is refused
+            self._log_failure(model, workload, REFERENCE_PEER, error)
+            return
         self.log.add("reference", model, workload.name, REFERENCE, {"rows": rows, **answer})
 
     def _measure_engines(

@@ -58,7 +58,7 @@ def names(value: str | None, known: Sequence[str] | None, option: str) -> list[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what is missing, print the tables and write the results; 1 if a speed was refused or is missing."""
+    """Run what is missing, print tables, write results; 1 if a speed was refused or is missing."""
     args = parse_args(arguments)
     peers = names(args.peers, list(PEERS), "--peers") or list(DEFAULT_PEERS[args.suite])
     workloads = names(args.workloads, list(WORKLOADS), "--workloads")

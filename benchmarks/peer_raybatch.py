@@ -12,6 +12,7 @@ from workloads_e2e import TokenRequest
 
 if TYPE_CHECKING:
     from raybatch.backends.native import NativeBackend
+
     from raybatch.config import EngineConfig
     from raybatch.types import Request
 

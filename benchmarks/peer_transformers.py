@@ -88,7 +88,8 @@ class TransformersEngine:
                 pad_token_id=0,
             ),
         )
-        return generated[:, width:].tolist()
+        rows_out: list[list[int]] = generated[:, width:].tolist()
+        return rows_out
 
     def _generate_continuous(self, requests: Sequence[TokenRequest]) -> Answer:
         settings = self._settings
