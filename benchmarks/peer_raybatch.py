@@ -11,8 +11,7 @@ from peer_loop import Answer, PeerConfig, read_config, say, serve, take_stdout, 
 from workloads_e2e import TokenRequest
 
 if TYPE_CHECKING:
-    from raybatch.backends.native import NativeBackend
-
+    from raybatch.backends.base import Backend
     from raybatch.config import EngineConfig
     from raybatch.types import Request
 
@@ -78,10 +77,12 @@ class NativeEngine:
             },
         )
 
-    def _load(self) -> "NativeBackend":
-        from raybatch.backends.native import NativeBackend
+    def _load(self) -> "Backend":
+        from raybatch.backends.create import create_backend
 
-        return NativeBackend(self._config.model, engine_config(self._config), 1)
+        from raybatch.config import BackendConfig
+
+        return create_backend(self._config.model, BackendConfig(), engine_config(self._config))
 
 
 def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":

@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from peer_loop import Answer, PeerConfig, serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching import (
-    ContinuousBatchingManager,
-    GenerationOutput,
-)
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import GenerationOutput
 from workloads_e2e import TokenRequest
 
 # tried during the warm-up; padding costs more than it brings where lengths differ much
