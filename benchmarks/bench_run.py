@@ -1,0 +1,244 @@
+"""Runs the parts of a suite: checks outputs, then measures the peers in turn, and logs it all."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import job_data
+import venvs
+import workloads_e2e
+from meters import wait_quiet
+from models import SHAPES
+from peer_loop import Answer, PeerConfig, Settings, outcome
+from peer_process import HERE, PeerError, PeerProcess
+from runlog import Record, RunLog
+from suites import BASELINE, REFERENCE, Part, Peer, rows_to_run, sample_rows
+from summary import refusals
+from venvs import ROOT, WORK
+from workloads_e2e import Workload
+
+DEMO_CHECKPOINT = ROOT / "raybatch" / "demo" / "checkpoint"
+REFERENCE_PEER = Peer(
+    name=REFERENCE, venv="transformers", script="peer_transformers.py", variant="reference"
+)
+NUM_REFERENCE_ROWS = 16
+NUM_WARM_UP_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Everything that a run needs to know; the log is its only state.
+
+    Args:
+        folder: of this run: the log, the peers' own logs, the Parquet files of jobs.
+        quiet_wait_s: how long to wait for a quiet machine before each repetition.
+    """
+
+    peers: tuple[Peer, ...]
+    settings: Settings
+    num_repetitions: int
+    given_venvs: Mapping[str, Path]
+    folder: Path
+    log: RunLog
+    quiet_wait_s: float
+
+    def run(self, part: Part) -> None:
+        """Do what is missing of one part."""
+        part = sized_to_vocabulary(part, self.model_folder(part.model))
+        engines = [peer for peer in self.peers if peer.kind == "engine"]
+        jobs = [peer for peer in self.peers if peer.kind == "job"]
+        for workload in part.engine if engines else ():
+            self._refer(part.model, workload, engines)
+        for workload in part.job if jobs else ():
+            self._refer(part.model, workload, jobs)
+        with self._fleet(part.model) as fleet:
+            for workload in part.engine:
+                self._measure_engines(fleet, part.model, workload, engines)
+        for workload in part.job:
+            self._measure_jobs(part.model, workload, jobs)
+
+    def model_folder(self, model: str) -> Path:
+        """Return the checkpoint of a model, made on demand: a known name, "demo", or a folder."""
+        if model == "demo":
+            return DEMO_CHECKPOINT
+        if model not in SHAPES:
+            return Path(model).absolute()
+        folder = WORK / "models" / model
+        if not (folder / "tokenizer.json").exists():
+            python = venvs.ensure("transformers", self.given_venvs)
+            command = [str(python), str(HERE / "models.py"), model, str(folder)]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+        return folder
+
+    def _refer(self, model: str, workload: Workload, peers: Sequence[Peer]) -> None:
+        """Log the reference tokens of sampled rows, which every raybatch run must match."""
+        is_wanted = any(peer.name.startswith(BASELINE) for peer in peers)
+        if not is_wanted or self.log.find("reference", model, workload.name, REFERENCE):
+            return
+        say(f"{model}, {workload.name}: reference tokens from transformers")
+        rows = sample_rows(workload, NUM_REFERENCE_ROWS)
+        try:
+            with self.start(REFERENCE_PEER, model) as reference:
+                reference.answer()
+                answer = reference.run(workload, rows)
+        except (PeerError, venvs.VenvError) as error:
+            # without it every speed of this workload is refused
+            self._log_failure(model, workload, REFERENCE_PEER, error)
+            return
+        self.log.add("reference", model, workload.name, REFERENCE, {"rows": rows, **answer})
+
+    def _measure_engines(
+        self, fleet: "Fleet", model: str, workload: Workload, peers: Sequence[Peer]
+    ) -> None:
+        missing = [p for p in peers if self._num_done(model, workload, p) < self.num_repetitions]
+        for peer in missing:
+            self._attempt(fleet, workload, peer, is_warm_up=True)
+            reason = refusals(self.log).get((model, workload.name))
+            if reason:
+                say(f"{model}, {workload.name}: refused, {reason}")
+                return
+        for repetition in range(self.num_repetitions):
+            for peer in missing:
+                if self._num_done(model, workload, peer) <= repetition:
+                    self._attempt(fleet, workload, peer, is_warm_up=False)
+
+    def _attempt(self, fleet: "Fleet", workload: Workload, peer: Peer, *, is_warm_up: bool) -> None:
+        """Let a peer run once; one that fails is left out for the rest of its model."""
+        if peer.name in fleet.failed:
+            return
+        try:
+            process = fleet.get(peer)
+            rows = rows_to_run(workload, peer)
+            if is_warm_up:
+                if peer.name != BASELINE:
+                    rows = (rows or list(range(workload.num_requests)))[:NUM_WARM_UP_ROWS]
+                answer = process.run(workload, rows, is_warm_up=True)
+                values = {"rows": rows, **answer}
+                self.log.add("warm_up", fleet.model, workload.name, peer.name, values)
+                return
+            is_quiet = wait_quiet(self.quiet_wait_s)
+            answer = process.run(workload, rows)
+        except (PeerError, venvs.VenvError) as error:
+            fleet.failed.add(peer.name)
+            self._log_failure(fleet.model, workload, peer, error)
+            return
+        self._log_measure(fleet.model, workload, peer, {**answer, "rows": rows, "quiet": is_quiet})
+
+    def _measure_jobs(self, model: str, workload: Workload, peers: Sequence[Peer]) -> None:
+        failed = set()
+        for repetition in range(self.num_repetitions):
+            for peer in peers:
+                is_refused = (model, workload.name) in refusals(self.log)
+                is_done = self._num_done(model, workload, peer) > repetition
+                if is_refused or is_done or peer.name in failed:
+                    continue
+                is_quiet = wait_quiet(self.quiet_wait_s)
+                try:
+                    answer = self._run_job(model, workload, peer)
+                except (PeerError, venvs.VenvError, job_data.JobOutputError) as error:
+                    failed.add(peer.name)
+                    self._log_failure(model, workload, peer, error)
+                    continue
+                self._log_measure(model, workload, peer, {**answer, "quiet": is_quiet})
+
+    def _run_job(self, model: str, workload: Workload, peer: Peer) -> Record:
+        requests = workloads_e2e.build(workload)
+        files = self.folder / "job"
+        shutil.rmtree(files, ignore_errors=True)
+        job_data.write_input(requests, files / "in")
+        options = {
+            "input": str(files / "in"),
+            "output": str(files / "out"),
+            "replicas": peer.replicas,
+        }
+        with self.start(peer, model, options) as process:
+            answer, meter = process.finish()
+        output = job_data.read_output(files / "out", len(requests))
+        window_s = window_cpu_s = None
+        if output.window is not None:
+            window_s = output.window[1] - output.window[0]
+            window_cpu_s = meter.cpu_s_between(*output.window)
+        return answer | {
+            "wall_s": meter.wall_s,
+            "cpu_s": meter.cpu_s,
+            "foreign_cores": meter.foreign_cores,
+            "window_s": window_s,
+            "window_cpu_s": window_cpu_s,
+            **outcome(requests, Answer(token_ids=output.token_ids)),
+        }
+
+    def _log_measure(self, model: str, workload: Workload, peer: Peer, answer: Record) -> None:
+        number = self._num_done(model, workload, peer)
+        self.log.add("measure", model, workload.name, peer.name, {"repetition": number, **answer})
+        say(
+            f"{model}, {workload.name}, {peer.name}, run {number + 1}: done, "
+            f"foreign load {answer['foreign_cores']:.2f} cores"
+        )
+
+    def _log_failure(self, model: str, workload: Workload, peer: Peer, error: Exception) -> None:
+        self.log.add("failure", model, workload.name, peer.name, {"why": str(error)})
+        say(f"{model}, {workload.name}, {peer.name}: failed, {error}")
+
+    def _num_done(self, model: str, workload: Workload, peer: Peer) -> int:
+        return len(self.log.find("measure", model, workload.name, peer.name))
+
+    @contextlib.contextmanager
+    def _fleet(self, model: str) -> Iterator["Fleet"]:
+        with contextlib.ExitStack() as stack:
+            yield Fleet(bench=self, model=model, stack=stack)
+
+    def start(
+        self, peer: Peer, model: str, options: Mapping[str, Any] | None = None
+    ) -> PeerProcess:
+        """Start a peer; it loads the model by itself."""
+        python = venvs.ensure(peer.venv, self.given_venvs)
+        config = PeerConfig(
+            model=str(self.model_folder(model)),
+            variant=peer.variant,
+            settings=self.settings,
+            options=dict(options or {}),
+        )
+        return PeerProcess(peer, python, config, self.folder / f"{peer.name}.log")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """The loaded engines of one model; each is started when it is first needed."""
+
+    bench: Bench
+    model: str
+    stack: contextlib.ExitStack
+    processes: dict[str, PeerProcess] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+    def get(self, peer: Peer) -> PeerProcess:
+        """Return the process of a peer, loaded."""
+        if peer.name not in self.processes:
+            say(f"{self.model}: loading {peer.name}")
+            process = self.stack.enter_context(self.bench.start(peer, self.model))
+            answer = process.answer()
+            self.bench.log.add("load", self.model, "", peer.name, answer)
+            self.processes[peer.name] = process
+        return self.processes[peer.name]
+
+
+def sized_to_vocabulary(part: Part, folder: Path) -> Part:
+    """Return the part with token ids that the model has."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+    def sized(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+        return tuple(dataclasses.replace(w, vocab_size=config["vocab_size"]) for w in workloads)
+
+    return Part(model=part.model, engine=sized(part.engine), job=sized(part.job))
+
+
+def say(line: str) -> None:
+    """Tell the user what goes on; results go to stdout, this does not."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,126 @@
+"""raybatch beside its peers, end to end: same model, same prompts, same lengths, greedy, float32.
+
+python benchmarks/e2e.py                        the quick suite
+python benchmarks/e2e.py --suite full           what the published table is made of
+python benchmarks/e2e.py --peers raybatch,vllm-eager --models dense-4m --workloads random
+
+A run that was cut is continued by the same command. README.md says what the columns mean.
+"""
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import conditions
+import tables
+import venvs
+from bench_run import Bench
+from models import SHAPES
+from peer_loop import Settings
+from runlog import RunLog
+from suites import DEFAULT_PEERS, PEERS, SUITES, WORKLOADS, parts
+from summary import failures, refusals, summarize
+
+RESULTS = venvs.ROOT / "benchmarks" / "results"
+
+
+def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Measure raybatch beside its peers.")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
+    parser.add_argument("--peers", help=f"comma separated, of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--models", help=f"comma separated, of {', '.join(SHAPES)}, demo, or checkpoint folders"
+    )
+    parser.add_argument("--workloads", help=f"comma separated, of {', '.join(WORKLOADS)}")
+    parser.add_argument("--requests", type=int, help="another size for every workload")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--venv", action="append", default=[], help="NAME=FOLDER: take this venv, make none"
+    )
+    parser.add_argument("--quiet-wait-s", type=float, default=30.0)
+    parser.add_argument("--run", help="name of the run to begin or continue")
+    parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name")
+    parser.add_argument("--no-results", action="store_true", help="print only, write no files")
+    return parser.parse_args(arguments)
+
+
+def names(value: str | None, known: Sequence[str] | None, option: str) -> list[str]:
+    """Split a comma separated option; unknown names end the program with the known ones."""
+    chosen = [name for name in (value or "").split(",") if name]
+    unknown = [name for name in chosen if known is not None and name not in known]
+    if unknown:
+        raise SystemExit(f"{option}: unknown {', '.join(unknown)}; known: {', '.join(known or ())}")
+    return chosen
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what is missing, print tables, write results; 1 if a speed was refused or is missing."""
+    args = parse_args(arguments)
+    peers = names(args.peers, list(PEERS), "--peers") or list(DEFAULT_PEERS[args.suite])
+    workloads = names(args.workloads, list(WORKLOADS), "--workloads")
+    models = names(args.models, None, "--models")
+    facts = conditions.gather(venvs.ROOT, arguments)
+    folder = venvs.WORK / "runs" / (args.run or f"{args.suite}-{facts['commit']}")
+    if args.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    settings = Settings()
+    identity = dataclasses.asdict(settings) | {"suite": args.suite, "requests": args.requests}
+    log = RunLog(folder / "results.jsonl", identity)
+    bench = Bench(
+        peers=tuple(PEERS[name] for name in peers),
+        settings=settings,
+        num_repetitions=args.repetitions,
+        given_venvs=venvs.parse_given(args.venv),
+        folder=folder,
+        log=log,
+        quiet_wait_s=args.quiet_wait_s,
+    )
+    is_cut = False
+    try:
+        for part in parts(args.suite, models, workloads, args.requests):
+            bench.run(part)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        is_cut = True
+    report(log, facts | {"settings": identity} | {"versions": versions(log)}, args)
+    if is_cut:
+        return 2
+    return 1 if refusals(log) or failures(log) else 0
+
+
+def report(log: RunLog, facts: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the tables and write the result files."""
+    rows, refused = summarize(log), refusals(log)
+    text = tables.render(rows, refused, failures(log))
+    print(text)
+    if args.no_results:
+        return
+    name = f"{facts['date'][:10]}-e2e-{args.suite}-{conditions.label(facts)}"
+    paths = tables.write_results(
+        RESULTS,
+        name,
+        tables=text,
+        rows=rows,
+        refused=refused,
+        conditions=facts,
+        records=list(log),
+    )
+    for path in paths:
+        print(f"written: {path.relative_to(venvs.ROOT)}")
+
+
+def versions(log: RunLog) -> dict[str, str]:
+    """Return what each peer said it runs on."""
+    return {
+        record["peer"]: " ".join(f"{name} {v}" for name, v in record["versions"].items())
+        for record in log
+        if record.get("versions")
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

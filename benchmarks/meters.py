@@ -1,0 +1,104 @@
+"""CPU seconds of a process tree and of everybody else, from outside: the driver's measuring tape.
+
+A repetition during which others used the machine may be reported by CPU seconds and counters, not
+by wall time; so every result carries the foreign load during its run.
+"""
+
+import threading
+import time
+
+import psutil
+
+# of one core; above this a repetition's wall time is marked as noisy
+QUIET_CORES = 0.1
+
+
+def machine_cpu_s() -> float:
+    """Return the CPU seconds that all processes of the machine have used since it started."""
+    times = psutil.cpu_times()
+    others = (getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal"))
+    return float(times.user + times.system + sum(others))
+
+
+def tree_cpu_s(pid: int) -> dict[tuple[int, float], float]:
+    """Return the CPU seconds of `pid` and its live descendants, by process id and birth."""
+    seconds = {}
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return {}
+    for process in processes:
+        try:
+            times = process.cpu_times()
+            seconds[process.pid, process.create_time()] = times.user + times.system
+        except psutil.Error:
+            continue  # it ended between listing and reading
+    return seconds
+
+
+class TreeMeter:
+    """Context manager that samples the CPU time of another process's tree.
+
+    Afterwards `wall_s`, `cpu_s` (of the tree, those included that ended on the way) and
+    `foreign_cores` (mean load by everybody but the tree and the caller) are set.
+    """
+
+    def __init__(self, pid: int, interval_s: float = 0.25) -> None:
+        self._pid = pid
+        self._interval_s = interval_s
+        self._last: dict[tuple[int, float], float] = {}
+        self._history: list[tuple[float, float]] = []
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.wall_s = self.cpu_s = self.foreign_cores = 0.0
+
+    def __enter__(self) -> "TreeMeter":
+        self._sample()
+        self._machine_s, self._own_s = machine_cpu_s(), time.process_time()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+        self._sample()
+        (start, first_s), (end, last_s) = self._history[0], self._history[-1]
+        self.wall_s = end - start
+        self.cpu_s = last_s - first_s
+        own_s = time.process_time() - self._own_s
+        foreign_s = machine_cpu_s() - self._machine_s - self.cpu_s - own_s
+        self.foreign_cores = max(0.0, foreign_s / self.wall_s)
+
+    def cpu_s_between(self, start: float, end: float) -> float:
+        """Return the tree's CPU seconds between two `time.monotonic()` stamps, to one sample."""
+        return self._cpu_s_at(end) - self._cpu_s_at(start)
+
+    def _cpu_s_at(self, moment: float) -> float:
+        later = (cpu_s for stamp, cpu_s in self._history if stamp >= moment)
+        return next(later, self._history[-1][1])
+
+    def _sample(self) -> None:
+        self._last.update(tree_cpu_s(self._pid))
+        self._history.append((time.monotonic(), sum(self._last.values())))
+
+    def _run(self) -> None:
+        while not self._is_done.wait(self._interval_s):
+            self._sample()
+
+
+def wait_quiet(max_wait_s: float, window_s: float = 1.0) -> bool:
+    """Wait until the machine is nearly idle in two windows; False when it never is.
+
+    Call it while the measured peers wait for a command: their idle load counts as foreign.
+    """
+    deadline = time.monotonic() + max_wait_s
+    num_quiet = 0
+    while num_quiet < 2:
+        if time.monotonic() >= deadline:
+            return False
+        machine_s, own_s = machine_cpu_s(), time.process_time()
+        time.sleep(window_s)
+        used_s = machine_cpu_s() - machine_s - (time.process_time() - own_s)
+        num_quiet = num_quiet + 1 if used_s / window_s < 2 * QUIET_CORES else 0
+    return True

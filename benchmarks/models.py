@@ -1,0 +1,194 @@
+"""Random-weight Qwen3 and Qwen3-MoE checkpoints that every peer loads, with a byte-level tokenizer.
+
+python benchmarks/models.py moe-8m FOLDER            writes one checkpoint
+python benchmarks/models.py moe-8m FOLDER --check    also measures its greedy outputs
+
+Weights are scaled so that greedy outputs wander instead of repeating one token, and so that the
+two best logits of a step are rarely close: token equality between engines then means something.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 1024
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# pairs of these become the tokens above the single bytes, so that every id decodes to text
+PAIR_CHARACTERS = "abcdefghijklmnopqrstuvwxyz\u0120."
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes of one checkpoint; `num_experts` 0 makes a dense model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    num_kv_heads: int = 4
+    head_dim: int = 64
+
+
+SHAPES = {
+    "dense-4m": ModelShape(hidden_size=256, num_layers=4, num_heads=8, intermediate_size=512),
+    "dense-60m": ModelShape(hidden_size=768, num_layers=10, num_heads=12, intermediate_size=2048),
+    "moe-8m": ModelShape(
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        intermediate_size=128,
+        num_experts=16,
+        experts_per_token=4,
+    ),
+    "moe-100m": ModelShape(
+        hidden_size=512,
+        num_layers=5,
+        num_heads=8,
+        intermediate_size=192,
+        num_experts=64,
+        experts_per_token=8,
+    ),
+}
+
+
+def build_tokenizer() -> "PreTrainedTokenizerFast":
+    """Build a byte-level BPE whose merges join two characters of `PAIR_CHARACTERS`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_pairs = VOCAB_SIZE - len(SPECIAL_TOKENS) - len(alphabet)
+    pairs = [(left, right) for left in PAIR_CHARACTERS for right in PAIR_CHARACTERS][:num_pairs]
+    words = [*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in pairs)]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[2], pad_token=SPECIAL_TOKENS[0]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(shape: ModelShape, seed: int) -> "PreTrainedModel":
+    """Build the model in float32 with weights that depend on nothing but `shape` and `seed`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": 8192,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+        "tie_word_embeddings": False,
+    }
+    if shape.num_experts:
+        config = Qwen3MoeConfig(
+            **common,
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.experts_per_token,
+            moe_intermediate_size=shape.intermediate_size,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
+        )
+        model: PreTrainedModel = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common))
+    _initialize(model, seed)
+    return model.eval()
+
+
+def _initialize(model: "PreTrainedModel", seed: int) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            # sharper attention than 1.0 gives: the context, not only the last token, decides
+            weight.data.fill_(1.5 if "q_norm" in name or "k_norm" in name else 1.0)
+        else:
+            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
+            weight.data.normal_(0.0, std, generator=generator)
+
+
+def check(folder: Path, num_prompts: int = 8, output_len: int = 64) -> dict[str, float]:
+    """Measure greedy outputs: variety of tokens, and gaps between the two best logits of a step.
+
+    The gaps are in standard deviations of that step's logits.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from workloads_e2e import Workload, build
+
+    workload = Workload(
+        name="check", kind="random", num_requests=num_prompts, prompt_len=128, output_len=output_len
+    )
+    prompts = torch.tensor([request.prompt_ids for request in build(workload)])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        outputs = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=output_len,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    logits = torch.stack(outputs.logits)
+    best = logits.topk(2, dim=-1).values
+    margins = (best[..., 0] - best[..., 1]) / logits.std(dim=-1)
+    tokens = outputs.sequences[:, prompts.shape[1] :]
+    distinct = [len(set(row.tolist())) / output_len for row in tokens]
+    return {
+        "distinct_fraction": sum(distinct) / len(distinct),
+        "distinct_rows": len({tuple(row.tolist()) for row in tokens}) / num_prompts,
+        "median_margin_std": margins.median().item(),
+        "smallest_margin_std": margins.min().item(),
+    }
+
+
+def write(name: str, folder: Path, seed: int = 0) -> int:
+    """Write checkpoint and tokenizer into `folder`; return the number of parameters."""
+    model = build_model(SHAPES[name], seed)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def main() -> None:
+    """Write one checkpoint as the command line says."""
+    parser = argparse.ArgumentParser(description="Write a random-weight checkpoint.")
+    parser.add_argument("name", choices=sorted(SHAPES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--check", action="store_true", help="also measure its greedy outputs")
+    args = parser.parse_args()
+    num_parameters = write(args.name, args.folder, args.seed)
+    print(json.dumps({"model": args.name, "num_parameters": num_parameters}))
+    if args.check:
+        print(json.dumps(check(args.folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Starts peers, speaks to them over pipes and measures them from outside."""
+
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meters import TreeMeter
+from peer_loop import PeerConfig
+from suites import Peer
+from venvs import ROOT, WORK
+from workloads_e2e import Workload
+
+HERE = Path(__file__).resolve().parent
+# loading may compile; a run of the largest workload on a slow peer takes minutes
+ANSWER_TIMEOUT_S = 3600.0
+
+
+class PeerError(RuntimeError):
+    """A peer died, hung or gave no answer."""
+
+
+class PeerProcess:
+    """One running peer; a context manager that ends it."""
+
+    def __init__(self, peer: Peer, python: Path, config: PeerConfig, log: Path) -> None:
+        self._name = peer.name
+        self._log = log
+        with log.open("a", encoding="utf-8") as stderr:
+            self._process = subprocess.Popen(
+                [str(python), str(HERE / peer.script), json.dumps(dataclasses.asdict(config))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=_environment(peer, config),
+                cwd=WORK,
+                text=True,
+            )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> "PeerProcess":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+        """Wait for the next line.
+
+        Raises:
+            PeerError: the process ended, or said nothing in time.
+        """
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerError(f"{self._name}: no answer within {timeout_s:.0f} s") from None
+        if not line:
+            code = self._process.wait()
+            raise PeerError(f"{self._name} ended with status {code}; see {self._log.name}")
+        return dict(json.loads(line))
+
+    def run(
+        self, workload: Workload, rows: Sequence[int] | None, *, is_warm_up: bool = False
+    ) -> dict[str, Any]:
+        """Let the peer run requests; returns its answer with what was seen from outside."""
+        command = {
+            "workload": dataclasses.asdict(workload),
+            "rows": list(rows) if rows is not None else None,
+            "is_warm_up": is_warm_up,
+        }
+        stdin = self._process.stdin
+        if stdin is None:
+            raise PeerError(f"{self._name} takes no commands")
+        # the tree lives on, so that only the samples at both ends matter
+        with TreeMeter(self._process.pid, interval_s=5.0) as meter:
+            stdin.write(json.dumps(command) + "\n")
+            stdin.flush()
+            answer = self.answer()
+        return answer | {"tree_cpu_s": meter.cpu_s, "foreign_cores": meter.foreign_cores}
+
+    def finish(self) -> tuple[dict[str, Any], TreeMeter]:
+        """Wait for the one answer and the exit of a job, measured from now on."""
+        with TreeMeter(self._process.pid) as meter:
+            answer = self.answer()
+            self._process.wait()
+        return answer, meter
+
+    def close(self) -> None:
+        """End the input, which ends the peer; kill it where that does not help."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put("")
+
+
+def _environment(peer: Peer, config: PeerConfig) -> dict[str, str]:
+    threads = str(config.settings.num_threads)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_CACHE_ROOT": str(WORK / "cache" / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(WORK / "cache" / "inductor"),
+    }
+    if peer.venv == "raybatch":
+        # the tree under test, also where the venv holds another raybatch
+        environment["PYTHONPATH"] = str(ROOT)
+    return environment

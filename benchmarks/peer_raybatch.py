@@ -1,0 +1,142 @@
+"""Peer: raybatch's native engine in this process ("engine"), or a whole job on Ray ("job")."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peer_loop import Answer, PeerConfig, read_config, say, serve, take_stdout, versions
+from workloads_e2e import TokenRequest
+
+if TYPE_CHECKING:
+    from raybatch.backends.base import Backend
+    from raybatch.config import EngineConfig
+    from raybatch.types import Request
+
+PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
+
+
+def engine_config(config: PeerConfig) -> "EngineConfig":
+    """Return the engine's options, with KV memory for as many tokens as the other peers hold."""
+    from raybatch.config import EngineConfig
+
+    settings = config.settings
+    return EngineConfig(
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=settings.kv_tokens * kv_bytes_per_token(Path(config.model)),
+        block_size_tokens=settings.block_size,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        num_threads=settings.num_threads,
+    )
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Return the float32 bytes of keys and values of one position."""
+    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads, layers = fields["num_key_value_heads"], fields["num_hidden_layers"]
+    return int(2 * 4 * layers * heads * fields["head_dim"])
+
+
+class NativeEngine:
+    """The native backend, driven as a replica drives it; a fresh one for every run."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        self._config = config
+        self._backend = self._load()
+
+    def reset(self) -> None:
+        self._backend.close()
+        self._backend = self._load()
+
+    def warm_up(self, requests: Sequence[TokenRequest]) -> Answer:
+        return self.generate(requests)
+
+    def generate(self, requests: Sequence[TokenRequest]) -> Answer:
+        self._backend.submit(_native_requests(requests))
+        token_ids: list[list[int]] = [[] for _ in requests]
+        cached_tokens = 0
+        while self._backend.num_unfinished():
+            for completion in self._backend.poll():
+                if completion.error:
+                    raise RuntimeError(f"row {completion.request_id}: {completion.error}")
+                token_ids[completion.request_id] = completion.token_ids.tolist()
+                cached_tokens += completion.num_cached_tokens
+        stats = self._backend.stats()
+        return Answer(
+            token_ids=token_ids,
+            counters={
+                "cached_tokens": cached_tokens,
+                "preemptions": stats.num_preemptions,
+                "steps": stats.num_steps,
+                "kv_tokens": self._backend.capacity().kv_tokens,
+            },
+        )
+
+    def _load(self) -> "Backend":
+        from raybatch.backends.create import create_backend
+
+        from raybatch.config import BackendConfig
+
+        return create_backend(self._config.model, BackendConfig(), engine_config(self._config))
+
+
+def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":
+    import numpy as np
+
+    from raybatch.types import Request, Sampling
+
+    samplings = {
+        length: Sampling(max_tokens=length, ignore_eos=True)
+        for length in {request.output_len for request in requests}
+    }
+    return [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=np.asarray(request.prompt_ids, np.int32),
+            sampling=samplings[request.output_len],
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+def run_job(config: PeerConfig) -> None:
+    """Run the job that the config's options name, Parquet in and Parquet out."""
+    import ray
+
+    from raybatch import Job, LLMStage, PoolConfig, Sampling
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    stage = LLMStage(
+        config.model,
+        tokenized_prompt="tokenized_prompt",
+        sampling=Sampling(ignore_eos=True),
+        overrides={"max_tokens": "output_len"},
+        engine=engine_config(config),
+        pool=PoolConfig(replicas=config.options["replicas"]),
+    )
+    Job(source=config.options["input"], sink=config.options["output"], stage=stage).run()
+    ray.shutdown()
+
+
+def main() -> None:
+    """Serve an engine, or run one job and say which versions ran it."""
+    config = read_config(sys.argv[1])
+    if config.variant == "engine":
+        serve(NativeEngine, PACKAGES)
+        return
+    # both are read by Ray when it starts; niceness 15 would make the peers incomparable
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    answers = take_stdout()
+    run_job(config)
+    say(answers, {"versions": versions(PACKAGES)})
+
+
+if __name__ == "__main__":
+    main()

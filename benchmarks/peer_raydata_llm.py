@@ -1,0 +1,106 @@
+"""Peer: a whole job through `ray.data.llm` with vLLM engines on a CPU: Parquet in, Parquet out.
+
+One process is one job, as a user runs it: the driver of the benchmark measures it from start to
+exit. The answer gives the engine's own window: from the first request queued to the last token.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from peer_loop import PeerConfig, read_config, say, take_stdout, versions
+from peer_vllm import engine_options
+
+if TYPE_CHECKING:
+    from ray.data.llm import Processor
+
+BATCH_SIZE = 16
+
+
+def worker_environment(config: PeerConfig) -> dict[str, str]:
+    """Return the environment of engine workers: their threads, and where these may run."""
+    return {
+        "OMP_NUM_THREADS": str(config.settings.num_threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def build_processor(config: PeerConfig) -> "Processor":
+    """Build the processor with the settings that its own documentation recommends for full load."""
+    from ray.data.llm import build_processor as build
+    from ray.data.llm import vLLMEngineProcessorConfig
+
+    processor_config = vLLMEngineProcessorConfig(
+        model_source=config.model,
+        engine_kwargs=engine_options(config),
+        runtime_env={"env_vars": worker_environment(config)},
+        # a single int n would mean "one to n"
+        concurrency=(config.options["replicas"], config.options["replicas"]),
+        batch_size=BATCH_SIZE,
+        max_concurrent_batches=64,
+        max_tasks_in_flight_per_actor=64,
+        accelerator_type=None,
+        # without this the engine stage asks for a GPU
+        placement_group_config={"bundles": [{"CPU": 1}]},
+        chat_template_stage=False,
+        tokenize_stage=False,
+        detokenize_stage=False,
+        log_engine_metrics=False,
+    )
+
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        sampling = {
+            "temperature": 0.0,
+            "max_tokens": int(row["output_len"]),
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        return {"tokenized_prompt": row["tokenized_prompt"], "sampling_params": sampling}
+
+    def postprocess(row: dict[str, Any]) -> dict[str, Any]:
+        stamps = row["metrics"] or {}
+        return {
+            "id": row["id"],
+            "generated_tokens": row["generated_tokens"],
+            "queued_s": stamps.get("queued_ts", 0.0),
+            "finished_s": stamps.get("last_token_ts", 0.0),
+        }
+
+    return build(processor_config, preprocess=preprocess, postprocess=postprocess)
+
+
+def run(config: PeerConfig) -> None:
+    """Run the job that the config's options name."""
+    import ray
+
+    ray.init(
+        address="local",
+        # every stage reserves CPUs of its own: fewer make it wait for ever
+        num_cpus=2 + 2 * config.options["replicas"],
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": worker_environment(config)},
+    )
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    dataset = ray.data.read_parquet(config.options["input"])
+    dataset = dataset.repartition(target_num_rows_per_block=BATCH_SIZE)
+    build_processor(config)(dataset).write_parquet(config.options["output"])
+    ray.shutdown()
+
+
+def main() -> None:
+    """Run one job and say which versions ran it."""
+    # both are read by Ray when it starts; niceness 15 would make the peers incomparable
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    answers = take_stdout()
+    run(read_config(sys.argv[1]))
+    say(answers, {"versions": versions(("ray", "vllm", "vllm-cpu", "torch", "numpy", "pyarrow"))})
+
+
+if __name__ == "__main__":
+    main()

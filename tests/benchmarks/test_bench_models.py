@@ -1,0 +1,31 @@
+import models
+import torch
+
+TINY = models.ModelShape(
+    hidden_size=32,
+    num_layers=1,
+    num_heads=2,
+    intermediate_size=16,
+    num_experts=4,
+    experts_per_token=2,
+    num_kv_heads=1,
+    head_dim=16,
+)
+
+
+def test_every_token_id_decodes_and_text_survives():
+    tokenizer = models.build_tokenizer()
+    assert len(tokenizer) == models.VOCAB_SIZE
+    text = "Any text: 12 ä \u4e2d\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert all(tokenizer.decode([i]) for i in range(models.VOCAB_SIZE))
+
+
+def test_weights_depend_on_the_seed_alone():
+    def first_weights(seed):
+        torch.rand(3)
+        return models.build_model(TINY, seed).state_dict()
+
+    first, again, other = first_weights(0), first_weights(0), first_weights(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)

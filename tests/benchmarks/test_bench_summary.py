@@ -1,0 +1,123 @@
+import pytest
+from summary import Spread, differing_rows, failures, refusals, spread, summarize
+from tables import render
+
+
+def record(kind, peer, digests, *, rows=None, cpu_s=2.0, wall_s=4.0, tokens=100, **more):
+    return {
+        "kind": kind,
+        "model": "m",
+        "workload": "w",
+        "peer": peer,
+        "rows": rows,
+        "row_digests": digests,
+        "rows_of_wrong_length": [],
+        "cpu_s": cpu_s,
+        "wall_s": wall_s,
+        "output_tokens": tokens,
+        "prompt_tokens": 200,
+        "num_requests": len(digests),
+        "foreign_cores": 0.0,
+        "counters": {},
+        **more,
+    }
+
+
+REFERENCE = record("reference", "transformers-reference", ["a", "c"], rows=[0, 2])
+OURS = record("measure", "raybatch", ["a", "b", "c"])
+THEIRS = record("measure", "vllm-eager", ["a", "b", "x"], cpu_s=3.0, wall_s=2.0)
+
+
+def test_spread_is_median_and_range():
+    assert spread([3.0, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0)
+    assert spread([4.0, 1.0]) == Spread(median=2.5, low=1.0, high=4.0)
+
+
+def test_only_rows_that_both_ran_are_compared():
+    assert differing_rows(REFERENCE, OURS) == []
+    assert differing_rows(REFERENCE, record("measure", "raybatch", ["a", "b", "y"])) == [2]
+    assert differing_rows(REFERENCE, record("measure", "raybatch", ["a"], rows=[0])) == []
+
+
+def test_equal_tokens_are_not_refused():
+    assert refusals([REFERENCE, OURS, THEIRS]) == {}
+
+
+@pytest.mark.parametrize("kind", ["warm_up", "measure"])
+def test_one_different_row_refuses_the_speeds_of_every_peer(kind):
+    wrong = record(kind, "raybatch", ["a", "b", "y"])
+    records = [REFERENCE, wrong, OURS, THEIRS]
+    assert "raybatch differ from transformers' in row 2 of 2" in refusals(records)["m", "w"]
+    assert summarize(records) == []
+    text = render(summarize(records), refusals(records), [])
+    assert "vllm" not in text
+    assert "Refused" in text
+
+
+def test_a_job_of_raybatch_must_match_as_well():
+    job = record("measure", "raybatch-job-2", ["a", "b", "y"])
+    assert "raybatch-job-2" in refusals([REFERENCE, OURS, job])["m", "w"]
+
+
+def test_raybatch_without_a_reference_is_refused():
+    assert "not compared" in refusals([OURS])["m", "w"]
+
+
+def test_a_peer_that_differs_is_shown_with_its_equal_rows():
+    theirs = summarize([REFERENCE, OURS, THEIRS])[1]
+    assert theirs.equal_rows == (2, 3)
+
+
+def test_an_output_of_the_wrong_length_is_refused():
+    short = record("measure", "vllm-eager", ["a", "b", "c"], rows_of_wrong_length=[1])
+    assert (
+        "vllm-eager gave another number of tokens" in refusals([REFERENCE, OURS, short])["m", "w"]
+    )
+
+
+def test_ratios_are_rates_of_raybatch_over_the_peer():
+    ours, theirs = summarize([REFERENCE, OURS, THEIRS])
+    assert (ours.ratio_cpu, ours.ratio_wall) == (1.0, 1.0)
+    assert theirs.ratio_cpu == pytest.approx(1.5)
+    assert theirs.ratio_wall == pytest.approx(0.5)
+
+
+def test_a_peer_that_ran_fewer_rows_is_compared_by_rate():
+    fewer = record("measure", "transformers-static", ["a"], rows=[0], cpu_s=2.0, tokens=50)
+    row = summarize([REFERENCE, OURS, fewer])[1]
+    assert (row.num_requests, row.ratio_cpu, row.equal_rows) == (1, 2.0, (1, 1))
+
+
+def test_repetitions_are_summarized_and_the_noisiest_counts():
+    runs = [
+        record("measure", "raybatch", ["a", "b", "c"], cpu_s=cpu_s, foreign_cores=load)
+        for cpu_s, load in ((1.0, 0.0), (5.0, 0.4), (2.0, 0.0))
+    ]
+    row = summarize([REFERENCE, *runs])[0]
+    assert row.cpu_s == Spread(median=2.0, low=1.0, high=5.0)
+    assert (row.num_repetitions, row.foreign_cores) == (3, 0.4)
+    assert "0.40 noisy" in render([row], {}, [])
+
+
+def test_losses_are_printed_like_wins():
+    faster = record("measure", "vllm-eager", ["a", "b", "c"], cpu_s=1.0, wall_s=1.0)
+    text = render(summarize([REFERENCE, OURS, faster]), {}, [])
+    line = next(line for line in text.splitlines() if "vllm-eager" in line)
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[8:12] == ["100", "0.50", "0.25", "3/3"]
+
+
+def test_jobs_have_a_table_of_their_own():
+    job = record("measure", "raybatch-job", ["a", "b", "c"], window_s=None)
+    other = record("measure", "raydata-llm", ["a", "b", "c"], wall_s=40.0, window_s=1.5)
+    text = render(summarize([REFERENCE, OURS, job, other]), {}, [])
+    engine, jobs = text.split("## Whole-job time")
+    assert "raydata-llm" not in engine
+    assert "1.50 (1.50-1.50)" in jobs
+    assert next(line for line in jobs.splitlines() if "raydata-llm" in line).count("10.00") == 1
+
+
+def test_a_failure_is_told_until_the_peer_has_a_result():
+    failure = {"kind": "failure", "model": "m", "workload": "w", "peer": "raybatch", "why": "died"}
+    assert failures([failure]) == ["m, w, raybatch: died"]
+    assert failures([failure, OURS]) == []
