@@ -79,7 +79,6 @@ class NativeEngine:
 
     def _load(self) -> "Backend":
         from raybatch.backends.create import create_backend
-
         from raybatch.config import BackendConfig
 
         return create_backend(self._config.model, BackendConfig(), engine_config(self._config))

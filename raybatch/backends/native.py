@@ -16,10 +16,10 @@ from raybatch.types import Capacity, Completion, ReplicaStats, Request, Sequence
 
 if TYPE_CHECKING:
     import torch
-    from raybatch.engine.runner import ModelRunner
-    from raybatch.engine.tokenizer import Tokenizer
 
     from raybatch.engine.forward_batch import ForwardBatch
+    from raybatch.engine.runner import ModelRunner
+    from raybatch.engine.tokenizer import Tokenizer
 
 __all__ = ["NativeBackend", "create"]
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from demo_training.model import BLOCK, Masks
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from demo_training.model import BLOCK, Masks
 from raybatch.demo.task import PROMPT, Document, Question, make_document, make_questions
 
 _HEAD, _TAIL = PROMPT.split("{document}")

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
 
 from raybatch.backends.native import create
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
 from raybatch.errors import ConfigError
 from raybatch.types import Request, Sampling
 from tests.engine.tiny_models import build, save
