@@ -5,6 +5,7 @@ import torch
 
 from raybatch.kernels.attention import attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.dense_attention import attend_windowed
 from tests.oracles import dense_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 10, 4, 64
@@ -149,10 +150,17 @@ def test_a_window_hides_older_positions_in_every_part(window):
     Step([(13, 1), (8, 1), (21, 1), (0, 7), (17, 9), (0, 56)], 3, window, shared=8).check()
 
 
+@pytest.mark.parametrize(
+    ("sequence", "num_decode", "window"),
+    [((8, 1), 1, 8), ((0, 9), 0, 8), ((0, 50), 0, 49), ((5, 4), 0, 8), ((8, 1), 0, 8)],
+    ids=["decode", "prompt", "long prompt", "chunk", "one-token chunk"],
+)
+def test_the_first_position_behind_the_window_is_hidden(sequence, num_decode, window):
+    Step([sequence], num_decode, window=window).check()
+
+
 def test_windowed_prompts_longer_than_a_tile_are_exact():
     torch.manual_seed(0)
-    from raybatch.kernels.dense_attention import attend_windowed
-
     q, k, v = (torch.randn(300, NUM_KV_HEADS, HEAD_DIM) for _ in range(3))
     places = torch.arange(300)
     output, _ = attend_windowed(
