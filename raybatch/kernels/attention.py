@@ -15,6 +15,9 @@ from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
 
+# outputs and their log-sum-exp
+_Part = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bucket:
@@ -186,9 +189,6 @@ def attend(
             part = _attend_context(q[context.rows], k_pool, v_pool, context, window)
             _merge(output, lse, context.rows, part)
     return output.view(q.shape[0], -1)
-
-
-_Part = tuple[torch.Tensor, torch.Tensor]  # outputs and their log-sum-exp
 
 
 def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -75,20 +75,14 @@ def plan_walk(
     num_valid[rows] = part.num_valid
     sorted_owners, order = part.owners.sort(stable=True)
     offsets = torch.searchsorted(sorted_owners, torch.arange(len(positions), device=device))
-    slots = torch.arange(block_size, device=device)
-    is_hidden = slots >= num_valid.unsqueeze(1)
+    is_hidden = torch.arange(block_size, device=device) >= num_valid.unsqueeze(1)
     masks = {}
     for window in windows:
         hidden = is_hidden
         if window is not None and int(positions.max()) >= window:
-            if part.first_positions is None:
-                raise ValueError("DecodePart.first_positions is needed by a sliding window")
-            first_seen = (positions - window + 1).index_select(0, part.owners)
-            is_outside = (part.first_positions.unsqueeze(1) + slots) < first_seen.unsqueeze(1)
+            is_outside = _is_outside_window(part, positions, block_size, window)
             hidden = is_hidden.index_put((rows,), is_hidden[rows] | is_outside)
-        bias = torch.zeros(num_rows, block_size, dtype=pool.dtype, device=device)
-        bias.masked_fill_(hidden, -math.inf)
-        masks[window] = bias.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1)
+        masks[window] = _bias_of(hidden, pool)
     return DecodeWalk(
         runs=runs,
         block_ids=block_ids,
@@ -97,6 +91,24 @@ def plan_walk(
         offsets=offsets,
         masks=masks,
     )
+
+
+def _bias_of(is_hidden: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """Turn a mask [R, B] into what is added to the scores, [R * G, 1, B]."""
+    bias = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
+    bias.masked_fill_(is_hidden, -math.inf)
+    return bias.repeat_interleave(pool.shape[1], dim=0).unsqueeze(1)
+
+
+def _is_outside_window(
+    part: DecodePart, positions: torch.Tensor, block_size: int, window: int
+) -> torch.Tensor:
+    """Return for each block of the part which slots its owner no longer sees, bool [P, B]."""
+    if part.first_positions is None:
+        raise ValueError("DecodePart.first_positions is needed by a sliding window")
+    slots = torch.arange(block_size, device=positions.device)
+    first_seen = (positions - window + 1).index_select(0, part.owners)
+    return (part.first_positions.unsqueeze(1) + slots) < first_seen.unsqueeze(1)
 
 
 def _plan_runs(
