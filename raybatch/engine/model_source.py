@@ -68,7 +68,11 @@ def _download(source: str) -> Path:
 
     try:
         path = huggingface_hub.snapshot_download(
-            source, allow_patterns=list(_PATTERNS), local_files_only=is_hub_offline()
+            source,
+            allow_patterns=list(_PATTERNS),
+            # a second copy of the weights in another layout
+            ignore_patterns=["consolidated*", "original/*"],
+            local_files_only=is_hub_offline(),
         )
     except errors.GatedRepoError as error:
         raise ConfigError(
