@@ -33,6 +33,9 @@ def weight_files(path: Path) -> list[Path]:
         if missing:
             raise ConfigError(f"{index} names {missing[0]}, which is not in the folder")
         return [path / name for name in names]
+    if (path / "model.safetensors").exists():
+        # some folders hold a second copy of the weights in another layout
+        return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if files:
         return files

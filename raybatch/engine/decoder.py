@@ -42,10 +42,8 @@ class Decoder:
             batch.attention,
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
-            block_size=cache.k.shape[3],
-            num_kv_heads=spec.num_kv_heads,
+            pool=cache.k[0],
             windows=self._distinct_windows,
-            dtype=x.dtype,
         )
         last = spec.num_layers - 1
         needs_all_rows = len(batch.logits_idx) == len(batch.token_ids)

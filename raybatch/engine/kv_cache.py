@@ -58,16 +58,15 @@ def num_blocks_for(
     free_bytes: int,
     num_engines_on_host: int = 1,
 ) -> int:
-    """Return how many blocks the pool gets.
+    """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
-    An explicit `kv_cache_bytes` wins; else it is this engine's share of the free memory, and never
-    more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    It is never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
 
     Args:
-        config: options of the engine.
+        config: of the engine.
         spec: of the model.
         dtype: of the pool.
-        device: where the pool will be.
+        device: of the pool.
         free_bytes: of the device, once the weights are loaded.
         num_engines_on_host: engines that share the memory of a CPU host.
 
@@ -75,12 +74,9 @@ def num_blocks_for(
         CapacityError: the memory does not hold a single block.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
-    if config.kv_cache_bytes is not None:
-        budget = config.kv_cache_bytes
-    elif device.type == "cpu":
-        budget = int(free_bytes * _CPU_FRACTION) // num_engines_on_host
-    else:
-        budget = int(free_bytes * _GPU_FRACTION)
+    is_host = device.type == "cpu"
+    share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
+    budget = int(share) if config.kv_cache_bytes is None else config.kv_cache_bytes
     max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
     num_blocks = min(budget // block_bytes, config.max_num_seqs * blocks_per_seq)

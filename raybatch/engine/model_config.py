@@ -109,8 +109,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     """Read the spec of the checkpoint in folder `path`.
 
     Raises:
-        ConfigError: no config.json, an architecture or option that the engine does not run, or a
-            value that makes no sense.
+        ConfigError: config.json is missing, makes no sense, or asks for what the engine lacks.
     """
     raw = _read_json(path / "config.json")
     if raw is None:
@@ -120,16 +119,8 @@ def read_model_spec(path: Path) -> ModelSpec:
     architecture = _read_architecture(raw, path)
     config = _Config({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
-    num_heads = config.size("num_attention_heads")
-    model_dim = config.size("hidden_size")
+    num_heads, num_kv_heads, head_dim = _read_heads(config)
     num_layers = config.size("num_hidden_layers")
-    head_dim = config.get("head_dim") or model_dim // num_heads
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ConfigError(
-            f"{config.where}: {num_heads} query heads over {num_kv_heads} KV heads of head_dim "
-            f"{head_dim} cannot be run; heads must divide evenly and head_dim must be even"
-        )
     has_attention_bias = bool(config.get("attention_bias", False))
     rope, max_positions = read_rope(
         config.values, max_positions=config.size("max_position_embeddings", 32768)
@@ -138,7 +129,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
-        model_dim=model_dim,
+        model_dim=config.size("hidden_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -198,6 +189,18 @@ def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
         f"{path / 'config.json'}: architecture {found} is not supported by the native engine; "
         f"it runs {', '.join(SUPPORTED_ARCHITECTURES)}"
     )
+
+
+def _read_heads(config: _Config) -> tuple[int, int, int]:
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or config.size("hidden_size") // num_heads
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"{config.where}: {num_heads} query heads over {num_kv_heads} KV heads of head_dim "
+            f"{head_dim} cannot be run; heads must divide evenly and head_dim must be even"
+        )
+    return num_heads, num_kv_heads, head_dim
 
 
 def _refuse_unsupported(config: _Config) -> None:

@@ -68,7 +68,11 @@ def _download(source: str) -> Path:
 
     try:
         path = huggingface_hub.snapshot_download(
-            source, allow_patterns=list(_PATTERNS), local_files_only=is_hub_offline()
+            source,
+            allow_patterns=list(_PATTERNS),
+            # a second copy of the weights in another layout
+            ignore_patterns=["consolidated*", "original/*"],
+            local_files_only=is_hub_offline(),
         )
     except errors.GatedRepoError as error:
         raise ConfigError(
@@ -107,21 +111,28 @@ def _fetch(uri: str) -> Path:
     for name, entry in sorted(wanted.items()):
         digest.update(f"\0{name}\0{entry['size']}\0{_version_of(entry)}".encode())
     target = cache_dir() / "models" / f"{PurePosixPath(root).name}-{digest.hexdigest()[:16]}"
-    if target.is_dir():
-        return target
+    if not target.is_dir():
+        try:
+            _copy(filesystem, {name: entry["name"] for name, entry in wanted.items()}, target)
+        except OSError as error:
+            raise ConfigError(f"model {uri!r} cannot be downloaded: {error}") from error
+    return target
+
+
+def _copy(filesystem: Any, sources: dict[str, str], target: Path) -> None:  # noqa: ANN401
+    """Copy files into the new folder `target`, which appears complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=target.parent, suffix=".tmp"))
     try:
-        for name, entry in wanted.items():
-            filesystem.get_file(entry["name"], str(temporary / name))
+        for name, source in sources.items():
+            filesystem.get_file(source, str(temporary / name))
         os.replace(temporary, target)
-    except OSError as error:
+    except OSError:
         # another process was faster where the target stands complete
         if not target.is_dir():
-            raise ConfigError(f"model {uri!r} cannot be downloaded: {error}") from error
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target
 
 
 def _version_of(entry: dict[str, Any]) -> str:

@@ -60,11 +60,8 @@ def read_rope(config: Mapping[str, Any], *, max_positions: int) -> tuple[RopeSpe
     if options.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported")
     # the top-level key wins in transformers, for checkpoints that carry it beside the options
-    original = (
-        config.get("original_max_position_embeddings")
-        or options.get("original_max_position_embeddings")
-        or max_positions
-    )
+    key = "original_max_position_embeddings"
+    original = config.get(key) or options.get(key) or max_positions
     factor = options.get("factor")
     if factor is None:
         factor = max_positions / original if kind == "yarn" else 1.0

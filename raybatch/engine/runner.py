@@ -53,33 +53,16 @@ class ModelRunner:
         spec = read_model_spec(path)
         _check_max_model_len(config, spec, path)
         device = _pick_device(config)
-        if device.type == "cpu":
-            torch.set_num_threads(config.num_threads)
-            if config.tune_malloc:
-                _keep_freed_memory()
+        _set_up_process(config, device)
         dtype = _pick_dtype(config, spec, device)
         weights = load_weights(path, spec, dtype=dtype, device=device)
-        num_blocks = num_blocks_for(
-            config,
-            spec,
-            dtype=dtype,
-            device=device,
-            free_bytes=free_memory_bytes(device),
-            num_engines_on_host=num_engines_on_host,
-        )
-        cache = allocate_kv_cache(
-            spec,
-            num_blocks=num_blocks,
-            block_size=config.block_size_tokens,
-            dtype=dtype,
-            device=device,
-        )
+        cache = _make_cache(config, spec, dtype, device, num_engines_on_host)
         logger.info(
-            "%s loaded: %s on %s, %d KV blocks of %d tokens",
+            "%s loaded as %s on %s, with %d KV blocks of %d tokens",
             path.name,
             str(dtype).removeprefix("torch."),
             device,
-            num_blocks,
+            cache.k.shape[1],
             config.block_size_tokens,
         )
         return cls(spec=spec, config=config, decoder=Decoder(spec, weights), cache=cache)
@@ -122,6 +105,37 @@ def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
         # CPUs without bfloat16 units compute it four times slower than float32
         name = "float32" if device.type == "cpu" else spec.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _make_cache(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_engines_on_host: int,
+) -> KVCache:
+    num_blocks = num_blocks_for(
+        config,
+        spec,
+        dtype=dtype,
+        device=device,
+        free_bytes=free_memory_bytes(device),
+        num_engines_on_host=num_engines_on_host,
+    )
+    return allocate_kv_cache(
+        spec,
+        num_blocks=num_blocks,
+        block_size=config.block_size_tokens,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _set_up_process(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        if config.tune_malloc:
+            _keep_freed_memory()
 
 
 def _keep_freed_memory() -> None:

@@ -43,6 +43,8 @@ def write_tensors(
                 if tuple(tensor.shape) != shape:
                     raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        # mkstemp makes files for one user, a cache folder may serve several
+        os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

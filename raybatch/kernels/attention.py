@@ -15,6 +15,9 @@ from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
 
+# outputs and their log-sum-exp
+_Part = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bucket:
@@ -63,10 +66,8 @@ def prepare_attention(
     *,
     positions: torch.Tensor,  # int64 [T]
     slot_mapping: torch.Tensor,  # int64 [T]
-    block_size: int,
-    num_kv_heads: int,
+    pool: torch.Tensor,  # [N, G, B, D]
     windows: tuple[int | None, ...],
-    dtype: torch.dtype,
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
@@ -74,20 +75,17 @@ def prepare_attention(
         plan: of this step.
         positions: of every token in its sequence.
         slot_mapping: where every token's KV goes.
-        block_size: positions of one cache block.
-        num_kv_heads: of the model.
+        pool: keys of any layer; only its shape and dtype are read.
         windows: the different windows of the model's layers.
-        dtype: of the KV pool.
     """
+    block_size = pool.shape[2]
     walk = None
     if plan.decode is not None and plan.num_decode:
         walk = plan_walk(
             plan.decode,
             positions=positions[: plan.num_decode],
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
+            pool=pool,
             windows=windows,
-            dtype=dtype,
         )
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
@@ -191,9 +189,6 @@ def attend(
             part = _attend_context(q[context.rows], k_pool, v_pool, context, window)
             _merge(output, lse, context.rows, part)
     return output.view(q.shape[0], -1)
-
-
-_Part = tuple[torch.Tensor, torch.Tensor]  # outputs and their log-sum-exp
 
 
 def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

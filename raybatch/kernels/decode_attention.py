@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodePart
 
-# a foreign block costs about as much as starting another run
-_MAX_GAP_BLOCKS = 2
+# starting another run costs about as much as walking over so many bytes of foreign KV
+_RUN_COST_BYTES = 128 << 10
 
 
 class _Run(NamedTuple):
@@ -53,12 +53,11 @@ def plan_walk(
     part: DecodePart,
     *,
     positions: torch.Tensor,  # int64 [S], of the decode tokens
-    block_size: int,
-    num_kv_heads: int,
+    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
     windows: tuple[int | None, ...],
-    dtype: torch.dtype,
 ) -> DecodeWalk:
     """Turn a part into the walk that `attend_decode` executes."""
+    num_kv_heads, block_size, head_dim = pool.shape[1:]
     device = part.block_ids.device
     runs: tuple[_Run, ...] = ()
     rows = torch.arange(len(part.block_ids), device=device)
@@ -66,7 +65,9 @@ def plan_walk(
     if part.is_contiguous:
         runs = (_Run(0, len(block_ids), int(block_ids[0])),)
     elif device.type == "cpu":
-        runs, rows, block_ids = _plan_runs(block_ids)
+        block_bytes = 2 * num_kv_heads * block_size * head_dim * pool.element_size()
+        max_gap = _RUN_COST_BYTES // block_bytes
+        runs, rows, block_ids = _plan_runs(block_ids, max_gap)
     num_rows = len(block_ids)
     owners = torch.zeros(num_rows, dtype=torch.int64, device=device)
     owners[rows] = part.owners
@@ -74,20 +75,14 @@ def plan_walk(
     num_valid[rows] = part.num_valid
     sorted_owners, order = part.owners.sort(stable=True)
     offsets = torch.searchsorted(sorted_owners, torch.arange(len(positions), device=device))
-    slots = torch.arange(block_size, device=device)
-    is_hidden = slots >= num_valid.unsqueeze(1)
+    is_hidden = torch.arange(block_size, device=device) >= num_valid.unsqueeze(1)
     masks = {}
     for window in windows:
         hidden = is_hidden
         if window is not None and int(positions.max()) >= window:
-            if part.first_positions is None:
-                raise ValueError("DecodePart.first_positions is needed by a sliding window")
-            first_seen = (positions - window + 1).index_select(0, part.owners)
-            is_outside = (part.first_positions.unsqueeze(1) + slots) < first_seen.unsqueeze(1)
+            is_outside = _is_outside_window(part, positions, block_size, window)
             hidden = is_hidden.index_put((rows,), is_hidden[rows] | is_outside)
-        bias = torch.zeros(num_rows, block_size, dtype=dtype, device=device)
-        bias.masked_fill_(hidden, -math.inf)
-        masks[window] = bias.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1)
+        masks[window] = _bias_of(hidden, pool)
     return DecodeWalk(
         runs=runs,
         block_ids=block_ids,
@@ -98,14 +93,35 @@ def plan_walk(
     )
 
 
+def _bias_of(is_hidden: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """Turn a mask [R, B] into what is added to the scores, [R * G, 1, B]."""
+    bias = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
+    bias.masked_fill_(is_hidden, -math.inf)
+    return bias.repeat_interleave(pool.shape[1], dim=0).unsqueeze(1)
+
+
+def _is_outside_window(
+    part: DecodePart, positions: torch.Tensor, block_size: int, window: int
+) -> torch.Tensor:
+    """Return for each block of the part which slots its owner no longer sees, bool [P, B]."""
+    if part.first_positions is None:
+        raise ValueError("DecodePart.first_positions is needed by a sliding window")
+    slots = torch.arange(block_size, device=positions.device)
+    first_seen = (positions - window + 1).index_select(0, part.owners)
+    return (part.first_positions.unsqueeze(1) + slots) < first_seen.unsqueeze(1)
+
+
 def _plan_runs(
-    block_ids: torch.Tensor,
+    block_ids: torch.Tensor, max_gap: int
 ) -> tuple[tuple[_Run, ...], torch.Tensor, torch.Tensor]:
-    """Return the runs, the row of each given block, and the block of each row."""
+    """Return the runs, the row of each given block, and the block of each row.
+
+    A run goes on over up to `max_gap` foreign blocks.
+    """
     ids = block_ids.numpy()
     steps = np.diff(ids)
     # a block that two sequences own occurs twice, which starts a run as well
-    breaks = np.flatnonzero((steps < 1) | (steps > _MAX_GAP_BLOCKS + 1)) + 1
+    breaks = np.flatnonzero((steps < 1) | (steps > max_gap + 1)) + 1
     starts = np.concatenate(([0], breaks))
     ends = np.concatenate((breaks, [len(ids)]))
     first_blocks = ids[starts]

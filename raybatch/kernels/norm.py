@@ -17,13 +17,3 @@ def rms_norm(
     if x.dtype == torch.float32:
         return (x * scale).mul_(weight)
     return (x * scale).to(x.dtype).mul_(weight)
-
-
-def add_rms_norm(
-    x: torch.Tensor,  # [T, M], modified in place
-    residual: torch.Tensor,  # [T, M]
-    weight: torch.Tensor,  # [M]
-    eps: float,
-) -> torch.Tensor:
-    """Add `residual` to `x` in place and return the normalised sum."""
-    return rms_norm(x.add_(residual), weight, eps)

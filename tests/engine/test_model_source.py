@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raybatch.engine.checkpoint import weight_files
 from raybatch.engine.model_source import model_fingerprint, resolve_model
 from raybatch.errors import ConfigError
 
@@ -87,6 +88,11 @@ def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         resolve_model(str(folder))
+
+
+def test_a_second_copy_of_the_weights_is_left_alone(folder):
+    save_file({"tok_embeddings.weight": torch.zeros(8)}, folder / "consolidated.safetensors")
+    assert weight_files(folder) == [folder / "model.safetensors"]
 
 
 def test_a_missing_shard_is_named(folder):

@@ -3,8 +3,10 @@ import random
 import pytest
 import torch
 
+from raybatch.kernels import decode_attention
 from raybatch.kernels.attention import attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.dense_attention import attend_windowed
 from tests.oracles import dense_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 10, 4, 64
@@ -88,10 +90,8 @@ class Step:
             self.plan,
             positions=self.positions,
             slot_mapping=self.slots,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=NUM_KV_HEADS,
+            pool=self.k_pool,
             windows=(self.window,),
-            dtype=torch.float32,
         )
         store_kv(self.k, self.v, self.k_pool, self.v_pool, prepared)
         return attend(self.q, self.k, self.v, self.k_pool, self.v_pool, prepared, self.window)
@@ -127,9 +127,28 @@ def test_prompts_attend_causally_to_themselves(lengths):
 
 
 @pytest.mark.parametrize("cached", [[0], [1, 2, 3], [7, 0, 30, 11]])
-@pytest.mark.parametrize("dense_blocks", [True, False], ids=["one run", "scattered"])
-def test_decode_tokens_attend_to_all_their_blocks(cached, dense_blocks):
+@pytest.mark.parametrize("dense_blocks", [True, False], ids=["dense", "scattered"])
+@pytest.mark.parametrize("max_gap_blocks", [0, 1, 1000])
+def test_decode_tokens_attend_to_all_their_blocks(
+    cached, dense_blocks, max_gap_blocks, monkeypatch
+):
+    block_bytes = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 4
+    monkeypatch.setattr(decode_attention, "_RUN_COST_BYTES", max_gap_blocks * block_bytes)
     Step([(n, 1) for n in cached], num_decode=len(cached), dense_blocks=dense_blocks).check()
+
+
+def test_a_block_that_two_decode_tokens_own_serves_both():
+    step = Step([(5, 1), (7, 1)], num_decode=2, dense_blocks=True)
+    first, second = step.tables[0][0], step.tables[1][0]
+    part = step.plan.decode
+    doubled = part.block_ids.where(part.block_ids != second, first)
+    order = doubled.argsort(stable=True)
+    for name in ("owners", "num_valid", "first_positions"):
+        object.__setattr__(part, name, getattr(part, name)[order])
+    object.__setattr__(part, "block_ids", doubled[order])
+    object.__setattr__(part, "is_contiguous", False)
+    step.tables[1][0] = first
+    step.check()
 
 
 def test_chunks_see_their_cached_context():
@@ -149,10 +168,17 @@ def test_a_window_hides_older_positions_in_every_part(window):
     Step([(13, 1), (8, 1), (21, 1), (0, 7), (17, 9), (0, 56)], 3, window, shared=8).check()
 
 
+@pytest.mark.parametrize(
+    ("sequence", "num_decode", "window"),
+    [((8, 1), 1, 8), ((0, 9), 0, 8), ((0, 50), 0, 49), ((5, 4), 0, 8), ((8, 1), 0, 8)],
+    ids=["decode", "prompt", "long prompt", "chunk", "one-token chunk"],
+)
+def test_the_first_position_behind_the_window_is_hidden(sequence, num_decode, window):
+    Step([sequence], num_decode, window=window).check()
+
+
 def test_windowed_prompts_longer_than_a_tile_are_exact():
     torch.manual_seed(0)
-    from raybatch.kernels.dense_attention import attend_windowed
-
     q, k, v = (torch.randn(300, NUM_KV_HEADS, HEAD_DIM) for _ in range(3))
     places = torch.arange(300)
     output, _ = attend_windowed(
@@ -194,10 +220,8 @@ def test_half_precision_is_close_to_float32(dtype):
         step.plan,
         positions=step.positions,
         slot_mapping=step.slots,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_KV_HEADS,
+        pool=step.k_pool,
         windows=(None,),
-        dtype=dtype,
     )
     actual = attend(step.q, step.k, step.v, step.k_pool, step.v_pool, prepared, None)
     assert actual.dtype == dtype

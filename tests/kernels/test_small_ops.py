@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from raybatch.kernels import mlp
 from raybatch.kernels.mlp import add_mlp_
-from raybatch.kernels.norm import add_rms_norm, rms_norm
+from raybatch.kernels.norm import rms_norm
 from raybatch.kernels.rotary import interleave_order, rotate_, rotation_table
 
 
@@ -32,13 +32,6 @@ def test_rms_norm_takes_a_weight_per_head():
     for head in range(3):
         expected = functional.rms_norm(x[:, head], (8,), weight[head], 1e-6)
         torch.testing.assert_close(rms_norm(x, weight, 1e-6)[:, head], expected)
-
-
-def test_add_rms_norm_leaves_the_sum_behind():
-    x, residual = torch.ones(2, 4), torch.full((2, 4), 2.0)
-    normed = add_rms_norm(x, residual, torch.ones(4), 0.0)
-    assert torch.equal(torch.full((2, 4), 3.0), x)
-    torch.testing.assert_close(normed, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
