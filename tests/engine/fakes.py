@@ -208,7 +208,7 @@ def make_request(request_id, prompt, **sampling):
 def run_all(engine, *, check=True) -> dict[tuple[int, int], Completion]:
     """Step until nothing is left; completions by (request id, sample)."""
     done = {}
-    for _ in range(100_000):
+    for _ in range(5_000):
         if not engine.num_unfinished():
             return done
         for completion in engine.step():
