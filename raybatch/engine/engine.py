@@ -13,14 +13,7 @@ from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
 from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
-from raybatch.types import (
-    Capacity,
-    Completion,
-    FinishReason,
-    ReplicaStats,
-    Request,
-    SequenceState,
-)
+from raybatch.types import Capacity, Completion, FinishReason, ReplicaStats, Request, SequenceState
 
 __all__ = ["Engine"]
 

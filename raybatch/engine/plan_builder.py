@@ -11,7 +11,9 @@ Blocks with the same set of readers form one ContextPart, so every shared run of
 read once, whatever the tree looks like.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +41,15 @@ class _Readers:
     block_ends: Int64s
     members: Int64s
     member_ends: Int64s
+
+
+class _Context(NamedTuple):
+    """A `ContextPart` as host arrays."""
+
+    rows: Int64s
+    blocks: Int64s
+    num_tokens: int
+    first_position: int
 
 
 class PlanBuilder:
@@ -93,19 +104,17 @@ class PlanBuilder:
         )
 
     def _context_parts(
-        self, contexts: list[tuple[Int64s, Int64s, int]], device: torch.device
+        self, contexts: list[_Context], device: torch.device
     ) -> tuple[ContextPart, ...]:
-        arrays = [array for rows, blocks, _ in contexts for array in (rows, blocks)]
-        tensors = to_device(arrays, device)
-        positions = self._table.users.position
+        tensors = to_device([array for c in contexts for array in (c.rows, c.blocks)], device)
         return tuple(
             ContextPart(
                 query_idx=query_idx,
                 block_ids=block_ids,
-                num_tokens=num_tokens,
-                first_position=int(positions[blocks[0]]) * self._table.block_size,
+                num_tokens=context.num_tokens,
+                first_position=context.first_position,
             )
-            for query_idx, block_ids, (_, blocks, num_tokens) in zip(
+            for query_idx, block_ids, context in zip(
                 tensors[::2], tensors[1::2], contexts, strict=True
             )
         )
@@ -151,46 +160,52 @@ class PlanBuilder:
 
     def _contexts(
         self, schedule: Schedule, slots: Int64s, blocks: Int64s
-    ) -> tuple[list[tuple[Int64s, Int64s, int]], list[tuple[Int64s, Int64s]]]:
-        """Return the context parts as (rows, blocks, tokens), and pairs for the decode part."""
+    ) -> tuple[list[_Context], list[tuple[Int64s, Int64s]]]:
+        """Return the context parts, and (blocks, owners) pairs for the decode part."""
         block_size, num_decode = self._table.block_size, len(schedule.decode_slots)
-        contexts: list[tuple[Int64s, Int64s, int]] = []
+        contexts: list[_Context] = []
         pairs: list[tuple[Int64s, Int64s]] = []
-        tails = self._partial_blocks(schedule)
-        if len(blocks):
-            readers = self._group(slots, blocks)
-            block_start = member_start = 0
-            ends = zip(readers.block_ends.tolist(), readers.member_ends.tolist(), strict=True)
-            for block_end, member_end in ends:
-                run = readers.blocks[block_start:block_end]
-                members = readers.members[member_start:member_end]
-                block_start, member_start = block_end, member_end
-                if not len(members):
-                    continue
-                if members[-1] < num_decode:
-                    if (len(members) - 2) * len(run) >= self._min_saved_blocks:
-                        contexts.append((members, run, len(run) * block_size))
-                    else:
-                        pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
-                    continue
-                num_tokens = len(run) * block_size
-                if len(members) == 1 and (tail := tails.pop(int(members[0]), None)):
-                    run, num_tokens = np.append(run, tail[0]), num_tokens + tail[1]
-                contexts.append((self._rows(schedule, members), run, num_tokens))
-        for member, (block, num_tokens) in tails.items():
-            rows = self._rows(schedule, np.array([member]))
-            contexts.append((rows, np.array([block]), num_tokens))
-        return contexts, pairs
+        tails = self._tails(schedule)
+        for run, members in self._runs(slots, blocks):
+            if not len(members):
+                continue
+            start, num_tokens = int(self._table.users.position[run[0]]), len(run) * block_size
+            if members[-1] >= num_decode:
+                tail = tails.get(int(members[0])) if len(members) == 1 else None
+                if tail and tail.first_position == start * block_size + num_tokens:
+                    del tails[int(members[0])]
+                    run, num_tokens = np.append(run, tail.blocks), num_tokens + tail.num_tokens
+                rows = self._rows(schedule, members)
+                contexts.append(_Context(rows, run, num_tokens, start * block_size))
+            elif (len(members) - 2) * len(run) >= self._min_saved_blocks:
+                contexts.append(_Context(members, run, num_tokens, start * block_size))
+            else:
+                pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
+        return contexts + list(tails.values()), pairs
 
-    def _partial_blocks(self, schedule: Schedule) -> dict[int, tuple[int, int]]:
-        """Return, by member, the block that a chunk starts inside of and its tokens before."""
-        table = self._table
-        offsets = schedule.chunk_starts % table.block_size
+    def _runs(self, slots: Int64s, blocks: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield each run of shared blocks with its members."""
+        if not len(blocks):
+            return
+        readers = self._group(slots, blocks)
+        block_start = member_start = 0
+        ends = zip(readers.block_ends.tolist(), readers.member_ends.tolist(), strict=True)
+        for block_end, member_end in ends:
+            yield readers.blocks[block_start:block_end], readers.members[member_start:member_end]
+            block_start, member_start = block_end, member_end
+
+    def _tails(self, schedule: Schedule) -> dict[int, _Context]:
+        """Return, by member, what a chunk reads of the block that it starts inside of."""
+        table, block_size = self._table, self._table.block_size
+        offsets = schedule.chunk_starts % block_size
         tails = {}
         for i in np.flatnonzero(offsets).tolist():
-            slot, start = schedule.chunk_slots[i], schedule.chunk_starts[i]
-            block = int(table.block_table[slot, start // table.block_size])
-            tails[len(schedule.decode_slots) + i] = (block, int(offsets[i]))
+            slot, offset = int(schedule.chunk_slots[i]), int(offsets[i])
+            first_position = int(schedule.chunk_starts[i]) - offset
+            block = table.block_table[slot, first_position // block_size]
+            member = len(schedule.decode_slots) + i
+            rows = self._rows(schedule, np.array([member]))
+            tails[member] = _Context(rows, np.array([block], np.int64), offset, first_position)
         return tails
 
     def _rows(self, schedule: Schedule, members: Int64s) -> Int64s:

@@ -222,7 +222,7 @@ class Scheduler:
             record = self._resumed[0][1] if self._resumed else self._waiting[0]
             hits = self._find_hits(record)
             num_total = -(-record.num_tokens // table.block_size)
-            is_growing = -(-(record.max_len - 1) // table.block_size) > num_total
+            is_growing = record.max_blocks(table.block_size) > num_total
             needed = num_total - len(hits) + self.blocks.num_unused(hits)
             # one block per running sequence is kept for growth, so that few are ever preempted
             reserve = num_growing + is_growing if table.num_running else 0

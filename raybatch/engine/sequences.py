@@ -57,6 +57,11 @@ class Sequence:
         """Tokens known while it is not running."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
+    def max_blocks(self, block_size: int) -> int:
+        """Return the blocks it needs at its full length."""
+        # the last token is never fed back, so it needs no place in the cache
+        return -(-(self.max_len - 1) // block_size)
+
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
     ) -> Completion:
@@ -153,8 +158,7 @@ class SequenceTable:
         self.num_tokens[slot] = num_prompt + num_generated
         self.num_computed[slot] = len(blocks) * self.block_size
         self.max_len[slot] = record.max_len
-        # the last token is never fed back, so it needs no place in the cache
-        self.max_blocks[slot] = -(-(record.max_len - 1) // self.block_size)
+        self.max_blocks[slot] = record.max_blocks(self.block_size)
         self.num_blocks[slot] = len(blocks)
         self.block_table[slot, : len(blocks)] = blocks
         self._grow_generated(record.max_len - num_prompt)

@@ -78,6 +78,8 @@ class FakeRunner:
         shape = (NUM_LAYERS, self.num_blocks * self.block_size)
         self._kv = np.random.default_rng(1).integers(0, 2**63, shape).astype(np.uint64)
 
+        self._positions = np.full((self.num_blocks, self.block_size), -1)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         plan = batch.attention
         lens = plan.prefill.lens if plan.prefill else ()
@@ -92,6 +94,7 @@ class FakeRunner:
         )
         slots = batch.slot_mapping.numpy()
         assert len(set(slots.tolist())) == len(slots)
+        self._positions.reshape(-1)[slots] = batch.positions.numpy()
         hidden = embed(batch.token_ids.numpy(), batch.positions.numpy())
         for layer in range(NUM_LAYERS):
             own = mix(hidden, 100 + layer)
@@ -122,6 +125,8 @@ class FakeRunner:
                 out[start : start + length] += np.cumsum(own[start : start + length])
         for part in plan.contexts:
             assert 0 <= len(part.block_ids) * self.block_size - part.num_tokens < self.block_size
+            first = np.arange(len(part.block_ids)) * self.block_size + part.first_position
+            assert (self._positions[part.block_ids.numpy(), 0] == first).all()
             values = pages[part.block_ids.numpy()].reshape(-1)[: part.num_tokens]
             queries = part.query_idx.numpy()
             assert len(set(queries.tolist())) == len(queries)
@@ -134,6 +139,7 @@ class FakeRunner:
         assert (np.diff(blocks) >= 0).all()
         assert part.is_contiguous == (np.diff(blocks) == 1).all()
         assert valid.min() >= 1
+        assert (self._positions[blocks, 0] == part.first_positions.numpy()).all()
         assert valid.max() <= self.block_size
         assert set(part.owners.tolist()) == set(range(plan.num_decode))
 
@@ -208,7 +214,7 @@ def make_request(request_id, prompt, **sampling):
 def run_all(engine, *, check=True) -> dict[tuple[int, int], Completion]:
     """Step until nothing is left; completions by (request id, sample)."""
     done = {}
-    for _ in range(100_000):
+    for _ in range(5_000):
         if not engine.num_unfinished():
             return done
         for completion in engine.step():

@@ -4,7 +4,7 @@ import torch
 from raybatch.engine.batch_builder import BatchBuilder
 from raybatch.engine.block_manager import BlockManager
 from raybatch.engine.plan_builder import PlanBuilder
-from raybatch.engine.scheduler import Scheduler
+from raybatch.engine.scheduler import Schedule, Scheduler
 from raybatch.engine.sequences import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
@@ -159,3 +159,37 @@ def test_blocks_of_a_waiting_chunk_are_not_read():
     batch = steps.step()
     assert decode(batch) == [(0, 0, 2), (1, 1, 2)]
     assert (contexts(batch), batch.attention.prefill) == ([], None)
+
+
+def plan_of(tables, chunk_slots, *, num_computed=12):
+    """The plan of a step in which `chunk_slots`, with the given block tables, compute a token."""
+    steps = Steps()
+    for i, blocks in enumerate(tables):
+        prompt = np.arange(num_computed + 1)
+        record = Sequence(request=make_request(i, prompt), sample_idx=0, arrival=i, max_len=30)
+        steps.table.place(record, blocks)
+    slots = np.arange(len(tables))
+    steps.table.users.extend(slots, np.full(len(tables), 3), steps.table.block_table)
+    chosen = np.array(chunk_slots, np.int64)
+    schedule = Schedule(
+        decode_slots=np.empty(0, np.int64),
+        chunk_slots=chosen,
+        chunk_starts=np.full(len(chosen), num_computed),
+        chunk_lens=np.ones(len(chosen), np.int64),
+    )
+    return steps.builder._plans.build(schedule, CPU)
+
+
+def test_shared_blocks_with_a_gap_between_them_are_two_parts():
+    parts = plan_of([[5, 6, 9], [5, 7, 9]], [0, 1]).contexts
+    assert sorted((p.block_ids.tolist(), p.first_position) for p in parts) == [
+        ([5], 0),
+        ([6], 4),
+        ([7], 4),
+        ([9], 8),
+    ]
+
+
+def test_blocks_read_by_nobody_in_this_step_are_left_out():
+    parts = plan_of([[1, 2, 3], [1, 2, 4], [5, 6, 7]], [2]).contexts
+    assert [part.block_ids.tolist() for part in parts] == [[5, 6, 7]]

@@ -52,7 +52,7 @@ def shared_prompts(rng, count):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(20, 90),
@@ -169,7 +169,7 @@ def test_ignore_eos_goes_on_after_the_end_token():
 
 def test_the_end_token_does_not_count_before_min_tokens():
     expected = generate([1, 2, 3], 10, VOCAB)
-    completion = run_one([1, 2, 3], eos=(expected[4], expected[6]), max_tokens=10, min_tokens=6)
+    completion = run_one([1, 2, 3], eos=(expected[4], expected[6]), max_tokens=10, min_tokens=7)
     assert completion.token_ids.tolist() == expected[:7]
 
 

@@ -77,6 +77,15 @@ def test_a_sequence_that_does_not_grow_keeps_no_block_for_growth():
     assert step(scheduler) == ([], [(0, 0, 6), (1, 0, 6), (2, 0, 6)])
 
 
+def test_the_last_token_needs_no_block():
+    scheduler = make_scheduler(num_blocks=6, budget=64)
+    for arrival in range(2):
+        add(scheduler, arrival, 6, max_tokens=3)
+    step(scheduler)
+    add(scheduler, 2, 6, max_tokens=3)
+    assert step(scheduler) == ([0, 1], [(2, 0, 6)])
+
+
 def test_the_latest_sequence_is_preempted_when_blocks_run_out():
     scheduler = make_scheduler(num_blocks=5, budget=64)
     first, second = (add(scheduler, arrival, 4, max_tokens=16) for arrival in range(2))
