@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import logging
+import os
 import time
-from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
@@ -20,20 +20,20 @@ from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import (
     Answer,
     Assignment,
-    PoisonRow,
     PoolSpec,
     PoolState,
     Room,
     Span,
     Submission,
 )
-from raybatch.actors.wire import encode_completions, row_numbers
-from raybatch.types import Completion, PoolStats, ReplicaStats
+from raybatch.types import PoolStats, ReplicaStats
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5
 # so many rows given up with none finished in between: the engine is broken, not the rows
 _MAX_POISON_IN_A_ROW = 10
+
+_Pull = tuple[Room, asyncio.Future[list[Assignment] | None]]
 
 _logger = logging.getLogger(__name__)
 
@@ -49,40 +49,40 @@ class Coordinator:
     """
 
     def __init__(self, spec: PoolSpec, plan: CrewPlan) -> None:
-        self._spec = spec
+        self._pool = spec.pool
         self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
-        self._inbox = Inbox()
-        self._clients: dict[str, ClientCounters] = defaultdict(ClientCounters)
-        self._pulls: dict[int, tuple[Room, asyncio.Future[list[Assignment] | None]]] = {}
-        self._crew = Crew(spec, plan, on_lost=self._lose, on_exhausted=self._fail)
+        self._inbox = Inbox(self._queue)
+        self._pulls: dict[int, _Pull] = {}
+        self._crew = Crew(spec, plan, on_lost=self._lose, on_exhausted=self._inbox.fail)
         self._crew_lock = asyncio.Lock()
         self._is_stopping = False
         self._ticking: asyncio.Task[None] | None = None
-        self._stealing: set[asyncio.Task[None]] = set()
+        self._stealing: asyncio.Task[None] | None = None
         self._not_worth_asking: set[int] = set()
-        self._failure: tuple[int, str] | None = None
         self._poison_in_a_row = 0
         self._idle_since = time.monotonic()
+        self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
+
+    async def start(self) -> None:
+        """Start the replicas ahead of the first rows."""
+        self._idle_since = time.monotonic()
+        await self._start_crew()
 
     async def generate(self, submission: Submission) -> Answer:
         """Queue a row batch and wait a while for its results."""
-        if self._failure is None:
+        if self._inbox.failure is None:
             await self._start_crew()
-        now = time.monotonic()
-        batch = self._inbox.add(submission, now)
-        self._queue.add(batch.batch_id, submission.prompt_tokens, submission.max_new_tokens)
-        self._clients[submission.client].received(
-            submission.prompt_tokens, submission.max_new_tokens, now
-        )
-        self._settle(batch)
+        batch = self._inbox.add(submission)
         self._dispatch()
-        return await self._answer(batch)
+        return await self._inbox.answer(batch, self._wait_s)
 
     async def collect(self, token: str) -> Answer:
         """Wait a while longer for a row batch."""
         batch = self._inbox.find(token)
-        return Answer(status="unknown") if batch is None else await self._answer(batch)
+        if batch is None:
+            return Answer(status="unknown")
+        return await self._inbox.answer(batch, self._wait_s)
 
     async def cancel(self, token: str) -> None:
         """Forget a row batch; what runs of it ends unheard."""
@@ -112,7 +112,7 @@ class Coordinator:
         member.stats = stats
         self._not_worth_asking.discard(replica_id)
         for batch_id, batch_results in results:
-            num_rows = self._take_results(replica_id, batch_id, batch_results)
+            num_rows = self._inbox.take(replica_id, batch_id, batch_results)
             member.num_finished_rows += num_rows
             if num_rows:
                 self._poison_in_a_row = 0
@@ -127,7 +127,7 @@ class Coordinator:
     async def stats(self, client: str) -> PoolStats:
         """Return the counters of a client and the state of the pool."""
         ledger = self._crew.ledger
-        counters = self._clients.get(client) or ClientCounters()
+        counters = self._inbox.clients.get(client) or ClientCounters()
         return counters.stats(
             num_replicas=self._plan.num_replicas,
             num_ready=ledger.num_ready(),
@@ -138,19 +138,20 @@ class Coordinator:
 
     async def state(self) -> PoolState:
         """Return what the pool holds at this moment."""
-        members = [m for m in self._crew.members.values() if m.pid is not None and m.is_ready]
+        pids = {m.pid: m for m in self._crew.members.values() if m.pid is not None and m.is_ready}
         return PoolState(
             num_batches=len(self._inbox),
             num_waiting_rows=self._queue.num_waiting(),
-            num_held_rows=sum(self._queue.num_held(m.replica_id) for m in members),
-            num_results=sum(len(batch.results) for batch in self._inbox),
-            pids=tuple(sorted(m.pid for m in members if m.pid is not None)),
-            finished_by_pid={m.pid: m.num_finished_rows for m in members if m.pid is not None},
+            num_held_rows=sum(self._queue.num_held(m.replica_id) for m in pids.values()),
+            num_results=self._inbox.num_results(),
+            coordinator_pid=os.getpid(),
+            pids=tuple(sorted(pids)),
+            finished_by_pid={pid: m.num_finished_rows for pid, m in pids.items()},
         )
 
     async def shutdown(self) -> None:
         """End every replica; who still waits gets an error."""
-        self._fail(0, "the pool was shut down")
+        self._inbox.fail(0, "the pool was shut down")
         if self._ticking is not None:
             self._ticking.cancel()
         await self._stop_crew()
@@ -159,7 +160,7 @@ class Coordinator:
         async with self._crew_lock:
             self._crew.start(ray.get_runtime_context().current_actor)
             if self._ticking is None:
-                self._ticking = asyncio.create_task(self._tick())
+                self._ticking = self._spawn(self._tick())
 
     async def _stop_crew(self) -> None:
         async with self._crew_lock:
@@ -169,64 +170,6 @@ class Coordinator:
             self._pulls.clear()
             await self._crew.stop()
             self._is_stopping = False
-
-    async def _answer(self, batch: OpenBatch) -> Answer:
-        batch_id = batch.batch_id
-        batch.last_asked = time.monotonic()
-        try:
-            wait_s = min(_MAX_WAIT_S, self._spec.pool.feeder_timeout_s / 3)
-            await asyncio.wait_for(batch.done.wait(), wait_s)
-        except TimeoutError:
-            return Answer(status="pending")
-        if self._inbox.get(batch_id) is None:
-            return Answer(status="unknown")
-        self._inbox.close(batch)
-        self._idle_since = time.monotonic()
-        if self._failure is not None:
-            rank, cause = self._failure
-            answer = Answer(status="failed", rank=rank, cause=cause)
-        else:
-            attempts = self._queue.attempts(batch_id)
-            answer = Answer(status="done", results=tuple(batch.results), attempts=attempts)
-        self._queue.drop(batch_id)
-        return answer
-
-    def _drop(self, batch: OpenBatch | None) -> None:
-        if batch is not None:
-            self._inbox.close(batch)
-            self._queue.drop(batch.batch_id)
-            batch.done.set()
-            self._dispatch()
-
-    def _take_results(self, replica_id: int, batch_id: int, results: pa.RecordBatch) -> int:
-        batch = self._inbox.get(batch_id)
-        if batch is None:
-            return 0
-        rows = row_numbers(results)
-        is_held = self._queue.finish(replica_id, batch_id, rows)
-        if not is_held.all():
-            rows = rows[is_held]
-            results = results.filter(pa.array(np.isin(results.column("row").to_numpy(), rows)))
-        if len(rows):
-            self._keep(batch, rows, results)
-        return len(rows)
-
-    def _keep(self, batch: OpenBatch, rows: npt.NDArray[np.int32], results: pa.RecordBatch) -> None:
-        submission = batch.submission
-        batch.results.append(results)
-        counters = self._clients[submission.client]
-        counters.results(results)
-        counters.done(
-            len(rows),
-            int(submission.prompt_tokens[rows].sum()),
-            int(submission.max_new_tokens[rows].sum()),
-            time.monotonic(),
-        )
-        self._settle(batch)
-
-    def _settle(self, batch: OpenBatch) -> None:
-        if self._failure is not None or self._queue.is_done(batch.batch_id):
-            batch.done.set()
 
     def _dispatch(self) -> None:
         hungry = {replica_id: room for replica_id, (room, _) in self._pulls.items()}
@@ -250,7 +193,7 @@ class Coordinator:
 
     def _steal(self) -> None:
         """Ask the replica with the most unstarted rows for half of them when another has none."""
-        if self._stealing or all(self._queue.num_held(r) for r in self._pulls):
+        if self._stealing is not None or all(self._queue.num_held(r) for r in self._pulls):
             return
         members = [
             m
@@ -261,60 +204,61 @@ class Coordinator:
         ]
         if members:
             victim = max(members, key=lambda m: m.stats.num_waiting)
+            # until it reports again, its count of unstarted rows is stale
             self._not_worth_asking.add(victim.replica_id)
-            task = asyncio.create_task(
-                self._take_back(victim.replica_id, victim.actor, victim.stats.num_waiting // 2)
-            )
-            self._stealing.add(task)
-            task.add_done_callback(self._stealing.discard)
+            num_rows = victim.stats.num_waiting // 2
+            self._stealing = self._spawn(self._take_back(victim.replica_id, victim.actor, num_rows))
 
     async def _take_back(self, replica_id: int, actor: ActorHandle, max_rows: int) -> None:
         try:
             rows = await actor.give_back.remote(max_rows)
         except RayError:
             # its death is noticed, and its rows are queued again, where it is awaited
-            return
+            rows = []
+        self._stealing = None
         self._queue.give_back(replica_id, [Span(b, row, row + 1) for b, row in rows])
         self._dispatch()
 
+    def _drop(self, batch: OpenBatch | None) -> None:
+        if batch is not None:
+            self._inbox.drop(batch)
+            self._dispatch()
+
     def _lose(self, replica_id: int) -> bool:
+        """Queue the rows of a dead replica again; return whether it held any."""
         _, future = self._pulls.pop(replica_id, (None, None))
         if future is not None:
             future.set_result(None)
         self._not_worth_asking.discard(replica_id)
         had_rows = self._queue.num_held(replica_id) > 0
         for poison in self._queue.lose(replica_id):
-            self._give_up_row(poison)
+            error = self._inbox.give_up(poison)
+            self._poison_in_a_row += 1
+            if self._poison_in_a_row >= _MAX_POISON_IN_A_ROW:
+                self._inbox.fail(0, f"{error}, like {self._poison_in_a_row - 1} rows before it")
         self._dispatch()
         return had_rows
 
-    def _give_up_row(self, poison: PoisonRow) -> None:
-        batch = self._inbox.get(poison.batch_id)
-        if batch is None:
-            return
-        error = f"ReplicaCrash: the engine died {poison.num_crashes} times with this row"
-        completion = Completion(request_id=poison.row, finish_reason="error", error=error)
-        rows = np.array([poison.row], np.int32)
-        self._keep(batch, rows, encode_completions(rows, [completion]))
-        self._poison_in_a_row += 1
-        if self._poison_in_a_row >= _MAX_POISON_IN_A_ROW:
-            self._fail(0, f"{error}, like {self._poison_in_a_row - 1} rows before it")
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._note_end)
+        return task
 
-    def _fail(self, rank: int, cause: str) -> None:
-        self._failure = self._failure or (rank, cause)
-        for batch in self._inbox:
-            batch.done.set()
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._inbox.fail(0, f"the coordinator failed: {type(error).__name__}: {error}")
 
     async def _tick(self) -> None:
-        pool = self._spec.pool
+        release_s = self._pool.idle_release_s
         while True:
             await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            for batch in self._inbox.abandoned(now, pool.feeder_timeout_s):
+            for batch in self._inbox.abandoned(self._pool.feeder_timeout_s):
                 _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._drop(batch)
             self._dispatch()
+            now = time.monotonic()
             if len(self._inbox):
                 self._idle_since = now
-            elif pool.idle_release_s is not None and now - self._idle_since > pool.idle_release_s:
+            elif release_s is not None and now - self._idle_since > release_s:
                 await self._stop_crew()

@@ -141,6 +141,7 @@ class Crew:
                 num_gpus=self._plan.num_gpus,
                 max_restarts=0,
                 max_concurrency=64,
+                scheduling_strategy="SPREAD",
             )
             .remote(self._spec, replica_id)
         )

@@ -35,7 +35,7 @@ _MAX_CALLS = 10_000
 
 # an actor ends when its owner drops the handle that made it, although it has a name: these keep
 # the pools of this process warm
-_coordinators: dict[str, ActorHandle] = {}
+_coordinators: dict[tuple[str, str], ActorHandle] = {}
 _making = threading.Lock()
 
 
@@ -92,7 +92,7 @@ class PoolHandle:
             coordinator.cancel.remote(submission.token)
             raise
         except RayActorError as error:
-            raise _coordinator_died(error) from error
+            raise self._coordinator_died(error) from error
         return _results(answer)
 
     def generate_sync(
@@ -109,9 +109,16 @@ class PoolHandle:
                     answer = ray.get(coordinator.generate.remote(submission))
                 else:
                     answer = ray.get(_ask_again(coordinator, submission, answer))
+        except KeyboardInterrupt:
+            coordinator.cancel.remote(submission.token)
+            raise
         except RayActorError as error:
-            raise _coordinator_died(error) from error
+            raise self._coordinator_died(error) from error
         return _results(answer)
+
+    def start(self) -> None:
+        """Start the replicas ahead of the first rows; returns at once."""
+        self._connect().start.remote()
 
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""
@@ -129,9 +136,14 @@ class PoolHandle:
             return
         name = _name(self.spec)
         coordinator = self._carried or _find(name)
-        _coordinators.pop(name, None)
+        _coordinators.pop(_key(name), None)
         if coordinator is not None:
             _end(coordinator)
+
+    def _coordinator_died(self, error: RayActorError) -> ReplicaError:
+        # so that the next use makes a new one
+        _coordinators.pop(_key(_name(self.spec)), None)
+        return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
 
     def _connect(self) -> ActorHandle:
         if self._carried is not None:
@@ -142,17 +154,16 @@ class PoolHandle:
         with _making:
             coordinator = _find(name)
             if coordinator is None:
-                coordinator = _coordinators[name] = _make(name, self.spec)
+                coordinator = _coordinators[_key(name)] = _make(name, self.spec)
         return coordinator
 
 
 def release_pools() -> None:
     """End every pool that this process made."""
-    names = list(_coordinators)
-    for name in names:
-        coordinator = _coordinators.pop(name)
+    for key in list(_coordinators):
+        coordinator = _coordinators.pop(key)
         # the pools of a Ray session that has been shut down are gone already
-        if ray.is_initialized() and name.startswith(_job_prefix()):
+        if ray.is_initialized() and key == _key(key[1]):
             _end(coordinator)
 
 
@@ -185,18 +196,16 @@ def _results(answer: Answer) -> pa.Table:
     return combine_results(answer.results, answer.attempts)
 
 
-def _coordinator_died(error: RayActorError) -> ReplicaError:
-    return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
-
-
-def _job_prefix() -> str:
-    return f"{_NAME_PREFIX}-{ray.get_runtime_context().get_job_id()}-"
-
-
 def _name(spec: PoolSpec) -> str:
     # the job is part of the name: two drivers in one namespace must not share an actor
     text = json.dumps(asdict(spec), sort_keys=True, default=repr)
-    return _job_prefix() + hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{_NAME_PREFIX}-{ray.get_runtime_context().get_job_id()}-{digest}"
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Return where the pool lives and its name; job ids repeat from one local Ray to the next."""
+    return ray.get_runtime_context().gcs_address, name
 
 
 def _find(name: str) -> ActorHandle | None:

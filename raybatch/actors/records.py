@@ -109,5 +109,6 @@ class PoolState:
     num_waiting_rows: int
     num_held_rows: int
     num_results: int
+    coordinator_pid: int
     pids: tuple[int, ...]
     finished_by_pid: dict[int, int]

@@ -1,5 +1,7 @@
 """One small local Ray cluster for all tests of the actors."""
 
+import os
+
 import pytest
 import ray
 
@@ -8,6 +10,8 @@ from raybatch.actors.pool import release_pools
 
 @pytest.fixture(scope="session")
 def ray_cluster():
+    # by default Ray starts workers with nice 15, and they starve on a busy machine
+    os.environ["RAY_worker_niceness"] = "0"
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -18,3 +22,4 @@ def ray_cluster():
     yield
     release_pools()
     ray.shutdown()
+    del os.environ["RAY_worker_niceness"]
