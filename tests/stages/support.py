@@ -1,0 +1,123 @@
+"""A byte-level tokenizer folder, a pool inside the test's process, and a small Ray cluster."""
+
+import asyncio
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from raybatch.actors.pool import PoolSpec, release_pools
+from raybatch.actors.wire import RequestReader, combine_results, encode_completions
+from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.stages.llm_stage import LLMStage, StageFeeder
+from raybatch.types import PoolStats, Sampling
+
+EOS, USER, ASSISTANT, SYSTEM = range(256, 260)
+
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path, *, has_chat_template: bool = True) -> Path:
+    """Write a tokenizer whose first 256 ids are the bytes."""
+    symbols = _byte_symbols()
+    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|eos|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|eos|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    if has_chat_template:
+        options["chat_template"] = _CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    return folder
+
+
+def _byte_symbols() -> list[str]:
+    """Return the printable symbol of each byte, as byte-level BPE writes them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+class LocalPool:
+    """Answers like a pool handle, with one fake backend and no actors."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._options = FakeOptions(**spec.backend.options)
+        self.batches: list[list[str]] = []
+        self.requests: list[Any] = []
+
+    async def generate(
+        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+    ) -> pa.Table:
+        self.batches.append(table.column("row_id").to_pylist())
+        backend = FakeBackend(self._options)
+        requests = RequestReader(table, samplings).read(0, table.num_rows, 0)
+        self.requests.extend(requests)
+        backend.submit(requests)
+        completions = []
+        while backend.num_unfinished():
+            completions.extend(backend.poll())
+        failed = {c.request_id for c in completions if c.error}
+        completions = [
+            c for c in completions if c.request_id not in failed or (c.error and not c.sample_idx)
+        ]
+        results = encode_completions([c.request_id for c in completions], completions)
+        return combine_results([results], np.ones(table.num_rows, np.int16))
+
+    def stats(self, client: str = "default") -> PoolStats:
+        return PoolStats()
+
+
+def local(stage: type[StageFeeder]) -> type[StageFeeder]:
+    """Return the stage with a pool inside this process."""
+    return type("LocalStage", (stage,), {"pool": LocalPool(stage.pool.spec)})
+
+
+def fake_stage(model: Path, *, replicas: int = 2, **options: Any) -> type[StageFeeder]:
+    """Return a stage on the fake backend; `fake` holds the options of the backend."""
+    backend = {"kind": "fake", "options": options.pop("fake", {})}
+    options.setdefault("sampling", {"max_tokens": 4})
+    return LLMStage(str(model), backend=backend, pool={"replicas": replicas}, **options)
+
+
+def answer(stage: type[StageFeeder], batch: Any) -> pa.Table:
+    """Return what one call of a feeder makes of a row batch."""
+    return asyncio.run(stage()(batch))
+
+
+def make_data_context() -> None:
+    """Make Ray Data's context, which warns about its own defaults when it is first made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """Start a small cluster, or use the one that runs."""
+    make_data_context()
+    is_mine = not ray.is_initialized()
+    if is_mine:
+        ray.init(
+            num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False
+        )
+    yield
+    release_pools()
+    if is_mine:
+        ray.shutdown()

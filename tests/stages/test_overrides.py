@@ -1,0 +1,60 @@
+import pyarrow as pa
+import pytest
+
+from raybatch.stages.overrides import row_samplings
+from raybatch.types import Sampling
+
+BASE = Sampling(max_tokens=16, temperature=1.0)
+
+
+def samplings_of(values: pa.Array) -> list[Sampling | str]:
+    table = pa.table({"p": values})
+    return row_samplings(table, BASE, overrides={}, sampling_column="p")
+
+
+def test_rows_without_options_share_the_stages_record():
+    found = row_samplings(pa.table({"a": [1, 2]}), BASE, overrides={}, sampling_column=None)
+    assert all(sampling is BASE for sampling in found)
+
+
+def test_struct_that_turned_ints_into_floats_and_absent_into_null_is_read_back():
+    values = pa.array(
+        [{"temperature": 0.0, "max_tokens": 5.0}, {"temperature": None, "stop": ["a"]}]
+    )
+    assert samplings_of(values) == [
+        Sampling(max_tokens=5, temperature=0.0),
+        Sampling(max_tokens=16, temperature=1.0, stop=("a",)),
+    ]
+
+
+def test_json_texts_and_vllm_spellings_are_read():
+    found = samplings_of(pa.array(['{"top_k": -1, "stop": "x"}', "", None]))
+    assert found == [Sampling(max_tokens=16, temperature=1.0, stop=("x",)), BASE, BASE]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"temperatur": 1}', "unknown sampling option 'temperatur' (did you mean 'temperature'?)"),
+        ('{"max_tokens": 1.5}', "max_tokens must be a whole number, got 1.5"),
+        ('{"max_tokens": true}', "max_tokens must be a number, got True"),
+        ('{"temperature": -1}', "Sampling.temperature must be at least 0, got -1.0"),
+        ('{"ignore_eos": 1}', "ignore_eos must be true or false, got 1"),
+        ('{"n": 2}', "n is one value for the whole stage (1), the row asks for 2"),
+        ("[1]", "sampling options must be a JSON object, got '[1]'"),
+    ],
+)
+def test_bad_value_is_the_rows_error(text, message):
+    assert samplings_of(pa.array([text])) == [f"InvalidSampling: {message}"]
+
+
+def test_broken_json_is_the_rows_error():
+    (found,) = samplings_of(pa.array(["{"]))
+    assert isinstance(found, str)
+    assert found.startswith("InvalidSampling: ")
+
+
+def test_typed_column_wins_over_the_json_column():
+    table = pa.table({"p": ['{"max_tokens": 2, "seed": 9}'], "m": [3]})
+    found = row_samplings(table, BASE, overrides={"max_tokens": "m"}, sampling_column="p")
+    assert found == [Sampling(max_tokens=3, temperature=1.0, seed=9)]

@@ -1,0 +1,89 @@
+import pyarrow as pa
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
+from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
+
+
+def answered(errors: list[str]) -> pa.Table:
+    """Return a table with output columns, as a stage leaves it."""
+    num = len(errors)
+    columns = {name: [None] * num for name in OutputSchema().arrow().names}
+    columns |= {"generated_text": ["yes" if not e else None for e in errors], ERROR_COLUMN: errors}
+    user = pa.table({"id": pa.array(range(num), pa.int32()), "tags": pa.array([[1.5]] * num)})
+    return OutputSchema().attach(user, columns)
+
+
+def test_preprocess_is_merged_and_leaves_other_columns_alone():
+    table = pa.table({"id": pa.array([1, None], pa.int8()), "tags": [[1], []]})
+    out = Preprocess(lambda row: {"prompt": f"p{row['id']}"})(table)
+    assert out.select(["id", "tags"]).equals(table)
+    assert out.column("prompt").to_pylist() == ["p1", "pNone"]
+
+
+def test_preprocess_that_returns_the_whole_row_changes_no_types():
+    table = pa.table({"id": pa.array([1, None], pa.int8()), "f": pa.array([1.5, 2], pa.float32())})
+    assert Preprocess(lambda row: {**row})(table).select(["id", "f"]).equals(table)
+
+
+def test_failing_preprocess_is_the_rows_error():
+    out = Preprocess(lambda row: {"prompt": {1: "a"}[row["id"]]})(pa.table({"id": [1, 2]}))
+    assert out.column(INPUT_ERROR_COLUMN).to_pylist() == ["", "PreprocessError: KeyError: 2"]
+    assert out.column("prompt").to_pylist() == ["a", None]
+
+
+def test_sampling_params_of_different_keys_stay_exact():
+    def preprocess(row):
+        return {"sampling_params": [{"max_tokens": 5}, {"stop": ["a"]}][row["id"]]}
+
+    out = Preprocess(preprocess)(pa.table({"id": [0, 1]}))
+    assert out.column("sampling_params").to_pylist() == ['{"max_tokens": 5}', '{"stop": ["a"]}']
+
+
+def test_messages_without_a_common_type_become_json():
+    def preprocess(row):
+        content = ["text", [{"type": "text", "text": "a"}]][row["id"]]
+        return {"messages": [{"role": "user", "content": content}]}
+
+    out = Preprocess(preprocess)(pa.table({"id": [0, 1]}))
+    assert out.schema.field("messages").type == pa.string()
+
+
+def test_values_without_a_common_type_are_named():
+    with pytest.raises(ConfigError, match="different types in 'x'"):
+        Preprocess(lambda row: {"x": ["a", {}][row["id"]]})(pa.table({"id": [0, 1]}))
+
+
+def test_postprocess_replaces_the_row_and_keeps_the_error_column():
+    out = Postprocess(lambda row: {"answer": row["generated_text"].upper()})(answered([""]))
+    assert out.to_pylist() == [{"answer": "YES", ERROR_COLUMN: ""}]
+
+
+def test_postprocess_that_hands_columns_through_changes_no_types():
+    table = answered(["", "ValueError: x"])
+    out = Postprocess(lambda row: {**row, "n": len(row["generated_text"])})(table)
+    assert out.select(table.column_names).equals(table)
+    assert out.column("n").to_pylist() == [3, None]
+
+
+def test_postprocess_that_changes_a_list_in_place_is_heard():
+    def postprocess(row):
+        row["tags"].append(2.5)
+        return row
+
+    assert Postprocess(postprocess)(answered([""])).column("tags").to_pylist() == [[1.5, 2.5]]
+
+
+def test_failing_postprocess_is_the_rows_error():
+    out = Postprocess(lambda row: {"n": 1 // row["id"]})(answered(["", ""]))
+    assert out.column("n").to_pylist() == [None, 1]
+    assert out.column(ERROR_COLUMN).to_pylist()[0].startswith("PostprocessError: ZeroDivisionError")
+
+
+def test_postprocess_of_failed_rows_alone_has_the_schema_of_good_ones():
+    def postprocess(row):
+        return {"id": row["id"], "n": len(row["generated_text"].strip())}
+
+    process = Postprocess(postprocess)
+    assert process(answered(["ValueError: x"])).schema == process(answered([""])).schema

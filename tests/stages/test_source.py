@@ -1,0 +1,111 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.stages.sink import prepare_sink
+from raybatch.stages.source import check_unique_ids, read_slice, scan_source
+
+
+def write(path, table, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, **options)
+
+
+def rows_of(source):
+    return [value for part in source.slices for value in read_slice(part).column("x").to_pylist()]
+
+
+def test_slices_cover_every_row_once_and_know_their_positions(tmp_path):
+    table = pa.table({"x": list(range(5000))})
+    write(tmp_path / "a.parquet", table, row_group_size=3000)
+    source = scan_source(str(tmp_path))
+    assert rows_of(source) == list(range(5000))
+    assert [part.first_row for part in source.slices] == [0, 1500, 3000]
+
+
+def test_names_are_relative_to_the_source(tmp_path):
+    table = pa.table({"x": [1]})
+    write(tmp_path / "sub" / "b.parquet", table)
+    write(tmp_path / "a.parquet", table)
+    names = [
+        [part.name for part in scan_source(str(tmp_path / path)).slices]
+        for path in ("", "sub/b.parquet", "*.parquet", "*/*.parquet")
+    ]
+    assert names == [
+        ["a.parquet", "sub/b.parquet"],
+        ["b.parquet"],
+        ["a.parquet"],
+        ["sub/b.parquet"],
+    ]
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    write(tmp_path / "a.parquet", pa.table({"x": [1]}))
+    write(tmp_path / "_raybatch" / "b.parquet", pa.table({"y": [1]}))
+    write(tmp_path / ".c.parquet", pa.table({"y": [1]}))
+    assert scan_source(str(tmp_path)).num_rows == 1
+
+
+def test_json_lines_of_several_files_get_one_schema(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"x": 3, "y": "only here"}) + "\n")
+    source = scan_source(str(tmp_path))
+    assert (source.num_rows, source.schema.names) == (3, ["x", "y"])
+
+
+def test_files_with_different_schemas_are_named(tmp_path):
+    write(tmp_path / "a.parquet", pa.table({"x": [1]}))
+    write(tmp_path / "b.parquet", pa.table({"x": ["1"]}))
+    with pytest.raises(ConfigError, match=r"b\.parquet has another schema.*x: int64, x: string"):
+        scan_source(str(tmp_path))
+
+
+def test_broken_file_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
+        scan_source(str(tmp_path))
+
+
+def test_missing_source_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        scan_source(str(tmp_path / "nothing"))
+
+
+def test_pickled_objects_are_refused(tmp_path):
+    field = pa.field(
+        "x", pa.binary(), metadata={"ARROW:extension:name": "ray.data.arrow_pickled_object"}
+    )
+    write(tmp_path / "a.parquet", pa.table([pa.array([b"x"])], schema=pa.schema([field])))
+    with pytest.raises(ConfigError, match="column 'x' holds pickled Python objects"):
+        scan_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [(["a", None], "is null in 1 rows"), (["a", "a"], "has 1 ids on more than one row.* a;")],
+)
+def test_bad_ids_are_refused(tmp_path, ids, message):
+    write(tmp_path / "a.parquet", pa.table({"id": ids}))
+    with pytest.raises(ConfigError, match=message):
+        check_unique_ids(scan_source(str(tmp_path)), "id")
+
+
+def test_sink_with_files_is_refused(tmp_path):
+    write(tmp_path / "part-000000.parquet", pa.table({"x": [1]}))
+    with pytest.raises(ConfigError, match=r"already holds 1 files.*overwrite=True"):
+        prepare_sink(str(tmp_path), is_overwrite=False)
+
+
+def test_overwrite_empties_the_sink(tmp_path):
+    write(tmp_path / "part-000000.parquet", pa.table({"x": [1]}))
+    prepare_sink(str(tmp_path), is_overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_leaves_foreign_files_alone(tmp_path):
+    (tmp_path / "thesis.docx").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"thesis\.docx, which no run has written"):
+        prepare_sink(str(tmp_path), is_overwrite=True)

@@ -1,0 +1,211 @@
+import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.errors import ConfigError, RowError
+from raybatch.job import Job
+from raybatch.report import RunReport, read_report
+from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.schema import OutputSchema
+from raybatch.types import PoolStats
+from tests.stages.support import fake_stage, local_ray, make_tokenizer
+
+NUM_ROWS = 1500
+
+
+def demo_rows(num_rows: int) -> pa.Table:
+    texts = [f"t{i}".encode() for i in range(num_rows)]
+    texts[3], texts[5] = b"\xff\xfe", None
+    moment = datetime.datetime(2024, 2, 29, 1, 2, 3, 456)
+    return pa.table(
+        {
+            "text": pa.array(texts, pa.binary()).view(pa.string()),
+            "whole": pa.array([None if i % 3 else i for i in range(num_rows)], pa.int16()),
+            "nested": pa.array([[[i, None], []] for i in range(num_rows)]),
+            "moment": pa.array([moment] * num_rows, pa.timestamp("us", "Asia/Tokyo")),
+            "blob": pa.array([bytes([i % 256]) for i in range(num_rows)]),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_ray():
+        yield
+
+
+class Run(NamedTuple):
+    source: pa.Table
+    sink: Path
+    report: RunReport
+    progress: list[tuple[PoolStats, int]]
+
+    def output(self) -> pa.Table:
+        """Return the rows in the order of the source, with their positions."""
+        table = pq.read_table(self.sink)
+        ids = table.column("row_id").to_pylist()
+        order = sorted(range(len(ids)), key=lambda i: int(ids[i].rpartition(":")[2]))
+        return table.take(order)
+
+
+@pytest.fixture(scope="module")
+def run(cluster, model, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("job")
+    table = demo_rows(NUM_ROWS)
+    (folder / "in" / "part").mkdir(parents=True)
+    pq.write_table(table, folder / "in" / "part" / "a.parquet", row_group_size=600)
+    stage = fake_stage(model, prompt="{text}", fake={"step_s": 0.05})
+    progress: list[tuple[PoolStats, int]] = []
+    job = Job(folder / "in", folder / "out", stage)
+    report = job.run(progress=lambda stats, num_rows: progress.append((stats, num_rows)))
+    return Run(table, folder / "out", report, progress)
+
+
+@pytest.mark.ray
+def test_every_row_comes_out_once_and_is_counted_from_the_files(run):
+    assert run.report.to_text().splitlines()[2] == "rows: 1500 in, 1500 out, 0 lost"
+    assert run.report.rows_duplicated == 0
+    assert pq.read_table(run.sink).num_rows == NUM_ROWS
+
+
+@pytest.mark.ray
+def test_row_ids_are_file_and_position(run):
+    ids = run.output().column("row_id").to_pylist()
+    assert ids == [f"part/a.parquet:{i}" for i in range(NUM_ROWS)]
+
+
+@pytest.mark.ray
+def test_user_columns_are_bit_identical_in_the_files(run):
+    assert run.output().select(run.source.column_names).equals(run.source)
+
+
+@pytest.mark.ray
+def test_every_file_has_the_one_schema(run):
+    expected = pa.schema([*run.source.schema, *OutputSchema().arrow()])
+    schemas = [pq.read_schema(path) for path in sorted(run.sink.glob("*.parquet"))]
+    assert schemas
+    assert all(schema.equals(expected) for schema in schemas)
+
+
+@pytest.mark.ray
+def test_bad_rows_are_counted_by_class(run):
+    errors = [(e.error_class, e.rows, set(e.row_ids)) for e in run.report.errors]
+    assert errors == [("InvalidPrompt", 2, {"part/a.parquet:3", "part/a.parquet:5"})]
+    assert run.report.exit_code() == 2
+
+
+@pytest.mark.ray
+def test_tokens_are_summed_over_the_files(run):
+    prompt = sum(len(f"t{i}") for i in range(NUM_ROWS) if i not in (3, 5))
+    assert (run.report.prompt_tokens, run.report.generated_tokens) == (prompt, 4 * (NUM_ROWS - 2))
+
+
+@pytest.mark.ray
+def test_report_lies_below_the_sink(run):
+    assert read_report(str(run.sink)) == run.report
+
+
+@pytest.mark.ray
+def test_progress_is_called_with_the_number_of_rows(run):
+    assert {num_rows for _, num_rows in run.progress} == {NUM_ROWS}
+
+
+@pytest.mark.ray
+def test_second_run_into_the_same_sink_is_refused(run, model):
+    job = Job(run.sink.parent / "in", run.sink, fake_stage(model, prompt="{text}"))
+    with pytest.raises(ConfigError, match="already holds"):
+        job.run()
+
+
+@pytest.mark.ray
+def test_job_in_which_all_rows_fail_has_the_same_schema(cluster, model, tmp_path):
+    table = demo_rows(8).set_column(0, "text", pa.nulls(8, pa.string()))
+    pq.write_table(table, tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}")
+    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=lambda *_: None)
+    expected = pa.schema([*table.schema, *OutputSchema().arrow()])
+    assert pq.read_schema(next((tmp_path / "out").glob("*.parquet"))).equals(expected)
+    assert (report.rows_failed, report.rows_lost) == (8, 0)
+
+
+@pytest.mark.ray
+def test_on_error_raise_ends_the_job_with_the_row(cluster, model, tmp_path):
+    pq.write_table(demo_rows(8), tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}", on_error="raise")
+    job = Job(tmp_path / "a.parquet", tmp_path / "out", stage)
+    with pytest.raises(RowError, match=r"row 'a\.parquet:3': InvalidPrompt"):
+        job.run(progress=lambda *_: None)
+
+
+@pytest.mark.ray
+def test_source_without_rows_leaves_one_empty_file(cluster, model, tmp_path):
+    table = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}")
+    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=lambda *_: None)
+    written = pq.read_table(tmp_path / "out")
+    assert (report.rows_in, written.num_rows, written.schema.names[0]) == (0, 0, "text")
+
+
+def test_collision_with_a_source_column_is_found_before_any_work(model, tmp_path):
+    pq.write_table(pa.table({"text": ["a"], "finish_reason": ["b"]}), tmp_path / "a.parquet")
+    job = Job(tmp_path / "a.parquet", tmp_path / "out", fake_stage(model, prompt="{text}"))
+    with pytest.raises(ConfigError, match="already has a column 'finish_reason'"):
+        job.run()
+
+
+def test_template_field_that_is_no_column_is_found_before_any_work(model, tmp_path):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    job = Job(tmp_path / "a.parquet", tmp_path / "out", fake_stage(model, prompt="{txt}"))
+    with pytest.raises(ConfigError, match="column 'txt'"):
+        job.run()
+
+
+def job_options(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "model": "m",
+        "prompt": "{text}",
+        "sampling": {"max_tokens": 3},
+        "pool": {"replicas": 2},
+    }
+    return {"source": "in", "sink": "out", "stage": stage, **changes}
+
+
+def test_mapping_builds_the_same_config_as_the_api():
+    stage = LLMStage("m", prompt="{text}", sampling={"max_tokens": 3}, pool={"replicas": 2})
+    assert Job.from_mapping(job_options()).config == Job("in", "out", stage).config
+
+
+def test_yaml_file_builds_a_job(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("source: in\nsink: out\nstage:\n  model: m\n  prompt: '{text}'\n")
+    assert Job.from_yaml(path).config.stage.prompt == "{text}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (job_options(sourc="x"), r"unknown option 'sourc' \(did you mean 'source'\?\)"),
+        (job_options(prompt="x"), "option 'prompt' belongs below 'stage'"),
+        (job_options(stage={"prompt": "x"}), "'stage' must hold .* a 'model'"),
+        (job_options(stage={"model": "m", "promt": "x"}), r"stage: unknown option 'promt'"),
+        ({"stage": {"model": "m"}}, "source"),
+    ],
+)
+def test_wrong_job_option_is_refused_with_the_way_out(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Job.from_mapping(options)
+
+
+def test_stage_that_is_no_stage_is_refused():
+    with pytest.raises(ConfigError, match="what LLMStage"):
+        Job("in", "out", "stage")  # type: ignore[arg-type]

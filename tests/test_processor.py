@@ -1,0 +1,141 @@
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import ray
+
+from raybatch.config import EngineConfig
+from raybatch.errors import ConfigError
+from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
+from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.types import Sampling
+from tests.stages.support import answer, local, local_ray, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "chat")
+
+
+def stage_of(**options):
+    config = vLLMEngineProcessorConfig(model_source="m", **options)
+    return build_processor(config).get_stage_by_name("LLMStage")
+
+
+def test_engine_options_with_an_equivalent_are_taken_over():
+    stage = stage_of(
+        engine_kwargs={
+            "max_model_len": 4096,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "dtype": "half",
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 1 << 20,
+            "block_size": 16,
+            "tensor_parallel_size": 1,
+        }
+    )
+    assert stage.config.engine == EngineConfig(
+        max_model_len=4096,
+        max_num_seqs=8,
+        max_batched_tokens=512,
+        dtype="float16",
+        enable_prefix_caching=False,
+        kv_cache_bytes=1 << 20,
+        block_size_tokens=16,
+    )
+
+
+@pytest.mark.parametrize(("concurrency", "replicas"), [(3, 3), ((1, 4), 4), (None, None)])
+def test_concurrency_becomes_replicas(concurrency, replicas):
+    assert stage_of(concurrency=concurrency).config.pool.replicas == replicas
+
+
+def test_sampling_defaults_are_those_of_vllm():
+    assert stage_of().config.sampling == Sampling(temperature=1.0, max_tokens=16)
+
+
+@pytest.mark.parametrize(("flag", "on_error"), [(None, "row"), (True, "row"), (False, "raise")])
+def test_should_continue_on_error_decides_what_a_failed_row_does(flag, on_error):
+    assert stage_of(should_continue_on_error=flag).config.on_error == on_error
+
+
+def test_options_without_effect_are_named_in_one_line(caplog):
+    with caplog.at_level(logging.INFO):
+        stage_of(batch_size=64, max_concurrent_batches=8, engine_kwargs={"enforce_eager": True})
+    (line,) = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
+    assert line.endswith("batch_size, max_concurrent_batches, engine_kwargs.enforce_eager")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batchsize": 1}, r"unknown option 'batchsize' \(did you mean 'batch_size'\?\)"),
+        ({"engine_kwargs": {"max_num_seq": 1}}, r"did you mean 'max_num_seqs'"),
+        ({"engine_kwargs": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 is not supported"),
+        ({"task_type": "embed"}, "task_type must be 'generate'"),
+        ({"concurrency": 0}, "concurrency must be"),
+        ({"concurrency": (3, 2)}, "concurrency must be"),
+        ({"chat_template_stage": {"chat_templat": "x"}}, "did you mean 'chat_template'"),
+        ({"prepare_multimodal_stage": True}, "prepare_multimodal_stage is not supported"),
+        ({"dynamic_lora_loading_path": "x"}, "dynamic_lora_loading_path is not supported"),
+    ],
+)
+def test_wrong_option_fails_at_construction(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ProcessorConfig(model_source="m", **options)
+
+
+def test_builder_knows_only_the_chat_template_options():
+    config = ProcessorConfig(model_source="m")
+    built = build_processor(config, builder_kwargs={"chat_template_kwargs": {"a": 1}})
+    assert built.get_stage_by_name("LLMStage").config.chat_template_kwargs == {"a": 1}
+    with pytest.raises(ConfigError, match="unknown option 'chat_kwargs'"):
+        build_processor(config, builder_kwargs={"chat_kwargs": {}})
+
+
+def test_prompt_column_is_complete_and_may_hold_control_tokens(model):
+    config = ProcessorConfig(model_source=str(model), backend="fake")
+    stage = local(build_processor(config).get_stage_by_name("LLMStage"))
+    columns = {"prompt": ["<|user|>a"], "sampling_params": [None], "__rb_input_error__": [""]}
+    answer(stage, pa.table(columns))
+    assert [r.prompt_token_ids.tolist() for r in stage.pool.requests] == [[257, ord("a")]]
+
+
+@pytest.fixture(scope="module")
+def processed(model) -> list[dict]:
+    def preprocess(row):
+        if row["id"] == 1:
+            raise KeyError("no text")
+        return {
+            "messages": [{"role": "user", "content": f"t{row['id']}"}],
+            "sampling_params": {"max_tokens": 2} if row["id"] == 0 else {"temperature": 0.0},
+        }
+
+    def postprocess(row):
+        if row["id"] == 2:
+            raise ValueError("no answer")
+        return {"id": row["id"], "num": row["num_generated_tokens"]}
+
+    config = vLLMEngineProcessorConfig(model_source=str(model), backend="fake", concurrency=1)
+    processor = build_processor(config, preprocess, postprocess)
+    with local_ray():
+        rows = processor(ray.data.from_items([{"id": i} for i in range(4)])).take_all()
+    return sorted(rows, key=lambda row: row["id"])
+
+
+@pytest.mark.ray
+def test_rows_go_through_both_functions_and_their_own_options(processed):
+    assert [processed[i] for i in (0, 3)] == [
+        {"id": 0, "num": 2, ERROR_COLUMN: ""},
+        {"id": 3, "num": 16, ERROR_COLUMN: ""},
+    ]
+
+
+@pytest.mark.ray
+def test_failures_of_both_functions_are_rows(processed):
+    assert [processed[i] for i in (1, 2)] == [
+        {"id": 1, "num": 0, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'"},
+        {"id": 2, "num": None, ERROR_COLUMN: "PostprocessError: ValueError: no answer"},
+    ]
