@@ -145,8 +145,11 @@ def test_old_snapshots_leave_the_window_but_not_the_mean():
     with ProgressPrinter(stream=stream, clock=clock) as printer:
         for second in range(0, 200, 5):
             clock.now_s = float(second)
-            printer.update(stats(prompt=second), 100)
-    assert "prompt tok/s 1 (mean 1)" in stream.getvalue().splitlines()[-1]
+            printer.update(stats(prompt=19 * max(0, second - 100)), 100)
+    # work began at 100 s, which has left the window of 60 s when the last line comes
+    line = stream.getvalue().splitlines()[-1]
+    assert "prompt tok/s 19 (mean 19)" in line
+    assert "elapsed 3:15" in line
 
 
 class Terminal(io.StringIO):
