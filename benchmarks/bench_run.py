@@ -161,16 +161,14 @@ class Bench:
         with self.start(peer, model, options) as process:
             answer, meter = process.finish()
         output = job_data.read_output(files / "out", len(requests))
-        window_s = window_cpu_s = None
         if output.window is not None:
-            window_s = output.window[1] - output.window[0]
-            window_cpu_s = meter.cpu_s_between(*output.window)
+            start, end = output.window
+            answer["window_s"] = end - start
+            answer["window_cpu_s"] = meter.cpu_s_between(start, end)
         return answer | {
             "wall_s": meter.wall_s,
             "cpu_s": meter.cpu_s,
             "foreign_cores": meter.foreign_cores,
-            "window_s": window_s,
-            "window_cpu_s": window_cpu_s,
             **outcome(requests, Answer(token_ids=output.token_ids)),
         }
 

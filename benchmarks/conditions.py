@@ -39,7 +39,8 @@ def gather(root: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "cpu_features": features,
         "cores": psutil.cpu_count(logical=True),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "os": f"{_distribution()}, kernel {platform.release()}",
+        # what follows the dash names a build, and with it the host's owner
+        "os": f"{_distribution()}, kernel {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "commit": _git(root, "rev-parse", "--short=12", "HEAD"),
         "is_tree_clean": _git(root, "status", "--porcelain", "--untracked-files=no") == "",

@@ -69,12 +69,16 @@ def main(arguments: Sequence[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     settings = Settings()
     identity = dataclasses.asdict(settings) | {"suite": args.suite, "requests": args.requests}
-    log = RunLog(folder / "results.jsonl", identity)
+    try:
+        given_venvs = venvs.parse_given(args.venv)
+        log = RunLog(folder / "results.jsonl", identity | {"commit": facts["commit"]})
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     bench = Bench(
         peers=tuple(PEERS[name] for name in peers),
         settings=settings,
         num_repetitions=args.repetitions,
-        given_venvs=venvs.parse_given(args.venv),
+        given_venvs=given_venvs,
         folder=folder,
         log=log,
         quiet_wait_s=args.quiet_wait_s,

@@ -1,5 +1,6 @@
 """Starts peers, speaks to them over pipes and measures them from outside."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +21,8 @@ from workloads_e2e import Workload
 HERE = Path(__file__).resolve().parent
 # loading may compile; a run of the largest workload on a slow peer takes minutes
 ANSWER_TIMEOUT_S = 3600.0
+# a job that waits for resources waits for ever
+JOB_TIMEOUT_S = 900.0
 
 
 class PeerError(RuntimeError):
@@ -39,7 +42,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=_environment(peer, config),
-                cwd=WORK,
+                cwd=log.parent,
                 text=True,
             )
         self._lines: queue.Queue[str] = queue.Queue()
@@ -85,22 +88,24 @@ class PeerProcess:
             raise PeerError(f"{self._name} takes no commands")
         # the tree lives on, so that only the samples at both ends matter
         with TreeMeter(self._process.pid, interval_s=5.0) as meter:
-            stdin.write(json.dumps(command) + "\n")
-            stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # a dead peer: `answer` tells why
+                stdin.write(json.dumps(command) + "\n")
+                stdin.flush()
             answer = self.answer()
         return answer | {"tree_cpu_s": meter.cpu_s, "foreign_cores": meter.foreign_cores}
 
     def finish(self) -> tuple[dict[str, Any], TreeMeter]:
         """Wait for the one answer and the exit of a job, measured from now on."""
         with TreeMeter(self._process.pid) as meter:
-            answer = self.answer()
+            answer = self.answer(JOB_TIMEOUT_S)
             self._process.wait()
         return answer, meter
 
     def close(self) -> None:
         """End the input, which ends the peer; kill it where that does not help."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:

@@ -104,8 +104,8 @@ def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":
     ]
 
 
-def run_job(config: PeerConfig) -> None:
-    """Run the job that the config's options name, Parquet in and Parquet out."""
+def run_job(config: PeerConfig) -> float:
+    """Run the job that the config's options name; returns the seconds that its engines worked."""
     import ray
 
     from raybatch import Job, LLMStage, PoolConfig, Sampling
@@ -119,8 +119,9 @@ def run_job(config: PeerConfig) -> None:
         engine=engine_config(config),
         pool=PoolConfig(replicas=config.options["replicas"]),
     )
-    Job(source=config.options["input"], sink=config.options["output"], stage=stage).run()
+    report = Job(config.options["input"], config.options["output"], stage).run()
     ray.shutdown()
+    return report.engines_s
 
 
 def main() -> None:
@@ -133,8 +134,8 @@ def main() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     answers = take_stdout()
-    run_job(config)
-    say(answers, {"versions": versions(PACKAGES)})
+    window_s = run_job(config)
+    say(answers, {"versions": versions(PACKAGES), "window_s": window_s})
 
 
 if __name__ == "__main__":

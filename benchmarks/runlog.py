@@ -29,8 +29,8 @@ class RunLog:
         head, *self._records = [json.loads(line) for line in lines] or [{}]
         if head.get("settings") != settings:
             raise ValueError(
-                "the run to be continued had other settings; start anew with --fresh, "
-                "or give this one another name with --run"
+                "the run to be continued had other settings or another commit; start anew with "
+                "--fresh, or give this one another name with --run"
             )
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 

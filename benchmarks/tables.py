@@ -127,10 +127,18 @@ def write_results(
         "raw": [_without_digests(r) for r in records if _is_printable(r, refused)],
     }
     as_json, as_markdown = folder / f"{name}.json", folder / f"{name}.md"
-    as_json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    as_json.write_text(json.dumps(_rounded(content), indent=1) + "\n", encoding="utf-8")
     text = f"# {name}\n\n{tables}\n{render_conditions(conditions)}"
     as_markdown.write_text(text, encoding="utf-8")
     return as_json, as_markdown
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _is_printable(record: Mapping[str, Any], refused: Mapping[Cell, str]) -> bool:
