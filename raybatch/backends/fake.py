@@ -115,6 +115,14 @@ class FakeBackend:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
+            error = self._row_error(request)
+            if error:
+                # one completion, whatever n is: this is what an engine owes at least
+                self._num_open[request.request_id] = 1
+                self._failed.append(
+                    Completion(request_id=request.request_id, finish_reason="error", error=error)
+                )
+                continue
             self._num_open[request.request_id] = request.sampling.n
             for sample_idx in range(request.sampling.n):
                 self._waiting.append(
@@ -212,17 +220,6 @@ class FakeBackend:
             os._exit(1)
         if options.raise_on is not None and options.raise_on in prompt:
             raise RuntimeError("the fake backend was told to break on this prompt")
-        error = self._row_error(request)
-        if error:
-            self._failed.append(
-                Completion(
-                    request_id=request.request_id,
-                    sample_idx=state.sample_idx,
-                    finish_reason="error",
-                    error=error,
-                )
-            )
-            return
         tokens = fake_tokens(
             prompt, request.seed, request.sampling, state.sample_idx, lengths=options.lengths
         )

@@ -11,7 +11,7 @@ from raybatch.actors.pool import release_pools
 @pytest.fixture(scope="session")
 def ray_cluster():
     # by default Ray starts workers with nice 15, and they starve on a busy machine
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -22,4 +22,4 @@ def ray_cluster():
     yield
     release_pools()
     ray.shutdown()
-    del os.environ["RAY_worker_niceness"]
+    del os.environ["RAY_worker_niceness"]  # noqa: SIM112
