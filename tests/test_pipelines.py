@@ -11,14 +11,20 @@ import pytest
 
 from raybatch.demo.dataset import write_dataset
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 
 
 def run_script(folder, *command):
     """Run a script in `folder` with a Ray of its own and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        # Ray Data starts 32 processes by default to read the footers of a few files
+        "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
+    }
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
