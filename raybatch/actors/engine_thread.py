@@ -144,7 +144,7 @@ class EngineThread:
             backend.submit(requests)
         for max_rows, future in returns:
             future.set_result(self._take_back(backend, max_rows))
-        completions = backend.poll()
+        completions = backend.poll() if backend.num_unfinished() else []
         stats = backend.stats()
         with self._changed:
             num_before = len(self._finished)
