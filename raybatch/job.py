@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from raybatch.config import from_mapping
-from raybatch.errors import ConfigError, RaybatchError
+from raybatch.errors import ConfigError, RaybatchError, did_you_mean
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RowTally, RunReport, installed_versions
 from raybatch.stages.llm_stage import StageFeeder, build_stage
@@ -85,12 +85,13 @@ class Job:
         self._stage = stage
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], *, where: str = "job") -> Self:
+    def from_mapping(cls, mapping: Mapping[str, Any], *, where: str | Path = "job") -> Self:
         """Build a job from nested options, as they stand in a job file.
 
         Raises:
             ConfigError: an unknown, missing or wrong option.
         """
+        where = str(where)
         stage_options = {f.name for f in fields(StageConfig)}
         for key in mapping:
             if key in stage_options:
@@ -112,7 +113,7 @@ class Job:
             mapping = yaml.safe_load(file)
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{path}: a job file must be a mapping of options")
-        return cls.from_mapping(mapping, where=str(path))
+        return cls.from_mapping(mapping, where=path)
 
     def run(self, *, progress: ProgressCallback | None = None) -> RunReport:
         """Read, generate, write, and count what was written.
@@ -132,7 +133,11 @@ class Job:
         source = scan_source(self.config.source)
         output = self.config.stage.output
         self._check(source, output)
-        prepare_sink(self.config.sink, is_overwrite=self.config.overwrite)
+        prepare_sink(
+            self.config.sink,
+            is_overwrite=self.config.overwrite,
+            source_paths={part.path for part in source.slices},
+        )
         schema = pa.schema([f for f in source.schema if f.name != output.prefix + "row_id"])
         schema = pa.schema([*schema, *output.arrow()], metadata=source.schema.metadata)
         stage, row_id_column = self._identified_stage(output)
@@ -156,9 +161,10 @@ class Job:
         output.check_collisions(source.schema, id_column=stage.id_column)
         for name in referenced_columns(stage):
             if name not in source.schema.names:
+                known = source.schema.names
                 raise ConfigError(
-                    f"the stage reads the column {name!r}, the source has "
-                    f"{', '.join(source.schema.names)}"
+                    f"the stage reads a column {name!r}{did_you_mean(name, known)}; the source has "
+                    f"{', '.join(known)}"
                 )
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)

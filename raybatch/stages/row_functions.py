@@ -31,7 +31,8 @@ _EXAMPLE_ANSWER: Mapping[str, Any] = {
 class Preprocess:
     """Maps `function` over a batch: what it returns is merged into the row.
 
-    Columns that it does not return stay as they are. Two columns are always there afterwards:
+    Columns that it does not return stay as they are. A row that carries an error of an earlier
+    processor keeps it and is not shown to the function. Two columns are always there afterwards:
     the errors of the function, and the sampling options as JSON texts (as Arrow structs they
     would turn ints into floats and absent into null).
     """
@@ -42,8 +43,11 @@ class Preprocess:
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the table with the merged columns."""
         errors = [""] * table.num_rows
+        if ERROR_COLUMN in table.column_names:
+            errors = [error or "" for error in table.column(ERROR_COLUMN).to_pylist()]
+            table = table.drop_columns([ERROR_COLUMN])
         if self._function is not None:
-            returned, errors = _map_rows(python_rows(table), self._function, "PreprocessError")
+            returned, errors = _map_good(table, errors, self._function, "PreprocessError")
             table = _merge(table, returned)
         if SAMPLING_COLUMN not in table.column_names:
             table = table.append_column(SAMPLING_COLUMN, pa.nulls(table.num_rows, pa.string()))
@@ -63,16 +67,9 @@ class Postprocess:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the table of what the function returned."""
-        rows = python_rows(table)
         errors = table.column(ERROR_COLUMN).to_pylist()
-        good = [i for i, (row, e) in enumerate(zip(rows, errors, strict=True)) if not e]
-        found, failures = _map_rows([rows[i] for i in good], self._function, "PostprocessError")
-        for i, failure in zip(good, failures, strict=True):
-            errors[i] = failure
-        returned: list[Mapping[str, Any] | None] = [None] * len(rows)
-        for i, row in zip(good, found, strict=True):
-            returned[i] = row
-        example = self._example(rows) if all(row is None for row in returned) else None
+        returned, errors = _map_good(table, errors, self._function, "PostprocessError")
+        example = self._example(table) if all(row is None for row in returned) else None
         names = _names([*returned, example])
         columns = {
             name: _replaced_column(name, table, returned, example)
@@ -81,12 +78,27 @@ class Postprocess:
         }
         return pa.table({**columns, ERROR_COLUMN: pa.array(errors, pa.string())})
 
-    def _example(self, rows: Sequence[Any]) -> Mapping[str, Any] | None:
+    def _example(self, table: pa.Table) -> Mapping[str, Any] | None:
         """Return what the function makes of an imagined good row, to know its columns."""
+        rows = python_rows(table.slice(0, 1))
         if not rows or isinstance(rows[0], Exception):
             return None
         found, _ = _map_rows([{**rows[0], **_EXAMPLE_ANSWER}], self._function, "PostprocessError")
         return found[0]
+
+
+def _map_good(
+    table: pa.Table, errors: Sequence[str], function: RowFunction, kind: str
+) -> tuple[list[Mapping[str, Any] | None], list[str]]:
+    """Map the rows without an error; return None for the others, and the errors of all."""
+    rows = python_rows(table)
+    good = [i for i, error in enumerate(errors) if not error]
+    found, failures = _map_rows([rows[i] for i in good], function, kind)
+    returned: list[Mapping[str, Any] | None] = [None] * len(rows)
+    all_errors = list(errors)
+    for i, row, failure in zip(good, found, failures, strict=True):
+        returned[i], all_errors[i] = row, failure
+    return returned, all_errors
 
 
 def _map_rows(

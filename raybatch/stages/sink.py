@@ -1,7 +1,7 @@
 """Parquet part files with one fixed schema, written by Ray's write tasks."""
 
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import fsspec
@@ -12,13 +12,27 @@ from ray.data import Datasink
 from raybatch.errors import ConfigError
 
 
-def prepare_sink(sink: str, *, is_overwrite: bool) -> None:
+def prepare_sink(
+    sink: str, *, is_overwrite: bool, source_paths: Collection[str] = frozenset()
+) -> None:
     """Make the folder; refuse one with data, or empty it where the user asked for it.
 
+    Args:
+        sink: folder, local or with a protocol.
+        is_overwrite: remove what an earlier run has written.
+        source_paths: files that are read, with their protocols.
+
     Raises:
-        ConfigError: there are files in it and `is_overwrite` is not set.
+        ConfigError: there are files in it and `is_overwrite` is not set, files of somebody else,
+            or files that are read.
     """
     fs, root = fsspec.core.url_to_fs(sink)
+    below = fs.unstrip_protocol(root).rstrip("/") + "/"
+    for path in source_paths:
+        if path.startswith(below):
+            raise ConfigError(
+                f"the source file {path} lies below the sink {sink!r}; choose another"
+            )
     files = fs.find(root) if fs.exists(root) else []
     if files and not is_overwrite:
         raise ConfigError(

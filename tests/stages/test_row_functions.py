@@ -33,6 +33,14 @@ def test_failing_preprocess_is_the_rows_error():
     assert out.column("prompt").to_pylist() == ["a", None]
 
 
+def test_error_of_an_earlier_processor_stays_the_rows_error():
+    table = pa.table({"id": [1, 2], ERROR_COLUMN: ["", "ValueError: x"]})
+    out = Preprocess(lambda row: {"prompt": f"p{row['id']}"})(table)
+    assert out.column(INPUT_ERROR_COLUMN).to_pylist() == ["", "ValueError: x"]
+    assert out.column("prompt").to_pylist() == ["p1", None]
+    assert ERROR_COLUMN not in out.column_names
+
+
 def test_sampling_params_of_different_keys_stay_exact():
     def preprocess(row):
         return {"sampling_params": [{"max_tokens": 5}, {"stop": ["a"]}][row["id"]]}

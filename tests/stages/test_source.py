@@ -109,3 +109,10 @@ def test_overwrite_leaves_foreign_files_alone(tmp_path):
     (tmp_path / "thesis.docx").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"thesis\.docx, which no run has written"):
         prepare_sink(str(tmp_path), is_overwrite=True)
+
+
+def test_sink_around_the_source_is_refused(tmp_path):
+    write(tmp_path / "in" / "a.parquet", pa.table({"x": [1]}))
+    paths = {part.path for part in scan_source(str(tmp_path / "in")).slices}
+    with pytest.raises(ConfigError, match="lies below the sink"):
+        prepare_sink(str(tmp_path), is_overwrite=True, source_paths=paths)
