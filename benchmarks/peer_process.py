@@ -46,7 +46,8 @@ class PeerProcess:
                 text=True,
             )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> "PeerProcess":
         return self
@@ -111,6 +112,10 @@ class PeerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        # a grandchild that outlives the peer may hold the pipe open
+        self._reader.join(timeout=5)
+        if self._process.stdout is not None and not self._reader.is_alive():
+            self._process.stdout.close()
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
