@@ -80,7 +80,6 @@ def cluster():
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_DISABLE_IMPORT_WARNING": "1",
-        "RAY_raylet_start_wait_time_s": "120",
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("RAY_ADDRESS", None)
