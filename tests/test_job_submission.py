@@ -45,10 +45,11 @@ def free_ports(count):
         return [each.getsockname()[1] for each in sockets]
 
 
-def wait_until_healthy(process, url, deadline_s):
+def wait_until_healthy(process, url, log):
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            pytest.fail(f"ray start ended with {process.returncode}")
+            pytest.fail(f"ray start ended with {process.returncode}: {log.read_text()[-3000:]}")
         with suppress(OSError, urllib.error.URLError), urllib.request.urlopen(url, timeout=2):
             return
         time.sleep(0.5)
@@ -101,20 +102,21 @@ def cluster():
             "temp-dir": temp_dir,
         }
         arguments = [f"--{name}={value}" for name, value in options.items()]
-        with open(f"{temp_dir}.log", "wb") as log:
+        log = Path(f"{temp_dir}.log")
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 [*RAY, "start", "--head", "--block", "--disable-usage-stats", *arguments],
                 env=environment,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
             )
         try:
             url = f"http://127.0.0.1:{agent}/api/local_raylet_healthz"
-            wait_until_healthy(process, url, time.monotonic() + START_TIMEOUT_S)
+            wait_until_healthy(process, url, log)
             yield Cluster(address=f"http://127.0.0.1:{dashboard}", environment=environment)
         finally:
             end(process)
-            Path(f"{temp_dir}.log").unlink()
+            log.unlink()
 
 
 @pytest.fixture
