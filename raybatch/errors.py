@@ -12,6 +12,8 @@ A bad row is data (see `raybatch.types.Completion.error`), never an exception th
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 
 class RaybatchError(Exception):
@@ -35,6 +37,10 @@ class CapacityError(RaybatchError):
         self.needed_tokens = needed_tokens
         self.available_tokens = available_tokens
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {"needed_tokens": self.needed_tokens, "available_tokens": self.available_tokens}
+        return partial(type(self), **options), self.args
+
 
 class ReplicaError(RaybatchError):
     """An engine actor failed and could not be restarted.
@@ -48,6 +54,9 @@ class ReplicaError(RaybatchError):
         super().__init__(f"replica {rank} failed: {cause}")
         self.rank = rank
         self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.cause)
 
 
 class RowError(RaybatchError):

@@ -1,0 +1,19 @@
+import pickle
+
+import pytest
+
+from raybatch.errors import CapacityError, ReplicaError, RowError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CapacityError("too long", needed_tokens=9, available_tokens=8),
+        ReplicaError(1, "out of memory"),
+        RowError("row 'a': x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_the_way_between_processes(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
