@@ -38,7 +38,10 @@ class CapacityError(RaybatchError):
         self.available_tokens = available_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {"needed_tokens": self.needed_tokens, "available_tokens": self.available_tokens}
+        options: dict[str, Any] = {
+            "needed_tokens": self.needed_tokens,
+            "available_tokens": self.available_tokens,
+        }
         return partial(type(self), **options), self.args
 
 
