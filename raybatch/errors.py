@@ -38,11 +38,11 @@ class CapacityError(RaybatchError):
         self.available_tokens = available_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {
+        options: dict[str, Any] = {
             "needed_tokens": self.needed_tokens,
             "available_tokens": self.available_tokens,
         }
-        return partial(CapacityError, **options), self.args
+        return partial(type(self), **options), self.args
 
 
 class ReplicaError(RaybatchError):
@@ -59,7 +59,7 @@ class ReplicaError(RaybatchError):
         self.cause = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReplicaError, (self.rank, self.cause)
+        return type(self), (self.rank, self.cause)
 
 
 class RowError(RaybatchError):

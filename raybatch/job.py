@@ -141,16 +141,11 @@ class Job:
         schema = pa.schema([f for f in source.schema if f.name != output.prefix + "row_id"])
         schema = pa.schema([*schema, *output.arrow()], metadata=source.schema.metadata)
         stage, row_id_column = self._identified_stage(output)
-        dataset = source.dataset(row_id_column=row_id_column)
-        # A run of long outputs may finish no block for half an hour, and progress is ours.
-        dataset.context.execution_no_progress_timeout_s = -1
-        dataset.context.enable_progress_bars = False
-        with _progress(progress) as callback, _Watch(stage, source.num_rows, callback, clock):
-            try:
-                stage.apply(dataset).write_datasink(PartSink(self.config.sink, schema))
-            except Exception as error:
-                raise _own_cause(error) or error from None
-        if not output_files(self.config.sink):
+        if source.num_rows:
+            sink = PartSink(self.config.sink, schema)
+            with _progress(progress) as callback, _Watch(stage, source.num_rows, callback, clock):
+                _execute(source.dataset(row_id_column=row_id_column), stage, sink)
+        else:
             write_part(self.config.sink, "part-000000.parquet", schema.empty_table())
         report = self._report(source, output, stage.stats(), clock)
         report.write()
@@ -210,6 +205,18 @@ class Job:
             versions=installed_versions(),
             output_files=tuple(path.rpartition("/")[2] for path in files),
         )
+
+
+def _execute(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noqa: ANN401
+    # A run of long outputs may finish no block for half an hour, and progress is shown here.
+    dataset.context.execution_no_progress_timeout_s = -1
+    dataset.context.enable_progress_bars = False
+    # Ray's wrapper of an exception loses the cause on its way to the driver.
+    dataset.context.raise_original_map_exception = True
+    try:
+        stage.apply(dataset).write_datasink(sink)
+    except Exception as error:
+        raise _own_cause(error) or error from None
 
 
 class _Clock:

@@ -2,20 +2,21 @@ import pickle
 
 import pytest
 
-from raybatch.errors import CapacityError, ReplicaError, did_you_mean
+from raybatch.errors import CapacityError, ReplicaError, RowError, did_you_mean
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        CapacityError("too long", needed_tokens=9, available_tokens=4),
-        ReplicaError(3, "out of memory"),
+        CapacityError("too long", needed_tokens=9, available_tokens=8),
+        ReplicaError(1, "out of memory"),
+        RowError("row 'a': x"),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_keep_their_fields_between_processes(error):
+def test_errors_survive_the_way_between_processes(error):
     copy = pickle.loads(pickle.dumps(error))
-    assert (type(error), str(error), vars(error)) == (type(copy), str(copy), vars(copy))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
 def test_the_nearest_name_is_suggested():

@@ -136,6 +136,6 @@ def test_rows_go_through_both_functions_and_their_own_options(processed):
 @pytest.mark.ray
 def test_failures_of_both_functions_are_rows(processed):
     assert [processed[i] for i in (1, 2)] == [
-        {"id": 1, "num": 0, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'"},
+        {"id": 1, "num": None, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'"},
         {"id": 2, "num": None, ERROR_COLUMN: "PostprocessError: ValueError: no answer"},
     ]

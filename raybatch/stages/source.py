@@ -65,11 +65,6 @@ class Source:
 
     def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
         """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked."""
-        if not self.slices:
-            schema = self.schema
-            if row_id_column is not None:
-                schema = schema.insert(0, pa.field(row_id_column, pa.string()))
-            return ray.data.from_arrow(schema.empty_table())
         return ray.data.read_datasource(
             _SliceDatasource(self, row_id_column), override_num_blocks=len(self.slices)
         )
