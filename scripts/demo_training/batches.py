@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from demo_training.model import BLOCK, Masks
+from raybatch.demo.phrases import KINDS
 from raybatch.demo.task import PROMPT, Document, Question, make_document, make_questions
 
 _HEAD, _TAIL = PROMPT.split("{document}")
@@ -52,6 +53,7 @@ class BatchShape:
     doc_len: int
     min_facts: int
     max_facts: int
+    num_kinds: int = len(KINDS)
 
     @property
     def row_len(self) -> int:
@@ -71,7 +73,9 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, shape: Ba
     for row in range(shape.num_rows):
         head: list[int] = []
         while not head or len(head) > shape.doc_len:
-            document = make_document(rng, rng.randint(shape.min_facts, shape.max_facts))
+            num_facts = rng.randint(shape.min_facts, shape.max_facts)
+            kinds = rng.sample(KINDS, shape.num_kinds)
+            document = make_document(rng, num_facts, kinds=kinds)
             head = tokenizer.backend_tokenizer.encode(document_text(document)).ids
         questions = make_questions(document, rng, 3 * shape.num_blocks)
         texts = [text for question in questions for text in pair_texts(question)]
