@@ -166,7 +166,7 @@ def _make_value(kind: str, deck: _Deck, rng: random.Random, people: list[str]) -
         case "home":
             return _make_place(deck)
         case "birthday":
-            return f"{deal(range(1, 29))} {rng.choice(words.MONTHS)}"
+            return f"{deal(words.MONTHS)} {deal(range(1, 29))}"
         case "food":
             return deal(words.FOODS)
         case "owner":
@@ -178,15 +178,15 @@ def _make_value(kind: str, deck: _Deck, rng: random.Random, people: list[str]) -
         case "storage":
             return f"{deal(words.CONTAINERS)} {deal(range(30, 100))}"
         case "animals":
-            return _make_list([deal(words.ANIMALS) for _ in range(rng.randint(2, 6))])
+            return _make_list([deal(words.ANIMALS) for _ in range(rng.randint(2, 4))])
         case "opening":
-            return f"{deal(range(6, 22))}:{rng.choice((15, 30, 45))}"
+            return f"{deal(range(6, 22))}:00"
         case "weekday":
             return deal(words.WEEKDAYS)
         case "ingredients":
-            return _make_list([deal(words.INGREDIENTS) for _ in range(rng.randint(2, 5))])
+            return _make_list([deal(words.INGREDIENTS) for _ in range(rng.randint(2, 4))])
         case "code":
-            return f"{deal(range(30, 100))}-{deal(range(30, 100))}"
+            return f"{deal(words.NOTE_ADJECTIVES)} {deal(range(30, 100))}"
         case "note":
             return _make_note(deck, rng)
     raise AssertionError(f"kind {kind!r} has no values")
@@ -197,7 +197,7 @@ def _make_list(items: list[str]) -> str:
 
 
 def _make_note(deck: _Deck, rng: random.Random) -> str:
-    clauses = [_make_clause(deck) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))]
+    clauses = [_make_clause(deck) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4)))]
     note = " then ".join(clauses)
     return note[0].upper() + note[1:]
 
