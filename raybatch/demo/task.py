@@ -166,7 +166,7 @@ def _make_value(kind: str, deck: _Deck, rng: random.Random, people: list[str]) -
         case "home":
             return _make_place(deck)
         case "birthday":
-            return f"{deal(words.MONTHS)} {deal(range(1, 29))}"
+            return deal(words.MONTHS)
         case "food":
             return deal(words.FOODS)
         case "owner":
