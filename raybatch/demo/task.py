@@ -74,7 +74,7 @@ def make_document(rng: random.Random, num_facts: int, *, kinds: Sequence[Kind] =
 
     Args:
         rng: Source of all choices.
-        num_facts: Number of sentences, 1 to 60; 16 to 32 give about 150 to 400 tokens.
+        num_facts: Number of sentences, 1 to 60; 18 to 32 give about 150 to 320 tokens.
         kinds: Kinds of facts to draw from; fewer kinds mean more facts that differ in the key only.
 
     Returns:

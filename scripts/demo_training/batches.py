@@ -61,6 +61,12 @@ class BatchShape:
         return self.doc_len + self.num_blocks * BLOCK
 
 
+def draw_document(rng: random.Random, shape: BatchShape) -> Document:
+    """Draw one document of the sort that the batch wants."""
+    num_facts = rng.randint(shape.min_facts, shape.max_facts)
+    return make_document(rng, num_facts, kinds=rng.sample(KINDS, shape.num_kinds))
+
+
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, shape: BatchShape) -> Batch:
     """Draw documents and pack each into a row with as many pairs as fit.
 
@@ -73,9 +79,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, shape: Ba
     for row in range(shape.num_rows):
         head: list[int] = []
         while not head or len(head) > shape.doc_len:
-            num_facts = rng.randint(shape.min_facts, shape.max_facts)
-            kinds = rng.sample(KINDS, shape.num_kinds)
-            document = make_document(rng, num_facts, kinds=kinds)
+            document = draw_document(rng, shape)
             head = tokenizer.backend_tokenizer.encode(document_text(document)).ids
         questions = make_questions(document, rng, 3 * shape.num_blocks)
         texts = [text for question in questions for text in pair_texts(question)]
