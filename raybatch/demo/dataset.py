@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from raybatch.demo.task import PROMPT, Question, make_document, make_questions
 
-__all__ = ["PROMPT", "SCHEMA", "write_dataset"]
+__all__ = ["MAX_FACTS", "MIN_FACTS", "PROMPT", "SCHEMA", "write_dataset"]
 
 SCHEMA = pa.schema(
     [
@@ -27,9 +27,11 @@ SCHEMA = pa.schema(
     ]
 )
 
+# facts in a demo document: about 150 to 320 tokens
+MIN_FACTS, MAX_FACTS = 18, 32
+
 Row = dict[str, object]
 
-_MIN_FACTS, _MAX_FACTS = 16, 32
 _ROW_GROUP_ROWS = 2048
 # rows that are shuffled together; bounds the writer's memory, whatever the size of the dataset
 _SHUFFLE_ROWS = 65_536
@@ -88,7 +90,7 @@ def write_dataset(
 
 def _rows(rng: random.Random, num_documents: int, questions_per_document: int) -> Iterator[Row]:
     for doc_id in range(num_documents):
-        document = make_document(rng, rng.randint(_MIN_FACTS, _MAX_FACTS))
+        document = make_document(rng, rng.randint(MIN_FACTS, MAX_FACTS))
         for question in make_questions(document, rng, questions_per_document):
             yield _row(rng, doc_id, document.text, question)
 
@@ -149,7 +151,7 @@ def _write_group(writer: pq.ParquetWriter, group: list[Row]) -> None:
 
 
 def _bad_rows(rng: random.Random) -> list[Row]:
-    document = make_document(rng, _MAX_FACTS)
+    document = make_document(rng, MAX_FACTS)
     (question,) = make_questions(document, rng, 1)
     good = _row(rng, -1, document.text, question)
     return [
@@ -161,7 +163,7 @@ def _bad_rows(rng: random.Random) -> list[Row]:
 
 def _invalid_utf8_row(rng: random.Random) -> pa.Table:
     """Make one row whose document holds bytes that no UTF-8 decoder accepts."""
-    (question,) = make_questions(make_document(rng, _MIN_FACTS), rng, 1)
+    (question,) = make_questions(make_document(rng, MIN_FACTS), rng, 1)
     table = pa.Table.from_pylist([_row(rng, -2, "", question)], schema=SCHEMA)
     offsets = pa.array([0, len(_BAD_UTF8)], pa.int32()).buffers()[1]
     broken = pa.StringArray.from_buffers(1, offsets, pa.py_buffer(_BAD_UTF8))

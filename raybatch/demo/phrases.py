@@ -50,14 +50,14 @@ KINDS = (
         name="birthday",
         role="person",
         statements=(
-            "{key} was born on {value}.",
-            "The birthday of {key} is {value}.",
-            "{key} celebrates a birthday on {value}.",
+            "{key} was born in {value}.",
+            "The birthday of {key} is in {value}.",
+            "{key} celebrates a birthday in {value}.",
         ),
         questions=(
             "When was {key} born?",
             "When is the birthday of {key}?",
-            "On which date was {key} born?",
+            "At what time of the year was {key} born?",
         ),
     ),
     Kind(

@@ -15,6 +15,7 @@ from demo_training.model import BLOCK, Masks
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from raybatch.demo.phrases import KINDS
 from raybatch.demo.task import PROMPT, Document, Question, make_document, make_questions
 
 _HEAD, _TAIL = PROMPT.split("{document}")
@@ -52,11 +53,18 @@ class BatchShape:
     doc_len: int
     min_facts: int
     max_facts: int
+    num_kinds: int = len(KINDS)
 
     @property
     def row_len(self) -> int:
         """Tokens per row."""
         return self.doc_len + self.num_blocks * BLOCK
+
+
+def draw_document(rng: random.Random, shape: BatchShape) -> Document:
+    """Draw one document of the sort that the batch wants."""
+    num_facts = rng.randint(shape.min_facts, shape.max_facts)
+    return make_document(rng, num_facts, kinds=rng.sample(KINDS, shape.num_kinds))
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, shape: BatchShape) -> Batch:
@@ -71,7 +79,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, shape: Ba
     for row in range(shape.num_rows):
         head: list[int] = []
         while not head or len(head) > shape.doc_len:
-            document = make_document(rng, rng.randint(shape.min_facts, shape.max_facts))
+            document = draw_document(rng, shape)
             head = tokenizer.backend_tokenizer.encode(document_text(document)).ids
         questions = make_questions(document, rng, 3 * shape.num_blocks)
         texts = [text for question in questions for text in pair_texts(question)]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from raybatch.demo.dataset import MAX_FACTS, MIN_FACTS
 from raybatch.demo.task import PROMPT, Question, make_document, make_questions
 
 MAX_CHECKPOINT_BYTES = 8_000_000
@@ -83,7 +84,7 @@ def measure_accuracy(folder: Path, *, num_documents: int, seed: int) -> Accuracy
     right: Counter[str] = Counter()
     mistakes: dict[str, str] = {}
     for _ in range(num_documents):
-        document = make_document(rng, rng.randint(16, 32))
+        document = make_document(rng, rng.randint(MIN_FACTS, MAX_FACTS))
         questions = make_questions(document, rng, 20)
         for question, text in zip(
             questions, _answer(model, tokenizer, document.text, questions), strict=True

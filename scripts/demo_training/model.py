@@ -16,7 +16,7 @@ BLOCK = 64
 class ModelShape:
     """The sizes of the model; names follow the Hugging Face config."""
 
-    vocab_size: int = 1920
+    vocab_size: int = 1984
     hidden_size: int = 192
     num_hidden_layers: int = 4
     num_attention_heads: int = 4

@@ -44,7 +44,7 @@ def write_record(path: Path, record: TrainingRecord) -> None:
         f"over unseen documents (seed {record.test_seed})",
         "",
         "Exact match of greedy decoding to the end token, through transformers `generate` in",
-        "float32 from the saved bf16 checkpoint; documents state 16 to 32 facts.",
+        "float32 from the saved bf16 checkpoint; documents state 18 to 32 facts.",
         "",
         "| kind of question | asked | right | % |",
         "|---|---|---|---|",

@@ -6,6 +6,7 @@ import random
 import torch
 
 from raybatch.demo import CHECKPOINT_PATH
+from raybatch.demo.dataset import MAX_FACTS, MIN_FACTS
 from raybatch.demo.task import PROMPT, make_document, make_questions
 
 UNSEEN_SEED = 77_000_001
@@ -59,7 +60,7 @@ def test_at_least_95_percent_of_unseen_questions_are_answered_right(model, token
     rng = random.Random(UNSEEN_SEED)
     results = []
     for _ in range(8):
-        document = make_document(rng, rng.randint(16, 32))
+        document = make_document(rng, rng.randint(MIN_FACTS, MAX_FACTS))
         questions = make_questions(document, rng, 15)
         answers = answer(model, tokenizer, document, questions)
         results += [q.answer == text for q, text in zip(questions, answers, strict=True)]

@@ -37,6 +37,14 @@ def test_impossible_number_of_facts_is_refused(num_facts):
         make_document(random.Random(0), num_facts)
 
 
+def test_document_of_few_kinds_states_facts_of_these_kinds_only():
+    rng = random.Random(0)
+    for _ in range(100):
+        kinds = rng.sample(KINDS, 2)
+        document = make_document(rng, 8, kinds=kinds)
+        assert {fact.kind for fact in document.facts} <= {kind.name for kind in kinds}
+
+
 def test_no_two_facts_of_a_document_share_kind_and_key():
     for document, _ in make_pairs(0, 200, 32, 1):
         assert 32 == len({(fact.kind, fact.key) for fact in document.facts})

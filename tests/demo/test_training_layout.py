@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
-from demo_training.batches import BatchShape, make_batch
+from demo_training.batches import BatchShape, draw_document, make_batch
 from demo_training.export import write_checkpoint
-from demo_training.model import DemoModel, ModelShape
+from demo_training.model import BLOCK, DemoModel, ModelShape
 from transformers import AutoModelForCausalLM
 
-from raybatch.demo.task import PROMPT, make_document, make_questions
+from raybatch.demo.task import PROMPT, make_questions
 
 SHAPE = BatchShape(num_rows=1, num_blocks=6, doc_len=224, min_facts=12, max_facts=12)
 
@@ -23,7 +23,7 @@ def batch(tokenizer):
 def prompts(tokenizer):
     """Prompt and answer ids of the pairs that the batch is drawn from."""
     rng = random.Random(3)
-    document = make_document(rng, rng.randint(12, 12))
+    document = draw_document(rng, SHAPE)
     pairs = []
     for question in make_questions(document, rng, 3 * SHAPE.num_blocks):
         content = PROMPT.format(document=document.text, question=question.text)
@@ -37,9 +37,10 @@ def prompts(tokenizer):
 def seen_tokens(batch, idx):
     """Ids and positions that the token at `idx` of row 0 attends to, in order of position."""
     doc_len = batch.masks.document.shape[1]
-    at = torch.cat([torch.arange(doc_len), doc_len + (idx - doc_len) // 64 * 64 + torch.arange(64)])
-    own = batch.masks.own[0, (idx - doc_len) // 64, (idx - doc_len) % 64]
-    seen = at[torch.cat([batch.masks.document[0], own]) == 0]
+    block, place = divmod(idx - doc_len, BLOCK)
+    at = torch.cat([torch.arange(doc_len), doc_len + block * BLOCK + torch.arange(BLOCK)])
+    mask = torch.cat([batch.masks.document[0], batch.masks.own[0, block, place]])
+    seen = at[mask == 0]
     return batch.ids[0, seen].tolist(), batch.positions[0, seen].tolist()
 
 
