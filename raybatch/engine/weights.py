@@ -23,14 +23,20 @@ from raybatch.kernels.rotary import interleave_order
 logger = logging.getLogger(__name__)
 
 # raise it whenever the layout of the prepared file changes
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+
+# Linears with at most so many outputs lie in memory as [in, out], which float32 products on a CPU
+# read up to 1.4 times as fast at 16 to 128 rows; wider ones are faster as [out, in].
+_MAX_OUTPUTS_ACROSS = 2048
+_LINEARS = ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down")
+_ACROSS = ".across"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One layer; a dense one has `gate_up` and `down`, a sparse one has the three of the experts.
 
-    Shapes: qkv [(H + 2G) * D, M], qk_norm [H + G, D], o [M, H * D], gate_up [2F, M], down [M, F],
+    Linears are views of shape [out, in], whichever way they lie in memory. Shapes: qkv [(H + 2G) * D, M], qk_norm [H + G, D], o [M, H * D], gate_up [2F, M], down [M, F],
     router [E, M], experts_gate_up [E, 2F, M], experts_down [E, M, F].
     """
 
@@ -107,16 +113,20 @@ def _map_prepared(path: Path, spec: ModelSpec) -> ModelWeights:
 
 
 def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeights:
+    views = {
+        name.removesuffix(_ACROSS): tensor.mT if name.endswith(_ACROSS) else tensor
+        for name, tensor in tensors.items()
+    }
     layers = []
     for i in range(spec.num_layers):
         prefix = f"{i}."
-        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        own = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
         layers.append(LayerWeights(**own))
     return ModelWeights(
-        embed=tensors["embed"],
+        embed=views["embed"],
         layers=tuple(layers),
-        norm=tensors["norm"],
-        head=tensors["embed"] if spec.is_tied else tensors["head"],
+        norm=views["norm"],
+        head=views["embed"] if spec.is_tied else views["head"],
     )
 
 
@@ -132,8 +142,17 @@ def _recipe(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, tuple[tuple[in
     for i in range(spec.num_layers):
         layer = _Layer(checkpoint, spec, f"model.layers.{i}.")
         parts = layer.attention() | (layer.sparse() if spec.is_sparse(i) else layer.dense())
-        recipe |= {f"{i}.{name}": part for name, part in parts.items()}
+        recipe |= dict(_lay_out(f"{i}.{name}", name in _LINEARS, *p) for name, p in parts.items())
     return recipe
+
+
+def _lay_out(
+    name: str, is_linear: bool, shape: tuple[int, ...], build: _Build
+) -> tuple[str, tuple[tuple[int, ...], _Build]]:
+    if not is_linear or shape[-2] > _MAX_OUTPUTS_ACROSS:
+        return name, (shape, build)
+    across = (*shape[:-2], shape[-1], shape[-2])
+    return name + _ACROSS, (across, lambda: build().mT.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
