@@ -103,7 +103,9 @@ def run(
     }
     given = {path: value for path, value in flags.items() if value is not None}
     mapping = job_mapping(job_file, {**given, **parse_settings(settings or [])})
-    result = raybatch.Job.from_mapping(mapping, where=job_file or "raybatch run").run()
+    job = raybatch.Job.from_mapping(mapping, where=job_file or "raybatch run")
+    _start_ray()
+    result = job.run()
     typer.echo(result.to_text())
     code = result.exit_code()
     raise typer.Exit(0 if code == 2 and allow_error_rows else code)
@@ -119,6 +121,7 @@ def demo(
     """Answer a generated dataset with the embedded model and score the answers."""
     from raybatch.demo.run import run_demo  # pyarrow is slow to load, and --help does without
 
+    _start_ray()
     result = run_demo(out, rows=rows, seed=seed, replicas=replicas)
     typer.echo(result.to_text())
     # the dataset has bad rows on purpose; only lost or repeated ones are a failure
@@ -135,6 +138,22 @@ def report(
 
     found = read_report(folder)
     typer.echo(found.to_json() if as_json else found.to_text())
+
+
+def _start_ray() -> None:
+    """Start or join Ray with its errors alone on the terminal; its log files keep the rest.
+
+    What Ray and Ray Data say about every execution would drown the progress of the job.
+    """
+    import ray.data  # slow to load, and --help does without
+
+    if not ray.is_initialized():
+        ray.init(logging_level=logging.ERROR)
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(
+            handler, logging.FileHandler
+        ):
+            handler.setLevel(logging.ERROR)
 
 
 def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

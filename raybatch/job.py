@@ -208,9 +208,13 @@ class Job:
 
 
 def _execute(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noqa: ANN401
+    # Engines load their weights while Ray starts feeders and reads the first rows.
+    stage.pool.start()
     # A run of long outputs may finish no block for half an hour, and progress is shown here.
     dataset.context.execution_no_progress_timeout_s = -1
     dataset.context.enable_progress_bars = False
+    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
+    dataset.context.issue_detectors_config.detectors = []
     # Ray's wrapper of an exception loses the cause on its way to the driver.
     dataset.context.raise_original_map_exception = True
     try:

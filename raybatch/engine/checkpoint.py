@@ -5,12 +5,14 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from raybatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch  # feeders read checkpoints' configs, and load no torch for it
 
 _INDEX = "model.safetensors.index.json"
 
@@ -79,7 +81,7 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> "torch.Tensor":
         """Return a tensor, mapped from its file.
 
         Raises:

@@ -6,7 +6,7 @@ from torch.nn import functional
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache
 from raybatch.engine.model_config import ModelSpec
-from raybatch.engine.rope import inverse_frequencies
+from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
 from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention, store_kv
 from raybatch.kernels.mlp import add_linear_, add_mlp_

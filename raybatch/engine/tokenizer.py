@@ -3,8 +3,10 @@
 Wraps the tokenizer of a checkpoint. A value of a row is never a template.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 # a template can loop over a row's text; what is longer than this is no prompt of any model
 _MAX_RENDERED_CHARS = 1 << 26
+
+# a tokenizer of these classes is what its tokenizer.json says, without code of a model family
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 _RESERVED_OPTIONS = (
     "conversation",
@@ -75,15 +80,13 @@ class Tokenizer:
             MissingDependency: transformers is not installed.
         """
         try:
-            from transformers import AutoTokenizer
+            loader = _loader(Path(model_path))
         except ImportError as error:
             raise MissingDependency(
                 "tokenizers need transformers: pip install 'raybatch[cpu]'"
             ) from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                os.fspath(model_path), trust_remote_code=False
-            )
+            tokenizer = loader.from_pretrained(os.fspath(model_path), trust_remote_code=False)
         except Exception as error:  # a damaged file raises a bare exception in the library
             raise ConfigError(f"no usable tokenizer in {model_path}: {error}") from error
         return cls(tokenizer)
@@ -228,6 +231,22 @@ class Tokenizer:
                 probe = "'type'"
             self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
         return self._takes_parts[chat_template]
+
+
+def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers
+    """Return the class that loads this tokenizer; the general one imports all of torch."""
+    config = model_path / "tokenizer_config.json"
+    try:
+        name = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    if name in _PLAIN_CLASSES and (model_path / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _special_names(tokenizer: "PreTrainedTokenizerFast", fast: FastTokenizer) -> dict[str, int]:

@@ -26,6 +26,7 @@ from raybatch.config import (
     PoolConfig,
     SpecialTokens,
 )
+from raybatch.engine.model_source import resolve_model
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RaybatchError, RowError
 from raybatch.stages.batches import to_table
@@ -73,6 +74,8 @@ class StageFeeder:
         self._checked_schema: pa.Schema | None = None
         try:
             model_dir = _model_dir(self.config)
+            # engines load their weights while this feeder loads its tokenizer
+            self.pool.start()
             self._tokenizer = Tokenizer.load(model_dir)
             self._reader = PromptReader(self.config, self._tokenizer)
             self._max_model_len = max_model_len(self.config, model_dir)
@@ -278,8 +281,6 @@ def build_stage(config: StageConfig) -> type[StageFeeder]:
 def _model_dir(config: StageConfig) -> Path:
     if config.backend.kind == "fake" and Path(config.model).is_dir():
         return Path(config.model)  # it has no weights, and its folder needs none
-    from raybatch.engine.model_source import resolve_model  # loads torch, and only feeders need it
-
     return resolve_model(config.model)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.wire import request_table
+from raybatch.engine.model_config import read_model_spec
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
@@ -103,8 +104,6 @@ def max_model_len(config: StageConfig, model_dir: Path) -> int | None:
     if config.engine.max_model_len is not None:
         return config.engine.max_model_len
     if config.backend.kind == "native":
-        from raybatch.engine.model_config import read_model_spec  # loads torch
-
         return read_model_spec(model_dir).max_model_len
     length = config.backend.options.get("max_model_len")
     return None if length is None else int(length)

@@ -62,6 +62,9 @@ class LocalPool:
         self.batches: list[list[str]] = []
         self.requests: list[Any] = []
 
+    def start(self) -> None:
+        """Do nothing: its backend is made per call."""
+
     async def generate(
         self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
     ) -> pa.Table:
