@@ -1,6 +1,7 @@
 """The KV pool: two tensors, and how many blocks of them the memory holds."""
 
 import mmap
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +38,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if sys.platform == "win32":
+        return torch.zeros(shape, dtype=dtype)
     # torch.zeros would touch every page of a pool that may be half of the host's memory
-    pages = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

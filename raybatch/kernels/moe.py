@@ -46,7 +46,9 @@ def moe_ffn(
     else:
         counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
         outputs = _looped_experts(rows, gate_up, down, counts)
-    unsorted = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=x.device)
+    unsorted = outputs.index_select(0, places)
     return torch.bmm(weights.unsqueeze(1), unsorted.view(num_tokens, top_k, x.shape[1])).squeeze(1)
 
 
