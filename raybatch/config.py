@@ -92,7 +92,7 @@ class PoolConfig:
         check_min(self, "num_cpus_per_replica", 0)
         check_min(self, "max_row_crashes", 1)
         check_min(self, "max_start_failures", 1)
-        check_min(self, "feeder_timeout_s", 0)
+        check_min(self, "feeder_timeout_s", 0.1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

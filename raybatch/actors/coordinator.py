@@ -30,8 +30,9 @@ from raybatch.types import PoolStats, ReplicaStats
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5
-# so many rows given up with none finished in between: the engine is broken, not the rows
-_MAX_POISON_IN_A_ROW = 10
+# so many rows given up with none finished in between: the engine is broken, not the rows; more
+# than the questions that one bad document may have
+_MAX_POISON_IN_A_ROW = 64
 
 _Pull = tuple[Room, asyncio.Future[list[Assignment] | None]]
 
@@ -68,6 +69,10 @@ class Coordinator:
         """Start the replicas ahead of the first rows."""
         self._idle_since = time.monotonic()
         await self._start_crew()
+
+    async def has_failed(self) -> bool:
+        """Return whether every batch to come would be answered with a failure."""
+        return self._inbox.failure is not None
 
     async def generate(self, submission: Submission) -> Answer:
         """Queue a row batch and wait a while for its results."""
@@ -166,7 +171,7 @@ class Coordinator:
         async with self._crew_lock:
             self._is_stopping = True
             for _, future in self._pulls.values():
-                future.set_result(None)
+                _answer_pull(future, None)
             self._pulls.clear()
             await self._crew.stop()
             self._is_stopping = False
@@ -178,7 +183,7 @@ class Coordinator:
         num_expected = self._crew.ledger.num_expected(time.monotonic())
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
-            future.set_result(self._assignments(spans))
+            _answer_pull(future, self._assignments(spans))
         if not self._queue.has_waiting():
             self._steal()
 
@@ -228,7 +233,7 @@ class Coordinator:
         """Queue the rows of a dead replica again; return whether it held any."""
         _, future = self._pulls.pop(replica_id, (None, None))
         if future is not None:
-            future.set_result(None)
+            _answer_pull(future, None)
         self._not_worth_asking.discard(replica_id)
         had_rows = self._queue.num_held(replica_id) > 0
         for poison in self._queue.lose(replica_id):
@@ -262,3 +267,11 @@ class Coordinator:
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:
                 await self._stop_crew()
+
+
+def _answer_pull(
+    future: asyncio.Future[list[Assignment] | None], work: list[Assignment] | None
+) -> None:
+    # Ray cancels the call of a replica that died, whose rows are queued again anyway
+    if not future.done():
+        future.set_result(work)

@@ -43,6 +43,8 @@ class EngineThread:
         self._samples: dict[int, list[Completion]] = {}
         self._num_samples: dict[int, int] = {}
         self._stats = ReplicaStats()
+        # requests that the engine took since `_stats` was read
+        self._num_in_hand = 0
         self._num_prompt_tokens = 0
         self._num_submitted = 0
         self._is_asking = False
@@ -108,7 +110,7 @@ class EngineThread:
         self._thread.join()
 
     def _room(self) -> Room | None:
-        num_waiting = len(self._inbox) + self._stats.num_waiting
+        num_waiting = len(self._inbox) + self._num_in_hand + self._stats.num_waiting
         mean_tokens = self._num_prompt_tokens / max(1, self._num_submitted)
         cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
         uncached = max(_MIN_UNCACHED_FRACTION, 1 - cached)
@@ -151,6 +153,7 @@ class EngineThread:
             for completion in completions:
                 self._gather(completion)
             self._stats = stats
+            self._num_in_hand = 0
             is_hungry = self._room() is not None and not self._is_asking
             self._is_asking |= is_hungry
             has_news = is_hungry or len(self._finished) > num_before
@@ -167,6 +170,7 @@ class EngineThread:
             ):
                 self._changed.wait()
             requests, self._inbox = self._inbox, []
+            self._num_in_hand = len(requests)
             returns, self._returns = self._returns, []
             return requests, returns
 

@@ -25,7 +25,7 @@ from raybatch.actors.coordinator import Coordinator
 from raybatch.actors.crew import CrewPlan
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.actors.wire import check_requests, combine_results, max_new_tokens, prompt_lengths
-from raybatch.errors import ReplicaError
+from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
 
 __all__ = ["PoolHandle", "PoolSpec", "release_pools"]
@@ -59,7 +59,7 @@ class PoolHandle:
         self._carried: ActorHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        coordinator = self._connect() if ray.is_initialized() else None
+        coordinator = self._connect_afresh() if ray.is_initialized() else None
         return _restore, (self.spec, coordinator)
 
     async def generate(
@@ -118,7 +118,7 @@ class PoolHandle:
 
     def start(self) -> None:
         """Start the replicas ahead of the first rows; returns at once."""
-        self._connect().start.remote()
+        self._connect_afresh().start.remote()
 
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""
@@ -144,6 +144,20 @@ class PoolHandle:
         # so that the next use makes a new one
         _coordinators.pop(_key(_name(self.spec)), None)
         return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
+
+    def _connect_afresh(self) -> ActorHandle:
+        """Connect before an execution: a pool that failed in an earlier one gets another try."""
+        coordinator = self._connect()
+        if self._carried is not None:
+            return coordinator
+        try:
+            has_failed = ray.get(coordinator.has_failed.remote())
+        except RayActorError:
+            has_failed = True
+        if has_failed:
+            self.shutdown()
+            coordinator = self._connect()
+        return coordinator
 
     def _connect(self) -> ActorHandle:
         if self._carried is not None:
@@ -254,6 +268,11 @@ def _plan(spec: PoolSpec) -> CrewPlan:
         num_replicas = max(1, int(cluster_gpus / num_gpus))
     else:
         num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+    if 0 < num_gpus < 1 and spec.engine.kv_cache_bytes is None:
+        raise ConfigError(
+            f"pool.num_gpus_per_replica is {num_gpus}: engines that share a GPU each need "
+            "engine.kv_cache_bytes, or the first takes all the memory"
+        )
     kind = "GPU" if num_gpus else "CPU"
     hosts = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind)]
     return CrewPlan(

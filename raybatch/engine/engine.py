@@ -117,7 +117,8 @@ class Engine:
         for record in waiting:
             request_id = record.request.request_id
             num_waiting[request_id] = num_waiting.get(request_id, 0) + 1
-        whole = {i for i, n in num_waiting.items() if n == self._num_open[i]}
+        # a sample that finished is no longer open, and a request given back runs all its samples
+        whole = {r.request.request_id for r in waiting if _has_all(r.request, num_waiting)}
         taken = self._scheduler.withdraw(
             lambda r: not r.has_started and r.request.request_id in whole
         )
@@ -292,3 +293,7 @@ class Engine:
         self._num_open[request_id] -= 1
         if not self._num_open[request_id]:
             del self._num_open[request_id]
+
+
+def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
+    return num_samples[request.request_id] == request.sampling.n

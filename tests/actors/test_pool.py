@@ -191,6 +191,19 @@ def test_a_failing_start_raises_with_its_cause(own):
             handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
 
 
+def test_a_failed_pool_gets_another_try_at_the_next_execution(own, tmp_path):
+    handle = own(
+        marks_dir=str(tmp_path),
+        num_failing_starts=1,
+        pool={"replicas": 1, "max_start_failures": 1},
+    )
+    with pytest.raises(ReplicaError):
+        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+    handle.start()
+    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+    assert results["error"].to_pylist() == ["", "", ""]
+
+
 def test_a_hung_start_raises(own):
     handle = own(
         start_s=60.0, pool={"replicas": 1, "start_timeout_s": 0.5, "max_start_failures": 1}

@@ -323,6 +323,14 @@ def test_a_request_with_a_started_sample_is_not_drained():
     assert engine.drain() == []
 
 
+def test_a_request_with_a_finished_sample_is_not_drained():
+    engine, _ = make_engine(max_num_seqs=1)
+    engine.add([make_request(0, [1, 2], n=2, max_tokens=1), make_request(1, [3], max_tokens=1)])
+    assert [0] == [c.sample_idx for c in engine.step()]
+    assert [1] == [request.request_id for request in engine.drain()]
+    assert {(0, 1)} == set(run_all(engine))
+
+
 def test_aborted_requests_vanish():
     engine, _ = make_engine(max_num_seqs=2)
     engine.add([make_request(i, [i, 1, 2], max_tokens=5) for i in range(4)])
