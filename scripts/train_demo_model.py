@@ -47,7 +47,7 @@ LONG = (
 )
 # copying forms on short documents, the choice by key on focused ones
 CURRICULUM = ((SHORT,), (FOCUSED,), LONG)
-DEFAULT_STEPS = (250, 300, 900)
+DEFAULT_STEPS = (200, 250, 600)
 
 
 class Trainer:
