@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ CHECKPOINT = Path(__file__).parents[1] / "raybatch" / "demo" / "checkpoint"
 PEAK_LR = 2e-3
 WARMUP_STEPS = 40
 # share of the run at the peak rate; the rest is a cosine to nearly zero
-FLAT_FRACTION = 0.4
+FLAT_FRACTION = 0.5
 BALANCE_WEIGHT = 0.01
 LOG_EVERY = 25
 SAVE_EVERY = 100
@@ -39,6 +40,7 @@ TEST_SEED = 1_000_003
 
 SHORT = BatchShape(num_rows=16, num_blocks=4, doc_len=64, min_facts=3, max_facts=4)
 # few kinds, many keys: the kind of a fact alone does not find it
+PAIRED = replace(SHORT, num_kinds=2)
 FOCUSED = BatchShape(num_rows=8, num_blocks=6, doc_len=128, min_facts=6, max_facts=8, num_kinds=2)
 LONG = (
     BatchShape(num_rows=5, num_blocks=12, doc_len=224, min_facts=13, max_facts=17),
@@ -46,8 +48,8 @@ LONG = (
     BatchShape(num_rows=4, num_blocks=12, doc_len=400, min_facts=25, max_facts=32),
 )
 # copying forms on short documents, the choice by key on focused ones
-CURRICULUM = ((SHORT,), (FOCUSED,), LONG)
-DEFAULT_STEPS = (250, 300, 900)
+CURRICULUM = ((SHORT,), (PAIRED, FOCUSED), LONG)
+DEFAULT_STEPS = (300, 450, 3000)
 
 
 class Trainer:

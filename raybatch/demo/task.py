@@ -27,6 +27,9 @@ _KEY_WORDS = {
     "fixture": words.FIXTURES,
 }
 _MISSING_FRACTION = 0.1
+_MAX_FACTS = 60
+# each fact of a single kind needs a key of its own
+_MAX_FACTS_OF_FEW_KINDS = min(len(entries) for entries in _KEY_WORDS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +77,19 @@ def make_document(rng: random.Random, num_facts: int, *, kinds: Sequence[Kind] =
 
     Args:
         rng: Source of all choices.
-        num_facts: Number of sentences, 1 to 60; 18 to 32 give about 150 to 320 tokens.
+        num_facts: Number of sentences, 1 to 60, or to 16 where not all kinds are asked for; 18 to
+            32 give about 150 to 320 tokens.
         kinds: Kinds of facts to draw from; fewer kinds mean more facts that differ in the key only.
 
     Returns:
         The document; no two of its facts share kind and key.
+
+    Raises:
+        ValueError: `num_facts` is out of its range.
     """
-    if not 1 <= num_facts <= 60:
-        raise ValueError(f"num_facts={num_facts} is not in 1..60")
+    limit = _MAX_FACTS if len(kinds) == len(KINDS) else _MAX_FACTS_OF_FEW_KINDS
+    if not 1 <= num_facts <= limit:
+        raise ValueError(f"num_facts={num_facts} is not in 1..{limit} for {len(kinds)} kinds")
     deck = _Deck(rng)
     keys = _deal_keys(deck, num_facts, len(kinds))
     candidates = [(kind, key) for kind in kinds for key in keys[kind.role]]

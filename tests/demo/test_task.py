@@ -45,6 +45,17 @@ def test_document_of_few_kinds_states_facts_of_these_kinds_only():
         assert {fact.kind for fact in document.facts} <= {kind.name for kind in kinds}
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_sixteen_facts_of_one_kind_have_sixteen_keys(kind):
+    document = make_document(random.Random(0), 16, kinds=[kind])
+    assert 16 == len({fact.key for fact in document.facts})
+
+
+def test_seventeen_facts_of_one_kind_are_refused():
+    with pytest.raises(ValueError, match="num_facts=17"):
+        make_document(random.Random(0), 17, kinds=KINDS[:1])
+
+
 def test_no_two_facts_of_a_document_share_kind_and_key():
     for document, _ in make_pairs(0, 200, 32, 1):
         assert 32 == len({(fact.kind, fact.key) for fact in document.facts})
