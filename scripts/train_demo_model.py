@@ -49,7 +49,7 @@ LONG = (
 )
 # copying forms on short documents, the choice by key on focused ones
 CURRICULUM = ((SHORT,), (PAIRED, FOCUSED), LONG)
-DEFAULT_STEPS = (300, 450, 3000)
+DEFAULT_STEPS = (300, 450, 800)
 
 
 class Trainer:
