@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
+from ray.exceptions import RayTaskError
 
 from raybatch.config import from_mapping
 from raybatch.errors import ConfigError, RaybatchError, did_you_mean
@@ -21,7 +22,7 @@ from raybatch.progress import ProgressPrinter
 from raybatch.report import RowTally, RunReport, installed_versions
 from raybatch.stages.llm_stage import StageFeeder, build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
-from raybatch.stages.render import referenced_columns
+from raybatch.stages.render import CONVENTIONAL_COLUMNS, referenced_columns
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
 from raybatch.stages.source import Source, check_unique_ids, scan_source
@@ -154,6 +155,14 @@ class Job:
     def _check(self, source: Source, output: OutputSchema) -> None:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
+        prompts = (stage.prompt, stage.messages, stage.tokenized_prompt)
+        if prompts == (None, None, None) and not set(CONVENTIONAL_COLUMNS) & set(
+            source.schema.names
+        ):
+            raise ConfigError(
+                "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
+                f"column so; the source has {', '.join(source.schema.names)}"
+            )
         for name in referenced_columns(stage):
             if name not in source.schema.names:
                 known = source.schema.names
@@ -332,6 +341,12 @@ def _progress(callback: ProgressCallback | None) -> Iterator[ProgressCallback]:
 def _own_cause(error: BaseException) -> RaybatchError | None:
     """Return the exception of this library that Ray has wrapped; None if there is none."""
     seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, RaybatchError):
-        seen = getattr(seen, "cause", None) or seen.__cause__
-    return seen
+    while seen is not None:
+        # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
+        if isinstance(seen, RayTaskError):
+            seen = seen.cause
+        elif isinstance(seen, RaybatchError):
+            return seen
+        else:
+            seen = getattr(seen, "cause", None) or seen.__cause__
+    return None
