@@ -56,6 +56,14 @@ def test_json_lines_of_several_files_get_one_schema(tmp_path):
     assert (source.num_rows, source.schema.names) == (3, ["x", "y"])
 
 
+def test_json_texts_that_look_like_dates_stay_texts(tmp_path):
+    row = {"x": "2024-01-01", "y": {"z": ["2024-01-01 10:00:00", None]}, "n": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    source = scan_source(str(tmp_path))
+    assert source.schema.field("x").type == pa.string()
+    assert read_slice(source.slices[0]).to_pylist() == [row]
+
+
 def test_files_with_different_schemas_are_named(tmp_path):
     write(tmp_path / "a.parquet", pa.table({"x": [1]}))
     write(tmp_path / "b.parquet", pa.table({"x": ["1"]}))
