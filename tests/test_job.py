@@ -183,7 +183,7 @@ def test_old_output_survives_a_model_that_cannot_be_run(tmp_path, name):
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)
     (tmp_path / "out" / "part-000000.parquet").write_bytes(b"old")
     stage = LLMStage(str(tmp_path / name), prompt="{text}")
-    with pytest.raises(ConfigError, match="no local folder|no .*safetensors"):
+    with pytest.raises(ConfigError, match=r"no local folder|no .*safetensors"):
         Job(tmp_path / "a.parquet", tmp_path / "out", stage, overwrite=True).run()
     assert (tmp_path / "out" / "part-000000.parquet").read_bytes() == b"old"
 

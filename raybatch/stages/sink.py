@@ -13,7 +13,6 @@ from ray.data import Datasink
 
 from raybatch.errors import ConfigError
 
-
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
 _PART = re.compile(r"part-\d{6,}\.parquet")

@@ -136,9 +136,9 @@ class _Unread:
 
 
 def _read_column(column: pa.ChunkedArray) -> list[object]:
-    """Return a column's values; a string that is not valid UTF-8 comes back as bytes,
-    and a date that Python cannot hold as its exception.
+    """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
 
+    A date that Python cannot hold comes back as its exception.
     Only plain types are decoded: decoding a value of an extension type can run code.
     """
     if pa.types.is_dictionary(column.type) and _is_plain(column.type.value_type):
