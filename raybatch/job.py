@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from raybatch.progress import ProgressPrinter
 from raybatch.report import RowTally, RunReport, installed_versions
 from raybatch.stages.llm_stage import StageFeeder, build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.prepare import check_local_model
 from raybatch.stages.render import CONVENTIONAL_COLUMNS, referenced_columns
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
@@ -142,13 +143,17 @@ class Job:
         schema = pa.schema([f for f in source.schema if f.name != output.prefix + "row_id"])
         schema = pa.schema([*schema, *output.arrow()], metadata=source.schema.metadata)
         stage, row_id_column = self._identified_stage(output)
+        restarts_before = stage.stats().num_restarts
         if source.num_rows:
             sink = PartSink(self.config.sink, schema)
             with _progress(progress) as callback, _Watch(stage, source.num_rows, callback, clock):
                 _execute(source.dataset(row_id_column=row_id_column), stage, sink)
         else:
             write_part(self.config.sink, "part-000000.parquet", schema.empty_table())
-        report = self._report(source, output, stage.stats(), clock)
+        stats = stage.stats()
+        # an idle pool that has stopped since counts from 0 again
+        restarts = max(0, stats.num_restarts - restarts_before)
+        report = self._report(source, output, replace(stats, num_restarts=restarts), clock)
         report.write()
         return report
 
@@ -172,6 +177,7 @@ class Job:
                 )
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)
+        check_local_model(stage)
 
     def _identified_stage(self, output: OutputSchema) -> tuple[type[StageFeeder], str | None]:
         if self.config.stage.id_column is not None:
@@ -262,9 +268,11 @@ class _Watch:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_done.set()
         self._thread.join()
+        if kind is None:
+            self._callback(self._stage.stats(), self._num_rows)
 
     def _poll(self) -> None:
         next_callback_s = 0.0

@@ -41,6 +41,28 @@ def test_error_of_an_earlier_processor_stays_the_rows_error():
     assert ERROR_COLUMN not in out.column_names
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("model", "adapter"), ("multimodal_data", {"image": "x"})]
+)
+def test_column_that_asks_for_more_than_there_is_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"column '{name}'.*rename"):
+        Preprocess(lambda row: {name: value})(pa.table({"id": [1]}))
+
+
+def test_model_column_that_names_the_stages_model_is_fine():
+    table = pa.table({"model": ["m", None]})
+    assert Preprocess(None, model="m")(table).column("model").to_pylist() == ["m", None]
+
+
+def test_output_columns_of_an_earlier_processor_make_room():
+    out = Preprocess(lambda row: {"first": row["generated_text"]})(answered([""]))
+    assert out.column_names == ["id", "tags", "first", "sampling_params", INPUT_ERROR_COLUMN]
+
+
+def test_user_columns_with_names_of_outputs_stay_without_an_earlier_processor():
+    assert "attempts" in Preprocess(None)(pa.table({"attempts": [1]})).column_names
+
+
 def test_sampling_params_of_different_keys_stay_exact():
     def preprocess(row):
         return {"sampling_params": [{"max_tokens": 5}, {"stop": ["a"]}][row["id"]]}
