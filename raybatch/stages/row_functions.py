@@ -152,6 +152,7 @@ def _map_rows(
             result = function(dict(row))
             if not isinstance(result, Mapping):
                 raise TypeError(f"the function must return a dict, got {type(result).__name__}")
+            _check_encodable(result)
         except Exception as error:  # the function is the user's
             returned.append(None)
             errors.append(describe_error(kind, error_text(error)))
@@ -159,6 +160,19 @@ def _map_rows(
             returned.append(result)
             errors.append("")
     return returned, errors
+
+
+def _check_encodable(value: object) -> None:
+    """Raise UnicodeEncodeError for a text with lone surrogates, which Arrow cannot hold."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _check_encodable(item)
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        for item in value:
+            _check_encodable(item)
 
 
 def _merge(table: pa.Table, returned: Sequence[Mapping[str, Any] | None]) -> pa.Table:

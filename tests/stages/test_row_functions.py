@@ -33,6 +33,13 @@ def test_failing_preprocess_is_the_rows_error():
     assert out.column("prompt").to_pylist() == ["a", None]
 
 
+@pytest.mark.parametrize("value", ["a\ud800", [{"role": "user", "content": "\ud800"}]])
+def test_text_that_arrow_cannot_hold_is_the_rows_error(value):
+    out = Preprocess(lambda row: {"x": value} if row["id"] == 1 else {})(pa.table({"id": [1, 2]}))
+    first, second = out.column(INPUT_ERROR_COLUMN).to_pylist()
+    assert (first.partition(" '")[0], second) == ("PreprocessError: UnicodeEncodeError:", "")
+
+
 def test_error_of_an_earlier_processor_stays_the_rows_error():
     table = pa.table({"id": [1, 2], ERROR_COLUMN: ["", "ValueError: x"]})
     out = Preprocess(lambda row: {"prompt": f"p{row['id']}"})(table)
