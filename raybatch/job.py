@@ -23,7 +23,7 @@ from raybatch.report import RowTally, RunReport, installed_versions
 from raybatch.stages.llm_stage import StageFeeder, build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.prepare import check_local_model
-from raybatch.stages.render import CONVENTIONAL_COLUMNS, referenced_columns
+from raybatch.stages.render import referenced_columns
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
 from raybatch.stages.source import Source, check_unique_ids, scan_source
@@ -160,10 +160,8 @@ class Job:
     def _check(self, source: Source, output: OutputSchema) -> None:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
-        prompts = (stage.prompt, stage.messages, stage.tokenized_prompt)
-        if prompts == (None, None, None) and not set(CONVENTIONAL_COLUMNS) & set(
-            source.schema.names
-        ):
+        has_prompt = stage.prompt or stage.messages or stage.tokenized_prompt
+        if not has_prompt and not set(stage.conventional_columns) & set(source.schema.names):
             raise ConfigError(
                 "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
                 f"column so; the source has {', '.join(source.schema.names)}"
