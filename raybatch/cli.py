@@ -141,9 +141,10 @@ def report(
 
 
 def _start_ray() -> None:
-    """Start or join Ray with its errors alone on the terminal; its log files keep the rest.
+    """Start or join Ray and keep what it says in its log files.
 
-    What Ray and Ray Data say about every execution would drown the progress of the job.
+    What Ray and Ray Data say about every execution would drown the progress of the job; an error
+    that ends the job is told once, by `main`.
     """
     import ray.data  # slow to load, and --help does without
 
@@ -153,7 +154,7 @@ def _start_ray() -> None:
         if isinstance(handler, logging.StreamHandler) and not isinstance(
             handler, logging.FileHandler
         ):
-            handler.setLevel(logging.ERROR)
+            handler.setLevel(logging.CRITICAL)
 
 
 def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class PoolConfig:
     Args:
         replicas: engine actors; None takes one per GPU of the cluster, or one per CPU core of
             the driver's host where the cluster has no GPU.
-        num_cpus_per_replica: logical CPUs that Ray reserves for one replica.
+        num_cpus_per_replica: logical CPUs that Ray reserves for one replica; with any, feeders that
+            Ray Data starts first can take all CPUs of a small cluster and no engine ever starts.
         num_gpus_per_replica: GPUs of one replica; None takes 1 where the cluster has GPUs.
         max_row_crashes: a row whose replica died this often with it becomes an error row.
         max_start_failures: starts of one replica that may fail in a row before it is given up;
@@ -78,7 +79,7 @@ class PoolConfig:
     """
 
     replicas: int | None = None
-    num_cpus_per_replica: float = 0.1
+    num_cpus_per_replica: float = 0
     num_gpus_per_replica: float | None = None
     max_row_crashes: int = 3
     max_start_failures: int = 3

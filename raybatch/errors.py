@@ -70,6 +70,16 @@ class MissingDependency(RaybatchError, ImportError):
     """An optional package is not installed; the message names the pip command."""
 
 
+def encodable(text: str) -> str:
+    """Return `text` with lone surrogates, which no output file can hold, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def error_text(error: BaseException) -> str:
+    """Return "Class: message"."""
+    return encodable(f"{type(error).__name__}: {error}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the known name nearest to `name`, else ""."""
     matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)

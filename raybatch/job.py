@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
+from ray.exceptions import RayTaskError
 
 from raybatch.config import from_mapping
 from raybatch.errors import ConfigError, RaybatchError, did_you_mean
@@ -21,6 +22,7 @@ from raybatch.progress import ProgressPrinter
 from raybatch.report import RowTally, RunReport, installed_versions
 from raybatch.stages.llm_stage import StageFeeder, build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.prepare import check_local_model
 from raybatch.stages.render import referenced_columns
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
@@ -141,19 +143,29 @@ class Job:
         schema = pa.schema([f for f in source.schema if f.name != output.prefix + "row_id"])
         schema = pa.schema([*schema, *output.arrow()], metadata=source.schema.metadata)
         stage, row_id_column = self._identified_stage(output)
+        restarts_before = stage.stats().num_restarts
         if source.num_rows:
             sink = PartSink(self.config.sink, schema)
             with _progress(progress) as callback, _Watch(stage, source.num_rows, callback, clock):
                 _execute(source.dataset(row_id_column=row_id_column), stage, sink)
         else:
             write_part(self.config.sink, "part-000000.parquet", schema.empty_table())
-        report = self._report(source, output, stage.stats(), clock)
+        stats = stage.stats()
+        # an idle pool that has stopped since counts from 0 again
+        restarts = max(0, stats.num_restarts - restarts_before)
+        report = self._report(source, output, replace(stats, num_restarts=restarts), clock)
         report.write()
         return report
 
     def _check(self, source: Source, output: OutputSchema) -> None:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
+        has_prompt = stage.prompt or stage.messages or stage.tokenized_prompt
+        if not has_prompt and not set(stage.conventional_columns) & set(source.schema.names):
+            raise ConfigError(
+                "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
+                f"column so; the source has {', '.join(source.schema.names)}"
+            )
         for name in referenced_columns(stage):
             if name not in source.schema.names:
                 known = source.schema.names
@@ -163,6 +175,7 @@ class Job:
                 )
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)
+        check_local_model(stage)
 
     def _identified_stage(self, output: OutputSchema) -> tuple[type[StageFeeder], str | None]:
         if self.config.stage.id_column is not None:
@@ -253,9 +266,11 @@ class _Watch:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_done.set()
         self._thread.join()
+        if kind is None:
+            self._callback(self._stage.stats(), self._num_rows)
 
     def _poll(self) -> None:
         next_callback_s = 0.0
@@ -332,6 +347,12 @@ def _progress(callback: ProgressCallback | None) -> Iterator[ProgressCallback]:
 def _own_cause(error: BaseException) -> RaybatchError | None:
     """Return the exception of this library that Ray has wrapped; None if there is none."""
     seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, RaybatchError):
-        seen = getattr(seen, "cause", None) or seen.__cause__
-    return seen
+    while seen is not None:
+        # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
+        if isinstance(seen, RayTaskError):
+            seen = seen.cause
+        elif isinstance(seen, RaybatchError):
+            return seen
+        else:
+            seen = getattr(seen, "cause", None) or seen.__cause__
+    return None

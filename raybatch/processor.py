@@ -38,11 +38,13 @@ _CHAT_KEYS = (
 # vLLM's defaults, which scripts that move over count on.
 _SAMPLING = Sampling(temperature=1.0, max_tokens=16)
 
+# In the order in which they are looked for.
 _INPUT_COLUMNS = {
     "messages": "messages of OpenAI's chat API (or prompt, or tokenized_prompt)",
-    "prompt": "a complete prompt text, without a chat template",
     "tokenized_prompt": "token ids",
+    "prompt": "a complete prompt text, without a chat template",
 }
+_COMPLETE_PROMPTS = ("tokenized_prompt", "prompt")
 _OPTIONAL_COLUMNS = {SAMPLING_COLUMN: "sampling options of the row, a dict or a JSON text"}
 
 
@@ -69,7 +71,8 @@ class ProcessorConfig(metaclass=_Checked):
         concurrency: replicas; of a pair the larger.
         should_continue_on_error: False ends the job at the first row that fails; left out, and
             with True, errors are values of `__inference_error__`.
-        chat_template_stage: a mapping may hold `chat_template` and `chat_template_kwargs`.
+        chat_template_stage: a mapping may hold `chat_template` and `chat_template_kwargs`; False,
+            or "enabled": False, leaves a column `messages` unread.
         batch_size: no effect; rows do not wait for a batch. So have `max_concurrent_batches`,
             `max_tasks_in_flight_per_actor`, `max_pending_requests`, `tokenize_stage`,
             `detokenize_stage`, `log_engine_metrics`, `accelerator_type`, `runtime_env` and
@@ -156,7 +159,7 @@ class Processor:
     def __call__(self, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
         """Return the dataset to come; nothing runs before it is consumed."""
         dataset = dataset.map_batches(
-            Preprocess(self._preprocess).__call__,
+            Preprocess(self._preprocess, model=self.config.model_source).__call__,
             batch_format="pyarrow",
             **self._preprocess_map_kwargs,
         )
@@ -185,7 +188,8 @@ class Processor:
 
     def log_input_column_names(self) -> None:
         """Log which columns the rows must have after preprocess."""
-        needed = "; ".join(f"{name}: {text}" for name, text in _INPUT_COLUMNS.items())
+        names = self._stage.config.conventional_columns
+        needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in names)
         optional = "; ".join(f"{name}: {text}" for name, text in _OPTIONAL_COLUMNS.items())
         logger.info("one of the input columns %s. Optional input columns: %s", needed, optional)
 
@@ -244,6 +248,7 @@ def _stage_config(
     engine, ignored = engine_config(config.engine_kwargs)
     _log_ignored(config, ignored)
     chat_template, kwargs = _chat_options(config.chat_template_stage)
+    names = _INPUT_COLUMNS if _is_chat(config.chat_template_stage) else _COMPLETE_PROMPTS
     pool = config.pool or PoolConfig()
     if config.concurrency is not None:
         pool = replace(pool, replicas=_replicas(config.concurrency))
@@ -258,6 +263,7 @@ def _stage_config(
         "chat_template": chat_template,
         "chat_template_kwargs": {**kwargs, **(chat_template_kwargs or {})},
         "prompt_column_special_tokens": "allow",
+        "conventional_columns": tuple(names),
         "on_error": "raise" if config.should_continue_on_error is False else "row",
     }
     return build_stage_config(config.model_source, options, where="build_processor")
@@ -306,3 +312,7 @@ def _chat_options(toggle: object) -> tuple[str | None, dict[str, Any]]:
                 f"chat_template_stage: unknown option {name!r}{did_you_mean(name, _CHAT_KEYS)}"
             )
     return toggle.get("chat_template"), dict(toggle.get("chat_template_kwargs") or {})
+
+
+def _is_chat(toggle: StageToggle) -> bool:
+    return bool(toggle.get("enabled", True)) if isinstance(toggle, Mapping) else toggle is not False

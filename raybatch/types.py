@@ -1,5 +1,6 @@
 """Frozen records that cross process and layer borders; no behaviour beyond validation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +13,19 @@ from raybatch.errors import ConfigError
 FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
 
 TokenIds = npt.NDArray[np.int32]
+
+# options of `Sampling` by type; those that may be None are whole numbers
+WHOLE_OPTIONS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+OPTIONAL_OPTIONS = ("top_k", "logprobs")
+FLAG_OPTIONS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+NUMBER_OPTIONS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +47,15 @@ class Sampling:
         seed: mixed with the row's id, so that results do not depend on placement.
         n: samples per row.
         logprobs: number of most likely tokens to report per position; None reports none.
-        stop: strings that end the text; cut off unless `include_stop_str_in_output`.
+        stop: strings that end the text; cut off unless `include_stop_str_in_output`. A list or
+            one string becomes a tuple.
         stop_token_ids: token ids that end the sequence, beside the model's own.
         ignore_eos: go on after the model's end token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value has the wrong type or is outside its range.
     """
 
     temperature: float = 0.0
@@ -62,8 +77,9 @@ class Sampling:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._check_types()
         ranges = (
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
@@ -80,6 +96,33 @@ class Sampling:
             if not is_valid:
                 value = getattr(self, name)
                 raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+
+    def _check_types(self) -> None:
+        # what vLLM takes as well: one stop string, and lists
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, items, kind in (
+            ("stop", stop, str),
+            ("stop_token_ids", self.stop_token_ids, int),
+        ):
+            if not isinstance(items, list | tuple) or not all(isinstance(i, kind) for i in items):
+                raise ConfigError(
+                    f"Sampling.{name} must be a list of {kind.__name__}, got {items!r}"
+                )
+            object.__setattr__(self, name, tuple(items))
+        for names, kinds, allowed in (
+            (WHOLE_OPTIONS, int, "a whole number"),
+            (NUMBER_OPTIONS, int | float, "a number"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                is_absent = value is None and name in OPTIONAL_OPTIONS
+                if not is_absent and (isinstance(value, bool) or not isinstance(value, kinds)):
+                    raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+        for name in FLAG_OPTIONS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"Sampling.{name} must be true or false, got {getattr(self, name)!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

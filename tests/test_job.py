@@ -11,8 +11,9 @@ from raybatch.job import Job
 from raybatch.report import RunReport, read_report
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.schema import OutputSchema
+from raybatch.stages.sink import prepare_sink
 from raybatch.types import PoolStats
-from tests.stages.support import fake_stage, local_ray, make_tokenizer
+from tests.stages.support import LocalPool, fake_stage, local_ray, make_tokenizer
 
 NUM_ROWS = 1500
 
@@ -120,6 +121,11 @@ def test_progress_is_called_with_the_number_of_rows(run):
 
 
 @pytest.mark.ray
+def test_last_progress_is_of_the_finished_run(run):
+    assert run.progress[-1][0].rows_done == NUM_ROWS
+
+
+@pytest.mark.ray
 def test_second_run_into_the_same_sink_is_refused(run, model):
     job = Job(run.sink.parent / "in", run.sink, fake_stage(model, prompt="{text}"))
     with pytest.raises(ConfigError, match="already holds"):
@@ -168,6 +174,33 @@ def test_template_field_that_is_no_column_is_found_before_any_work(model, tmp_pa
     job = Job(tmp_path / "a.parquet", tmp_path / "out", fake_stage(model, prompt="{txt}"))
     with pytest.raises(ConfigError, match=r"column 'txt' \(did you mean 'text'\?\)"):
         job.run()
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_old_output_survives_a_model_that_cannot_be_run(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    prepare_sink(str(tmp_path / "out"), is_overwrite=False)
+    (tmp_path / "out" / "part-000000.parquet").write_bytes(b"old")
+    stage = LLMStage(str(tmp_path / name), prompt="{text}")
+    with pytest.raises(ConfigError, match=r"no local folder|no .*safetensors"):
+        Job(tmp_path / "a.parquet", tmp_path / "out", stage, overwrite=True).run()
+    assert (tmp_path / "out" / "part-000000.parquet").read_bytes() == b"old"
+
+
+class RestartedPool(LocalPool):
+    """A warm pool whose replicas were started again in an earlier run."""
+
+    def stats(self, client: str = "default") -> PoolStats:
+        return PoolStats(num_restarts=3)
+
+
+def test_restarts_of_earlier_runs_are_not_counted(model, tmp_path):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}")
+    stage.pool = RestartedPool(stage.pool.spec)
+    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage).run()
+    assert report.restarts == 0
 
 
 def job_options(**changes: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import ray
 from raybatch.config import EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
+from raybatch.stages.row_functions import Postprocess, Preprocess
 from raybatch.stages.schema import ERROR_COLUMN
 from raybatch.types import Sampling
 from tests.stages.support import answer, local, local_ray, make_tokenizer
@@ -101,6 +102,33 @@ def test_prompt_column_is_complete_and_may_hold_control_tokens(model):
     columns = {"prompt": ["<|user|>a"], "sampling_params": [None], "__rb_input_error__": [""]}
     answer(stage, pa.table(columns))
     assert [r.prompt_token_ids.tolist() for r in stage.pool.requests] == [[257, ord("a")]]
+
+
+@pytest.mark.parametrize("toggle", [False, {"enabled": False}])
+def test_messages_are_not_read_without_the_chat_template_stage(model, toggle):
+    config = ProcessorConfig(model_source=str(model), backend="fake", chat_template_stage=toggle)
+    stage = local(build_processor(config).get_stage_by_name("LLMStage"))
+    columns = {
+        "messages": [[{"role": "user", "content": "old"}]],
+        "prompt": ["a"],
+        "sampling_params": [None],
+        "__rb_input_error__": [""],
+    }
+    answer(stage, pa.table(columns))
+    assert [r.prompt_token_ids.tolist() for r in stage.pool.requests] == [[ord("a")]]
+
+
+def test_second_processor_answers_the_rows_of_a_first(model):
+    config = ProcessorConfig(model_source=str(model), backend="fake")
+    stage = local(build_processor(config).get_stage_by_name("LLMStage"))
+    first = Preprocess(lambda row: {"prompt": row["text"]})
+    between = Postprocess(lambda row: {"first": row["row_id"], **row})
+    second = Preprocess(lambda row: {"prompt": f"{row['first']}?"})
+    table = between(answer(stage, first(pa.table({"text": ["a", None]}))))
+    rows = answer(stage, second(table)).to_pylist()
+    asked = bytes(stage.pool.requests[-1].prompt_token_ids.tolist()).decode()
+    assert asked == f"{rows[0]['first']}?"
+    assert [row[ERROR_COLUMN] for row in rows] == ["", "InvalidPrompt: column 'prompt' is null"]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from raybatch.actors.records import (
     Span,
     Submission,
 )
+from raybatch.errors import error_text
 from raybatch.types import PoolStats, ReplicaStats
 
 _MAX_WAIT_S = 20.0
@@ -252,7 +253,7 @@ class Coordinator:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._inbox.fail(0, f"the coordinator failed: {type(error).__name__}: {error}")
+            self._inbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
     async def _tick(self) -> None:
         release_s = self._pool.idle_release_s

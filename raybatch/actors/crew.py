@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from raybatch.actors.records import PoolSpec
 from raybatch.actors.replica import Replica
 from raybatch.actors.starts import StartLedger
+from raybatch.errors import encodable, error_text
 from raybatch.types import ReplicaStats
 
 _STOP_GRACE_S = 5.0
@@ -107,7 +108,7 @@ class Crew:
         try:
             await work
         except Exception as error:
-            self._on_exhausted(rank, f"the coordinator failed: {type(error).__name__}: {error}")
+            self._on_exhausted(rank, f"the coordinator failed: {error_text(error)}")
             raise
 
     async def _keep(self, rank: int, coordinator: ActorHandle) -> None:
@@ -184,4 +185,4 @@ class Crew:
 
 def _summary(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+    return encodable(f"{type(error).__name__}: {lines[-1] if lines else ''}")

@@ -15,6 +15,7 @@ from raybatch.actors.records import Assignment, PoolSpec
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
+from raybatch.errors import error_text
 from raybatch.types import Completion
 
 _LEAD_STEPS = 4
@@ -70,7 +71,7 @@ class Replica:
             capacity = await asyncio.wrap_future(self._engine.start())
         except Exception as error:
             _logger.exception("the engine could not be built")
-            return f"{type(error).__name__}: {error}"
+            return error_text(error)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return ""
 
@@ -185,7 +186,5 @@ class Replica:
     async def _give_up(self, coordinator: ActorHandle, failure: BaseException) -> None:
         """End the process: a broken engine must look like a death, so that it is replaced."""
         _logger.error("the engine broke", exc_info=failure)
-        await coordinator.note_cause.remote(
-            self._replica_id, f"{type(failure).__name__}: {failure}"
-        )
+        await coordinator.note_cause.remote(self._replica_id, error_text(failure))
         os._exit(1)

@@ -1,8 +1,11 @@
 """Builds the backend that a config names, and imports only that one."""
 
+from importlib.util import find_spec
+
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.errors import MissingDependency
 
 
 def create_backend(
@@ -18,9 +21,15 @@ def create_backend(
 
     Raises:
         ConfigError: an unknown option.
+        MissingDependency: the native backend without torch.
     """
     if backend.kind == "fake":
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
+    if find_spec("torch") is None:
+        raise MissingDependency(
+            "the native engine needs torch, which is not installed here: "
+            "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+        )
     from raybatch.backends import native
 
     return native.create(model, backend, engine, num_engines_on_host=num_engines_on_host)

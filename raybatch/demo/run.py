@@ -40,6 +40,7 @@ class DemoResult:
         score = 100 * self.rows_right // max(1, self.rows_scored) / 100
         return (
             f"{self.report.to_text()}\n"
+            "the error rows are planted: the dataset has a few bad rows on purpose\n"
             f"right answers: {self.rows_right} of {self.rows_scored}\n"
             f"exact match: {score:.2f}"
         )

@@ -52,6 +52,16 @@ def resolve_model(source: str) -> Path:
     return path
 
 
+def is_local_model(source: str) -> bool:
+    """Return whether `resolve_model` would look for `source` on this host alone."""
+    if source == "demo":
+        return True
+    if "://" in source:
+        return False
+    is_path = source.startswith((".", "~")) or not _HUB_ID.fullmatch(source)
+    return is_path or Path(source).exists()
+
+
 def _demo_path() -> Path:
     path = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
     if not path.is_dir():

@@ -24,8 +24,3 @@ class TokenizeError(PromptError):
 
 class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
     """The prompt leaves no room in the model's context."""
-
-
-def describe(error: PromptError) -> str:
-    """Return "Class: message", the form of a row's error column."""
-    return f"{type(error).__name__}: {error}"

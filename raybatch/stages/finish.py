@@ -93,12 +93,13 @@ def _answered(answers: Answers, tokenizer: Tokenizer) -> dict[int, list[Sample]]
 
 def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sample:
     error = completion.error
-    if not error and completion.finish_reason == "capacity":
+    reason = "capacity" if completion.finish_reason == "capacity" else "error"
+    if not error and reason == "capacity":
         error = "CapacityError: prompt and output cannot fit the cache even alone"
     if not error and isinstance(text, Exception):
         error = describe_error("DetokenizeError", text)
     if error:
-        return Sample(None, completion.token_ids, "error", error, attempts=attempts)
+        return Sample(None, completion.token_ids, reason, error, attempts=attempts)
     return Sample(
         text=str(text),
         token_ids=completion.token_ids,

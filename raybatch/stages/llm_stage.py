@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -26,9 +25,8 @@ from raybatch.config import (
     PoolConfig,
     SpecialTokens,
 )
-from raybatch.engine.model_source import resolve_model
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import RaybatchError, RowError
+from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
 from raybatch.stages.finish import Answers, finish_rows
 from raybatch.stages.options import (
@@ -38,7 +36,7 @@ from raybatch.stages.options import (
     StageConfig,
     build_stage_config,
 )
-from raybatch.stages.prepare import Prepared, max_model_len, prepare
+from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.render import PromptReader, column_of, referenced_columns
 from raybatch.stages.schema import ERROR_COLUMN
 from raybatch.types import PoolStats, Sampling
@@ -69,18 +67,19 @@ class StageFeeder:
     client: ClassVar[str]
 
     def __init__(self) -> None:
-        self._failure: RaybatchError | None = None
+        self._failure: Exception | None = None
         self._hint = _FewRowsHint()
         self._checked_schema: pa.Schema | None = None
         try:
-            model_dir = _model_dir(self.config)
+            model_dir = find_model(self.config)
             # engines load their weights while this feeder loads its tokenizer
             self.pool.start()
             self._tokenizer = Tokenizer.load(model_dir)
             self._reader = PromptReader(self.config, self._tokenizer)
             self._max_model_len = max_model_len(self.config, model_dir)
-        except RaybatchError as error:
-            # Ray would start this actor again and again; a call that raises ends the job at once.
+        except Exception as error:
+            # Ray replaces an actor whose constructor raises, again and again, and keeps the cause
+            # to itself; a call that raises ends the job at once and says why.
             self._failure = error
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
@@ -276,12 +275,6 @@ def build_stage(config: StageConfig) -> type[StageFeeder]:
     return type(
         "LLMStage", (StageFeeder,), {"config": config, "pool": PoolHandle(spec), "client": client}
     )
-
-
-def _model_dir(config: StageConfig) -> Path:
-    if config.backend.kind == "fake" and Path(config.model).is_dir():
-        return Path(config.model)  # it has no weights, and its folder needs none
-    return resolve_model(config.model)
 
 
 def _num_feeders(config: StageConfig) -> int:

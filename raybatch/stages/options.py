@@ -32,13 +32,15 @@ _T = TypeVar("_T")
 class StageConfig:
     """Options of one stage; `LLMStage` says what each one means.
 
-    Two options are for a processor, whose rows were made by a function of the user:
+    Three options are for a processor, whose rows were made by a function of the user:
 
     Args:
         input_error_column: a column of error texts; it is not passed on, and a row whose text is
             not empty is an error row with it.
         prompt_column_special_tokens: `special_tokens` of the column `prompt` where no option
             names the prompts; None takes `special_tokens`.
+        conventional_columns: where no option names the prompts, the first of these that is a
+            column does.
     """
 
     model: str
@@ -62,6 +64,7 @@ class StageConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)
     input_error_column: str | None = None
     prompt_column_special_tokens: SpecialTokens | None = None
+    conventional_columns: tuple[str, ...] = ("messages", "tokenized_prompt", "prompt")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

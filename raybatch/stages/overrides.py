@@ -11,10 +11,8 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.batches import python_values
 from raybatch.stages.options import FIXED_PER_STAGE
 from raybatch.stages.schema import describe_error
-from raybatch.types import Sampling
+from raybatch.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
 
-_INTS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
-_BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _NAMES = tuple(f.name for f in dataclasses.fields(Sampling))
 
 
@@ -95,7 +93,7 @@ def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
         raise ConfigError(f"unknown sampling option {name!r}{did_you_mean(name, _NAMES)}")
     if isinstance(value, Exception):
         raise ConfigError(f"{name} cannot be read: {value}")
-    if name in _BOOLS:
+    if name in FLAG_OPTIONS:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, got {value!r}")
         return value
@@ -106,7 +104,7 @@ def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
         return tuple(items)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number, got {value!r}")
-    if name not in _INTS:
+    if name not in WHOLE_OPTIONS:
         return float(value)
     whole = _whole(name, value)
     # vLLM writes "all tokens" as 0 or -1.

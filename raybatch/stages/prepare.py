@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from raybatch.actors.wire import request_table
 from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.model_source import is_local_model, resolve_model
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
@@ -97,6 +98,26 @@ def prepare(
             sampling=np.array([index[s] for s in asked], np.int32),
         ),
     )
+
+
+def find_model(config: StageConfig) -> Path:
+    """Return the folder of the stage's model, downloading it where needed.
+
+    Raises:
+        ConfigError: nothing is there, or no model.
+    """
+    if config.backend.kind == "fake" and Path(config.model).is_dir():
+        return Path(config.model)  # it has no weights, and its folder needs none
+    return resolve_model(config.model)
+
+
+def check_local_model(config: StageConfig) -> None:
+    """Raise ConfigError where a model on this host cannot be run; download nothing."""
+    if not is_local_model(config.model):
+        return
+    model_dir = find_model(config)
+    if config.backend.kind == "native":
+        read_model_spec(model_dir)
 
 
 def max_model_len(config: StageConfig, model_dir: Path) -> int | None:

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.config import SpecialTokens
-from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError, describe
+from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.stages.batches import python_rows, python_values
 from raybatch.stages.options import OnTooLong, StageConfig
 from raybatch.stages.schema import describe_error
@@ -23,8 +23,6 @@ from raybatch.stages.template import PromptTemplate
 from raybatch.types import TokenIds
 
 logger = logging.getLogger(__name__)
-
-CONVENTIONAL_COLUMNS = ("messages", "tokenized_prompt", "prompt")
 
 
 class Prompt(NamedTuple):
@@ -50,8 +48,8 @@ class PromptReader:
     """Reads the prompts of a stage from row batches; built once per feeder.
 
     Args:
-        config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first column
-            named messages, tokenized_prompt or prompt is taken, the last as a template of its own.
+        config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first of
+            its `conventional_columns` that is there is taken, `prompt` as a template of its own.
         tokenizer: of the model.
 
     Raises:
@@ -91,7 +89,7 @@ class PromptReader:
             return self._from_messages(table)
         if config.tokenized_prompt is not None:
             return self._from_ids(table, config.tokenized_prompt)
-        for name in CONVENTIONAL_COLUMNS:
+        for name in config.conventional_columns:
             if name in table.column_names:
                 return self._from_convention(table, name)
         raise ConfigError(
@@ -244,10 +242,10 @@ def _each(values: Iterable[Any], make: Callable[[Any], TokenIds]) -> list[Prompt
                 raise InvalidPrompt(str(value))
             prompts.append(Prompt(make(value)))
         except PromptError as error:
-            prompts.append(Prompt(None, describe(error)))
+            prompts.append(Prompt(None, error_text(error)))
         except ConfigError:
             raise
         except Exception as error:  # the messages function is the user's
-            cause = f"{type(error).__name__}: {error}"
-            prompts.append(Prompt(None, describe_error(RenderError.__name__, cause)))
+            cause = describe_error(RenderError.__name__, error_text(error))
+            prompts.append(Prompt(None, cause))
     return prompts

@@ -9,14 +9,23 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.stages.batches import python_rows, python_values
-from raybatch.stages.schema import ERROR_COLUMN, describe_error
+from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 INPUT_ERROR_COLUMN = "__rb_input_error__"
 SAMPLING_COLUMN = "sampling_params"
+
+# Columns that ray.data.llm acts on and that nothing here reads.
+_UNSUPPORTED_COLUMNS: Mapping[str, str] = {
+    "model": "adapters",
+    "multimodal_data": "multimodal input",
+    "mm_processor_kwargs": "multimodal input",
+    "multimodal_uuids": "multimodal input",
+    "pooling_params": "pooling tasks",
+}
 
 # What a good row holds at least, for a batch in which every row has failed.
 _EXAMPLE_ANSWER: Mapping[str, Any] = {
@@ -35,23 +44,53 @@ class Preprocess:
     processor keeps it and is not shown to the function. Two columns are always there afterwards:
     the errors of the function, and the sampling options as JSON texts (as Arrow structs they
     would turn ints into floats and absent into null).
+
+    After an earlier processor, which `__inference_error__` shows, its output columns make room for
+    those of this one: the function sees them, and can return their values under other names.
+
+    Args:
+        function: of the user; None merges nothing.
+        model: of the stage, which the column `model` may name.
     """
 
-    def __init__(self, function: RowFunction | None) -> None:
+    def __init__(self, function: RowFunction | None, *, model: str = "") -> None:
         self._function = function
+        self._model = model
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the table with the merged columns."""
+        """Return the table with the merged columns.
+
+        Raises:
+            ConfigError: a row asks for something that there is not.
+        """
+        is_chained = ERROR_COLUMN in table.column_names
         errors = [""] * table.num_rows
-        if ERROR_COLUMN in table.column_names:
+        if is_chained:
             errors = [error or "" for error in table.column(ERROR_COLUMN).to_pylist()]
             table = table.drop_columns([ERROR_COLUMN])
         if self._function is not None:
             returned, errors = _map_good(table, errors, self._function, "PreprocessError")
             table = _merge(table, returned)
+        if is_chained:
+            written = OutputSchema(has_logprobs=True).arrow().names
+            table = table.drop_columns([n for n in written if n in table.column_names])
+        self._check_supported(table)
         if SAMPLING_COLUMN not in table.column_names:
             table = table.append_column(SAMPLING_COLUMN, pa.nulls(table.num_rows, pa.string()))
         return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
+
+    def _check_supported(self, table: pa.Table) -> None:
+        for name, feature in _UNSUPPORTED_COLUMNS.items():
+            if name not in table.column_names:
+                continue
+            column = table.column(name).drop_null()
+            if name == "model" and set(map(str, python_values(column))) <= {self._model}:
+                continue
+            if len(column):
+                raise ConfigError(
+                    f"the rows have a column {name!r}, which asks for {feature}; that is not "
+                    "supported: drop the column, or rename it if it is data of yours"
+                )
 
 
 class Postprocess:
@@ -113,13 +152,27 @@ def _map_rows(
             result = function(dict(row))
             if not isinstance(result, Mapping):
                 raise TypeError(f"the function must return a dict, got {type(result).__name__}")
+            _check_encodable(result)
         except Exception as error:  # the function is the user's
             returned.append(None)
-            errors.append(describe_error(kind, f"{type(error).__name__}: {error}"))
+            errors.append(describe_error(kind, error_text(error)))
         else:
             returned.append(result)
             errors.append("")
     return returned, errors
+
+
+def _check_encodable(value: object) -> None:
+    """Raise UnicodeEncodeError for a text with lone surrogates, which Arrow cannot hold."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _check_encodable(item)
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        for item in value:
+            _check_encodable(item)
 
 
 def _merge(table: pa.Table, returned: Sequence[Mapping[str, Any] | None]) -> pa.Table:

@@ -7,11 +7,11 @@ from typing import Literal
 import pyarrow as pa
 
 from raybatch.actors.wire import LOGPROBS_TYPE
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, encodable
 
 ERROR_COLUMN = "__inference_error__"
 
-Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "schema", "error", "crashed"]
+Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "error", "crashed"]
 
 _STATUS_OF_ERROR: Mapping[str, Status] = {
     "PromptTooLong": "too_long",
@@ -21,7 +21,6 @@ _STATUS_OF_ERROR: Mapping[str, Status] = {
     "InvalidRowId": "invalid",
     "RenderError": "invalid",
     "TokenizeError": "invalid",
-    "SchemaMismatch": "schema",
     "ReplicaCrash": "crashed",
 }
 
@@ -109,6 +108,8 @@ def row_status(finish_reason: str | None, error: str) -> Status:
         return _STATUS_OF_ERROR.get(error_class(error), "error")
     if finish_reason == "length":
         return "truncated"
+    if finish_reason == "capacity":
+        return "too_long"
     return "filtered" if finish_reason == "filtered" else "ok"
 
 
@@ -120,4 +121,4 @@ def error_class(error: str) -> str:
 def describe_error(kind: str, cause: BaseException | str) -> str:
     """Return the text of an error column, "Type: message" on one line."""
     message = str(cause) or type(cause).__name__
-    return f"{kind}: {' '.join(message.split())[:2000]}"
+    return encodable(f"{kind}: {' '.join(message.split())[:2000]}")

@@ -1,6 +1,8 @@
 """Parquet part files with one fixed schema, written by Ray's write tasks."""
 
+import json
 import posixpath
+import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -11,11 +13,19 @@ from ray.data import Datasink
 
 from raybatch.errors import ConfigError
 
+# Its presence says that a run of this library has written the folder.
+_MARKER = "_raybatch/run.json"
+_PART = re.compile(r"part-\d{6,}\.parquet")
+_WRITTEN = re.compile(rf"{_PART.pattern}|\.{_PART.pattern}\.staged|_raybatch/[^/]+")
+
 
 def prepare_sink(
     sink: str, *, is_overwrite: bool, source_paths: Collection[str] = frozenset()
 ) -> None:
-    """Make the folder; refuse one with data, or empty it where the user asked for it.
+    """Make the folder and mark it; refuse one with files, or empty it where the user asked for it.
+
+    Only what a run writes is removed: parts, parts that a killed task left unfinished, and the
+    files about the run. Other files in a marked folder stay.
 
     Args:
         sink: folder, local or with a protocol.
@@ -23,35 +33,47 @@ def prepare_sink(
         source_paths: files that are read, with their protocols.
 
     Raises:
-        ConfigError: there are files in it and `is_overwrite` is not set, files of somebody else,
-            or files that are read.
+        ConfigError: there are files in it and `is_overwrite` is not set, files but no mark of an
+            earlier run, or files that are read.
     """
     fs, root = fsspec.core.url_to_fs(sink)
+    root = root.rstrip("/")
     below = fs.unstrip_protocol(root).rstrip("/") + "/"
     for path in source_paths:
         if path.startswith(below):
             raise ConfigError(
                 f"the source file {path} lies below the sink {sink!r}; choose another"
             )
-    files = fs.find(root) if fs.exists(root) else []
+    files = {path: _name_below(root, path) for path in (fs.find(root) if fs.exists(root) else [])}
     if files and not is_overwrite:
         raise ConfigError(
-            f"sink {sink!r} already holds {len(files)} files, for example {files[0]}; choose "
-            "another folder or set overwrite=True"
+            f"sink {sink!r} already holds {len(files)} files, for example {next(iter(files))}; "
+            "choose another folder or set overwrite=True"
         )
-    for path in files:
-        if not path.endswith((".parquet", ".json", ".html")):
-            raise ConfigError(f"sink {sink!r} holds {path}, which no run has written; remove it")
-    for path in files:
-        fs.rm_file(path)
-    fs.makedirs(root, exist_ok=True)
+    if files and _MARKER not in files.values():
+        raise ConfigError(
+            f"sink {sink!r} holds {len(files)} files, for example {next(iter(files))}, and no "
+            f"{_MARKER} of an earlier run, so nothing is overwritten; remove them yourself or "
+            "choose another folder"
+        )
+    for path, name in files.items():
+        if _WRITTEN.fullmatch(name) and name != _MARKER:
+            fs.rm_file(path)
+    marker = posixpath.join(root, _MARKER)
+    fs.makedirs(posixpath.dirname(marker), exist_ok=True)
+    fs.pipe_file(marker, json.dumps({"writer": "raybatch", "layout": 1}).encode())
 
 
 def output_files(sink: str) -> list[str]:
     """Return the paths of the part files, sorted."""
     fs, root = fsspec.core.url_to_fs(sink)
-    names = sorted(path for path in fs.find(root) if path.endswith(".parquet"))
-    return [fs.unstrip_protocol(path) for path in names]
+    root = root.rstrip("/")
+    paths = sorted(path for path in fs.find(root) if _PART.fullmatch(_name_below(root, path)))
+    return [fs.unstrip_protocol(path) for path in paths]
+
+
+def _name_below(root: str, path: str) -> str:
+    return path.removeprefix(root).lstrip("/")
 
 
 class PartSink(Datasink):  # type: ignore[misc]

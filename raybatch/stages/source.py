@@ -113,10 +113,30 @@ def read_slice(part: FileSlice, *, columns: list[str] | None = None) -> pa.Table
     """Return the rows of one slice."""
     with fsspec.open(part.path, "rb") as file:
         if part.row_group is None:
-            table = paj.read_json(file)
+            table = _read_json(file)
             return table if columns is None else table.select(columns)
         table = pq.ParquetFile(file).read_row_group(part.row_group, columns=columns)
         return table.slice(part.first_row - part.group_first_row, part.num_rows)
+
+
+def _read_json(file: Any) -> pa.Table:  # noqa: ANN401 - fsspec has no types
+    """Read JSON lines; a text that looks like a date stays the text that it is."""
+    table = paj.read_json(file)
+    schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
+    if schema.equals(table.schema):
+        return table
+    file.seek(0)
+    return paj.read_json(file, parse_options=paj.ParseOptions(explicit_schema=schema))
+
+
+def _without_dates(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_without_dates(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(_without_dates(f.type)) for f in kind])
+    return kind
 
 
 class _SliceDatasource(Datasource):  # type: ignore[misc]
@@ -209,7 +229,7 @@ def _scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
     try:
         with fsspec.open(path, "rb") as file:
             if path.lower().endswith(JSON_SUFFIXES):
-                table = paj.read_json(file)
+                table = _read_json(file)
                 return table.schema, [
                     FileSlice(
                         path=path,

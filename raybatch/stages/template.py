@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, describe
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.engine.prompt_errors import InvalidPrompt, PromptError
+from raybatch.errors import ConfigError, did_you_mean, error_text
+from raybatch.stages.batches import python_values
 
 _CONVERTIBLE = (
     str,
@@ -115,7 +116,7 @@ class PromptTemplate:
                 errors.append("")
             except PromptError as error:
                 prompts.append(None)
-                errors.append(describe(error))
+                errors.append(error_text(error))
         return prompts, errors
 
     def _fill(self, values: Mapping[str, object]) -> str:
@@ -137,6 +138,7 @@ class _Unread:
 def _read_column(column: pa.ChunkedArray) -> list[object]:
     """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
 
+    A date that Python cannot hold comes back as its exception.
     Only plain types are decoded: decoding a value of an extension type can run code.
     """
     if pa.types.is_dictionary(column.type) and _is_plain(column.type.value_type):
@@ -148,6 +150,8 @@ def _read_column(column: pa.ChunkedArray) -> list[object]:
         return column.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
         return [_text_or_bytes(raw) for raw in column.cast(pa.large_binary()).to_pylist()]
+    except (ValueError, OverflowError):  # dates that Python cannot hold
+        return python_values(column)
 
 
 def _is_plain(arrow_type: pa.DataType) -> bool:
@@ -181,6 +185,8 @@ def _text_or_bytes(raw: bytes | None) -> str | bytes | None:
 def _check_value(name: str, value: object) -> object:
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null")
+    if isinstance(value, Exception):
+        raise InvalidPrompt(f"column {name!r} cannot be read: {value}")
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bytes) and not isinstance(_text_or_bytes(value), str):

@@ -1,12 +1,14 @@
 """The backend without a model follows the protocol, and fails when told to."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from raybatch.backends.create import create_backend
 from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, MissingDependency
 from raybatch.types import Request, Sampling
 
 
@@ -118,3 +120,9 @@ def test_an_unknown_option_is_refused_with_a_suggestion():
     config = BackendConfig(kind="fake", options={"step": 1})
     with pytest.raises(ConfigError, match="step_s"):
         create_backend("none", config, EngineConfig())
+
+
+def test_native_backend_without_torch_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'raybatch\[cpu\]'"):
+        create_backend("demo", BackendConfig(), EngineConfig())

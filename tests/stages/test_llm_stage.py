@@ -9,17 +9,20 @@ import pyarrow as pa
 import pytest
 from ray.data.block import BlockAccessor
 
+from raybatch.actors.wire import combine_results, encode_completions
 from raybatch.backends.fake import fake_tokens
+from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError, RowError
 from raybatch.stages.identity import row_seed
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
-from raybatch.types import Sampling
+from raybatch.types import Completion, Sampling
 from tests.stages.support import (
     ASSISTANT,
     EOS,
     SYSTEM,
     USER,
+    LocalPool,
     answer,
     fake_stage,
     local,
@@ -150,6 +153,34 @@ def test_one_bad_row_of_each_kind_is_one_error_row(model):
     assert out.column("finish_reason").to_pylist() == ["length"] + ["error"] * 5
     assert out.column("num_input_tokens").to_pylist() == [4, None, None, 50, 1, None]
     assert out.column("attempts").to_pylist() == [1, 0, 0, 0, 1, 0]
+
+
+class FullPool(LocalPool):
+    """Its engines cannot hold any row."""
+
+    async def generate(self, table, samplings, *, client="default"):
+        ids = list(range(table.num_rows))
+        completions = [Completion(request_id=i, finish_reason="capacity") for i in ids]
+        return combine_results([encode_completions(ids, completions)], np.ones(len(ids), np.int16))
+
+
+def test_row_that_fits_no_cache_keeps_the_engines_reason(model):
+    stage = local(fake_stage(model, prompt="{t}"))
+    stage.pool = FullPool(fake_stage(model, prompt="{t}").pool.spec)
+    out = answer(stage, pa.table({"t": ["a"]}))
+    assert out.column("finish_reason").to_pylist() == ["capacity"]
+    assert error_classes(out) == ["CapacityError"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), ImportError("no"), ValueError("no")])
+def test_feeder_that_cannot_start_says_why_in_its_first_call(model, monkeypatch, error):
+    def fail(folder):
+        raise error
+
+    monkeypatch.setattr(Tokenizer, "load", fail)
+    feeder = local(fake_stage(model, prompt="{t}"))()
+    with pytest.raises(type(error), match="no"):
+        asyncio.run(feeder(pa.table({"t": ["a"]})))
 
 
 def test_null_id_is_a_row_error(model):

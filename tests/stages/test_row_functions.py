@@ -33,12 +33,41 @@ def test_failing_preprocess_is_the_rows_error():
     assert out.column("prompt").to_pylist() == ["a", None]
 
 
+@pytest.mark.parametrize("value", ["a\ud800", [{"role": "user", "content": "\ud800"}]])
+def test_text_that_arrow_cannot_hold_is_the_rows_error(value):
+    out = Preprocess(lambda row: {"x": value} if row["id"] == 1 else {})(pa.table({"id": [1, 2]}))
+    first, second = out.column(INPUT_ERROR_COLUMN).to_pylist()
+    assert (first.partition(" '")[0], second) == ("PreprocessError: UnicodeEncodeError:", "")
+
+
 def test_error_of_an_earlier_processor_stays_the_rows_error():
     table = pa.table({"id": [1, 2], ERROR_COLUMN: ["", "ValueError: x"]})
     out = Preprocess(lambda row: {"prompt": f"p{row['id']}"})(table)
     assert out.column(INPUT_ERROR_COLUMN).to_pylist() == ["", "ValueError: x"]
     assert out.column("prompt").to_pylist() == ["p1", None]
     assert ERROR_COLUMN not in out.column_names
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("model", "adapter"), ("multimodal_data", {"image": "x"})]
+)
+def test_column_that_asks_for_more_than_there_is_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"column '{name}'.*rename"):
+        Preprocess(lambda row: {name: value})(pa.table({"id": [1]}))
+
+
+def test_model_column_that_names_the_stages_model_is_fine():
+    table = pa.table({"model": ["m", None]})
+    assert Preprocess(None, model="m")(table).column("model").to_pylist() == ["m", None]
+
+
+def test_output_columns_of_an_earlier_processor_make_room():
+    out = Preprocess(lambda row: {"first": row["generated_text"]})(answered([""]))
+    assert out.column_names == ["id", "tags", "first", "sampling_params", INPUT_ERROR_COLUMN]
+
+
+def test_user_columns_with_names_of_outputs_stay_without_an_earlier_processor():
+    assert "attempts" in Preprocess(None)(pa.table({"attempts": [1]})).column_names
 
 
 def test_sampling_params_of_different_keys_stay_exact():

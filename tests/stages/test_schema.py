@@ -15,7 +15,8 @@ from raybatch.stages.schema import OutputSchema, describe_error, row_status
         ("error", "InvalidPrompt: null", "invalid"),
         ("error", "RenderError: x", "invalid"),
         ("error", "TokenizeError: x", "invalid"),
-        ("stop", "SchemaMismatch: x", "schema"),
+        ("capacity", "CapacityError: x", "too_long"),
+        ("capacity", "", "too_long"),
         ("error", "ReplicaCrash: worker died 3 times", "crashed"),
         ("error", "ValueError: x", "error"),
     ],
@@ -26,6 +27,11 @@ def test_status_follows_from_reason_and_error(finish_reason, error, status):
 
 def test_error_text_is_one_line():
     assert describe_error("RenderError", ValueError("a\nb")) == "RenderError: a b"
+
+
+def test_error_text_can_be_written_whatever_the_message_holds():
+    text = describe_error("RenderError", ValueError("a\ud800"))
+    assert pa.array([text]).to_pylist() == ["RenderError: a\\ud800"]
 
 
 def test_id_column_may_be_named_row_id():

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.sink import prepare_sink
+from raybatch.stages.sink import output_files, prepare_sink
 from raybatch.stages.source import check_unique_ids, read_slice, scan_source
 
 
@@ -56,6 +56,14 @@ def test_json_lines_of_several_files_get_one_schema(tmp_path):
     assert (source.num_rows, source.schema.names) == (3, ["x", "y"])
 
 
+def test_json_texts_that_look_like_dates_stay_texts(tmp_path):
+    row = {"x": "2024-01-01", "y": {"z": ["2024-01-01 10:00:00", None]}, "n": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    source = scan_source(str(tmp_path))
+    assert source.schema.field("x").type == pa.string()
+    assert read_slice(source.slices[0]).to_pylist() == [row]
+
+
 def test_files_with_different_schemas_are_named(tmp_path):
     write(tmp_path / "a.parquet", pa.table({"x": [1]}))
     write(tmp_path / "b.parquet", pa.table({"x": ["1"]}))
@@ -99,16 +107,46 @@ def test_sink_with_files_is_refused(tmp_path):
         prepare_sink(str(tmp_path), is_overwrite=False)
 
 
-def test_overwrite_empties_the_sink(tmp_path):
-    write(tmp_path / "part-000000.parquet", pa.table({"x": [1]}))
+def files_below(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def write_run(sink):
+    """Leave what a run and one of its killed tasks leave."""
+    prepare_sink(str(sink), is_overwrite=False)
+    write(sink / "part-000000.parquet", pa.table({"x": [1]}))
+    (sink / ".part-000001.parquet.staged").write_bytes(b"half")
+    (sink / "_raybatch" / "report.json").write_text("{}")
+
+
+def test_overwrite_removes_what_a_run_and_its_killed_tasks_left(tmp_path):
+    write_run(tmp_path)
     prepare_sink(str(tmp_path), is_overwrite=True)
-    assert list(tmp_path.iterdir()) == []
+    assert files_below(tmp_path) == ["_raybatch/run.json"]
 
 
 def test_overwrite_leaves_foreign_files_alone(tmp_path):
-    (tmp_path / "thesis.docx").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"thesis\.docx, which no run has written"):
+    write_run(tmp_path)
+    foreign = ["sub/part-000000.parquet", "part-0-c000.snappy.parquet", "mine.parquet", "a.json"]
+    for name in foreign:
+        write(tmp_path / name, pa.table({"y": [1]}))
+    prepare_sink(str(tmp_path), is_overwrite=True)
+    assert files_below(tmp_path) == sorted([*foreign, "_raybatch/run.json"])
+
+
+def test_foreign_parquet_is_no_output(tmp_path):
+    write_run(tmp_path)
+    write(tmp_path / "mine.parquet", pa.table({"y": [1]}))
+    assert [path.rpartition("/")[2] for path in output_files(str(tmp_path))] == [
+        "part-000000.parquet"
+    ]
+
+
+def test_overwrite_of_a_folder_that_no_run_has_marked_is_refused(tmp_path):
+    write(tmp_path / "part-000000.parquet", pa.table({"x": [1]}))
+    with pytest.raises(ConfigError, match=r"no _raybatch/run\.json of an earlier run"):
         prepare_sink(str(tmp_path), is_overwrite=True)
+    assert files_below(tmp_path) == ["part-000000.parquet"]
 
 
 def test_sink_around_the_source_is_refused(tmp_path):

@@ -215,3 +215,14 @@ def test_an_empty_table_renders_to_nothing():
 def test_a_column_in_several_chunks_keeps_its_order():
     column = pa.chunked_array([["a"], [], ["b", "c"]], pa.string())
     assert PromptTemplate("{x}").render_column(pa.table({"x": column}))[0] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [pa.array([0, 2**31 - 1], pa.date32()), pa.array([0, 2**62], pa.timestamp("s"))],
+    ids=["date", "timestamp"],
+)
+def test_a_date_that_python_cannot_hold_is_the_rows_error(column):
+    prompts, errors = PromptTemplate("{x}").render_column(pa.table({"x": column}))
+    assert (prompts[0] is None, prompts[1], errors[0]) == (False, None, "")
+    assert errors[1].startswith("InvalidPrompt: column 'x' cannot be read")

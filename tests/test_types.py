@@ -1,0 +1,29 @@
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.types import Sampling
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": "5"},
+        {"max_tokens": 5.5},
+        {"max_tokens": True},
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"ignore_eos": "no"},
+        {"stop": 5},
+        {"stop_token_ids": ["a"]},
+        {"top_p": 0},
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_named(options):
+    with pytest.raises(ConfigError, match=f"Sampling.{next(iter(options))} must be"):
+        Sampling(**options)
+
+
+def test_one_stop_string_and_lists_become_tuples():
+    sampling = Sampling(stop="ab", stop_token_ids=[1, 2])
+    assert (("ab",), (1, 2)) == (sampling.stop, sampling.stop_token_ids)
