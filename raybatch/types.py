@@ -99,16 +99,16 @@ class Sampling:
 
     def _check_types(self) -> None:
         # what vLLM takes as well: one stop string, and lists
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, items, kind in (
-            ("stop", stop, str),
+        stop: object = self.stop
+        for name, value, kind in (
+            ("stop", (stop,) if isinstance(stop, str) else stop, str),
             ("stop_token_ids", self.stop_token_ids, int),
         ):
-            if not isinstance(items, list | tuple) or not all(isinstance(i, kind) for i in items):
+            if not isinstance(value, list | tuple) or not all(isinstance(i, kind) for i in value):
                 raise ConfigError(
-                    f"Sampling.{name} must be a list of {kind.__name__}, got {items!r}"
+                    f"Sampling.{name} must be a list of {kind.__name__}, got {value!r}"
                 )
-            object.__setattr__(self, name, tuple(items))
+            object.__setattr__(self, name, tuple(value))
         for names, kinds, allowed in (
             (WHOLE_OPTIONS, int, "a whole number"),
             (NUMBER_OPTIONS, int | float, "a number"),
