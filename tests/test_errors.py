@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from raybatch.errors import CapacityError, ReplicaError, RowError, did_you_mean
+from raybatch.errors import CapacityError, ReplicaError, RowError, did_you_mean, error_text
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,11 @@ def test_the_nearest_name_is_suggested():
 
 def test_a_name_near_nothing_gets_no_suggestion():
     assert did_you_mean("xyz", ["temperature"]) == ""
+
+
+def test_an_error_is_told_by_class_and_message():
+    assert "ValueError: x" == error_text(ValueError("x"))
+
+
+def test_an_error_with_a_lone_surrogate_can_be_stored():
+    assert "ValueError: \\ud800" == error_text(ValueError("\ud800"))

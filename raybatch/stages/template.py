@@ -6,6 +6,7 @@ that a template can name columns and nothing else.
 
 import datetime
 import decimal
+import math
 import re
 import string
 from collections.abc import Iterable, Mapping
@@ -189,6 +190,9 @@ def _check_value(name: str, value: object) -> object:
         raise InvalidPrompt(f"column {name!r} cannot be read: {value}")
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, float) and math.isnan(value):
+        # what a numpy or pandas batch makes of a null
+        raise InvalidPrompt(f"column {name!r} is null (NaN)")
     if isinstance(value, bytes) and not isinstance(_text_or_bytes(value), str):
         raise InvalidPrompt(f"column {name!r} is not valid UTF-8")
     if not isinstance(value, _CONVERTIBLE):

@@ -7,7 +7,6 @@ from raybatch.engine.prompt_errors import (
     InvalidPrompt,
     RenderError,
     TokenizeError,
-    describe,
 )
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
@@ -296,10 +295,6 @@ def test_an_empty_prompt_is_invalid(tmp_path):
 def test_a_prompt_that_is_no_string_is_invalid(tokenizer):
     with pytest.raises(InvalidPrompt, match="must be a string, got NoneType"):
         tokenizer.encode(None)
-
-
-def test_a_prompt_error_is_described_by_its_class():
-    assert describe(InvalidPrompt("prompt is empty")) == "InvalidPrompt: prompt is empty"
 
 
 def test_a_model_without_chat_template_is_a_config_error():

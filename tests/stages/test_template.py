@@ -136,6 +136,7 @@ def test_a_row_without_the_column_is_a_config_error():
     ("value", "message"),
     [
         (None, "column 'x' is null"),
+        (float("nan"), "column 'x' is null"),
         (["a"], "column 'x' holds a list"),
         ({"a": 1}, "column 'x' holds a dict"),
         (b"\xff", "column 'x' is not valid UTF-8"),
