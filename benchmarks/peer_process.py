@@ -71,6 +71,7 @@ class PeerProcess:
         except queue.Empty:
             raise PeerError(f"{self._name}: no answer within {timeout_s:.0f} s") from None
         if not line:
+            self._lines.put("")  # it stays ended for whoever asks next
             code = self._process.wait()
             raise PeerError(f"{self._name} ended with status {code}; see {self._log.name}")
         return dict(json.loads(line))
