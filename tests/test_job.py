@@ -122,7 +122,8 @@ def test_progress_is_called_with_the_number_of_rows(run):
 
 @pytest.mark.ray
 def test_last_progress_is_of_the_finished_run(run):
-    assert run.progress[-1][0].rows_done == NUM_ROWS
+    # two bad rows never reach the pool
+    assert run.progress[-1][0].rows_done == NUM_ROWS - 2
 
 
 @pytest.mark.ray
