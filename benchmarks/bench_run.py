@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ import job_data
 import venvs
 import workloads_e2e
 from meters import wait_quiet
-from models import SHAPES
 from peer_loop import Answer, PeerConfig, Settings, outcome
 from peer_process import HERE, PeerError, PeerProcess
 from runlog import Record, RunLog
-from suites import BASELINE, REFERENCE, Part, Peer, rows_to_run, sample_rows
+from suites import BASELINE, REFERENCE, Part, Peer, PeerKind, rows_to_run, sample_rows
 from summary import refusals
 from venvs import ROOT, WORK
 from workloads_e2e import Workload
@@ -37,6 +36,7 @@ class Bench:
     """Everything that a run needs to know; the log is its only state.
 
     Args:
+        given_models: checkpoint folders of models that the command line named.
         folder: of this run: the log, the peers' own logs, the Parquet files of jobs.
         quiet_wait_s: how long to wait for a quiet machine before each repetition.
     """
@@ -45,6 +45,7 @@ class Bench:
     settings: Settings
     num_repetitions: int
     given_venvs: Mapping[str, Path]
+    given_models: Mapping[str, Path]
     folder: Path
     log: RunLog
     quiet_wait_s: float
@@ -52,24 +53,25 @@ class Bench:
     def run(self, part: Part) -> None:
         """Do what is missing of one part."""
         part = sized_to_vocabulary(part, self.model_folder(part.model))
-        engines = [peer for peer in self.peers if peer.kind == "engine"]
-        jobs = [peer for peer in self.peers if peer.kind == "job"]
-        for workload in part.engine if engines else ():
-            self._refer(part.model, workload, engines)
-        for workload in part.job if jobs else ():
-            self._refer(part.model, workload, jobs)
+        kinds: tuple[PeerKind, ...] = ("engine", "job", "pool")
+        peers = {kind: [peer for peer in self.peers if peer.kind == kind] for kind in kinds}
+        for kind in kinds:
+            for workload in part.workloads(kind):
+                self._refer(part.model, workload, peers[kind])
         with self._fleet(part.model) as fleet:
             for workload in part.engine:
-                self._measure_engines(fleet, part.model, workload, engines)
+                self._measure_engines(fleet, part.model, workload, peers["engine"])
         for workload in part.job:
-            self._measure_jobs(part.model, workload, jobs)
+            self._measure_processes(part.model, workload, peers["job"], self._run_job)
+        for workload in part.pool:
+            self._measure_processes(part.model, workload, peers["pool"], self._run_pool)
 
     def model_folder(self, model: str) -> Path:
-        """Return the checkpoint of a model, made on demand: a known name, "demo", or a folder."""
+        """Return the checkpoint of a model: "demo", a given one, or made on demand."""
         if model == "demo":
             return DEMO_CHECKPOINT
-        if model not in SHAPES:
-            return Path(model).absolute()
+        if model in self.given_models:
+            return self.given_models[model]
         folder = WORK / "models" / model
         if not (folder / "tokenizer.json").exists():
             python = venvs.ensure("transformers", self.given_venvs)
@@ -131,7 +133,13 @@ class Bench:
             return
         self._log_measure(fleet.model, workload, peer, {**answer, "rows": rows, "quiet": is_quiet})
 
-    def _measure_jobs(self, model: str, workload: Workload, peers: Sequence[Peer]) -> None:
+    def _measure_processes(
+        self,
+        model: str,
+        workload: Workload,
+        peers: Sequence[Peer],
+        run: Callable[[str, Workload, Peer], Record],
+    ) -> None:
         failed = set()
         for repetition in range(self.num_repetitions):
             for peer in peers:
@@ -141,7 +149,7 @@ class Bench:
                     continue
                 is_quiet = wait_quiet(self.quiet_wait_s)
                 try:
-                    answer = self._run_job(model, workload, peer)
+                    answer = run(model, workload, peer)
                 except (PeerError, venvs.VenvError, job_data.JobOutputError) as error:
                     failed.add(peer.name)
                     self._log_failure(model, workload, peer, error)
@@ -170,6 +178,21 @@ class Bench:
             "cpu_s": meter.cpu_s,
             "foreign_cores": meter.foreign_cores,
             **outcome(requests, Answer(token_ids=output.token_ids)),
+        }
+
+    def _run_pool(self, model: str, workload: Workload, peer: Peer) -> Record:
+        # other tokens: what the warm-up leaves in the prefix cache must not help
+        other = dataclasses.replace(workload, seed=workload.seed + 1)
+        with self.start(peer, model, {"replicas": peer.replicas}) as process:
+            facts = process.answer()
+            process.run(other, list(range(min(NUM_WARM_UP_ROWS, other.num_requests))))
+            answer = process.run(workload, None)
+            engines = process.engine_memories()
+        answer["cpu_s"] = answer["tree_cpu_s"]
+        return answer | {
+            "versions": facts["versions"],
+            "load_s": facts["load_s"],
+            "engines": [dataclasses.asdict(engine) for engine in engines],
         }
 
     def _log_measure(self, model: str, workload: Workload, peer: Peer, answer: Record) -> None:
@@ -230,11 +253,7 @@ class Fleet:
 def sized_to_vocabulary(part: Part, folder: Path) -> Part:
     """Return the part with token ids that the model has."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-    def sized(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
-        return tuple(dataclasses.replace(w, vocab_size=config["vocab_size"]) for w in workloads)
-
-    return Part(model=part.model, engine=sized(part.engine), job=sized(part.job))
+    return part.changed(lambda w: dataclasses.replace(w, vocab_size=config["vocab_size"]))
 
 
 def say(line: str) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import conditions
@@ -48,13 +49,33 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def names(value: str | None, known: Sequence[str] | None, option: str) -> list[str]:
+def names(value: str | None, known: Sequence[str], option: str) -> list[str]:
     """Split a comma separated option; unknown names end the program with the known ones."""
     chosen = [name for name in (value or "").split(",") if name]
-    unknown = [name for name in chosen if known is not None and name not in known]
+    unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise SystemExit(f"{option}: unknown {', '.join(unknown)}; known: {', '.join(known or ())}")
+        raise SystemExit(f"{option}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     return chosen
+
+
+def named_models(value: str | None) -> tuple[list[str], dict[str, Path]]:
+    """Split --models into names, and the folders of those that are folders.
+
+    A folder goes by its last name: results tell nothing of the machine's paths.
+    """
+    models, folders = [], {}
+    for model in filter(None, (value or "").split(",")):
+        folder = Path(model).absolute()
+        if model not in (*SHAPES, "demo"):
+            if not (folder / "config.json").exists():
+                raise SystemExit(
+                    f"--models: {model} is no checkpoint folder and none of {', '.join(SHAPES)}, "
+                    "demo"
+                )
+            model = folder.name
+            folders[model] = folder
+        models.append(model)
+    return models, folders
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parse_args(arguments)
     peers = names(args.peers, list(PEERS), "--peers") or list(DEFAULT_PEERS[args.suite])
     workloads = names(args.workloads, list(WORKLOADS), "--workloads")
-    models = names(args.models, None, "--models")
+    models, given_models = named_models(args.models)
     facts = conditions.gather(venvs.ROOT, arguments)
     folder = venvs.WORK / "runs" / (args.run or f"{args.suite}-{facts['commit']}")
     if args.fresh:
@@ -79,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         settings=settings,
         num_repetitions=args.repetitions,
         given_venvs=given_venvs,
+        given_models=given_models,
         folder=folder,
         log=log,
         quiet_wait_s=args.quiet_wait_s,

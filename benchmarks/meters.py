@@ -20,34 +20,28 @@ def machine_cpu_s() -> float:
     return float(times.user + times.system + sum(others))
 
 
-def tree_cpu_s(pid: int) -> dict[tuple[int, float], float]:
-    """Return the CPU seconds of `pid` and its live descendants, by process id and birth."""
-    seconds = {}
+def tree(pid: int) -> list[psutil.Process]:
+    """Return the process `pid` and its live descendants; none if it has ended."""
     try:
         root = psutil.Process(pid)
-        processes = [root, *root.children(recursive=True)]
+        return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return {}
-    for process in processes:
-        try:
-            times = process.cpu_times()
-            seconds[process.pid, process.create_time()] = times.user + times.system
-        except psutil.Error:
-            continue  # it ended between listing and reading
-    return seconds
+        return []
 
 
 class TreeMeter:
     """Context manager that samples the CPU time of another process's tree.
 
-    Afterwards `wall_s`, `cpu_s` (of the tree, those included that ended on the way) and
-    `foreign_cores` (mean load by everybody but the tree and the caller) are set.
+    Who has been seen in the tree stays in it, also after its parent has gone: engines outlive the
+    workers that started them. Afterwards `wall_s`, `cpu_s` (of the tree, those included that ended
+    on the way) and `foreign_cores` (mean load by everybody but the tree and the caller) are set.
     """
 
     def __init__(self, pid: int, interval_s: float = 0.25) -> None:
         self._pid = pid
         self._interval_s = interval_s
-        self._last: dict[tuple[int, float], float] = {}
+        self._members: set[psutil.Process] = set()
+        self._cpu_s: dict[psutil.Process, float] = {}
         self._history: list[tuple[float, float]] = []
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -79,8 +73,18 @@ class TreeMeter:
         return next(later, self._history[-1][1])
 
     def _sample(self) -> None:
-        self._last.update(tree_cpu_s(self._pid))
-        self._history.append((time.monotonic(), sum(self._last.values())))
+        self._members.update(tree(self._pid))
+        for process in list(self._members):
+            try:
+                # the number of an ended process may belong to another one by now
+                if process.is_running():
+                    times = process.cpu_times()
+                    self._cpu_s[process] = times.user + times.system
+                    continue
+            except psutil.Error:
+                pass  # it ended between the two lines
+            self._members.remove(process)
+        self._history.append((time.monotonic(), sum(self._cpu_s.values())))
 
     def _run(self) -> None:
         while not self._is_done.wait(self._interval_s):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from memory import EngineMemory, engines_of
 from meters import TreeMeter
 from peer_loop import PeerConfig
 from suites import Peer
@@ -95,6 +96,10 @@ class PeerProcess:
                 stdin.flush()
             answer = self.answer()
         return answer | {"tree_cpu_s": meter.cpu_s, "foreign_cores": meter.foreign_cores}
+
+    def engine_memories(self) -> list[EngineMemory]:
+        """Return the memory of each engine of raybatch below this peer."""
+        return engines_of(self._process.pid)
 
     def finish(self) -> tuple[dict[str, Any], TreeMeter]:
         """Wait for the one answer and the exit of a job, measured from now on."""

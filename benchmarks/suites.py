@@ -1,18 +1,20 @@
 """What is measured: the peers, the workloads for each model, and which of them meet.
 
-An engine peer stays loaded and answers one workload after the other; a job peer is a process per
-repetition, measured from its start to its exit.
+An engine peer stays loaded and answers one workload after the other. A job peer is a process per
+repetition, measured from its start to its exit. A pool peer is a process per repetition as well,
+measured while its engines work.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from workloads_e2e import Kind, Workload, scaled
 
+PeerKind = Literal["engine", "job", "pool"]
 REFERENCE = "transformers-reference"
 BASELINE = "raybatch"
-JOB_BASELINE = "raybatch-job"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,20 +26,22 @@ class Peer:
         venv: key of `venvs.RECIPES`.
         script: in this folder.
         variant: passed to the script.
-        kind: "engine" or "job".
+        kind: "engine" (one in the peer's process), "job" or "pool" (of engine actors).
         max_requests: a slow peer runs only so many requests of a workload; rates are compared.
         capped_kinds: the kinds of workload to which `max_requests` applies.
-        replicas: engines of one job.
+        replicas: engines of one job or pool.
+        baseline: the peer that its rates are compared with.
     """
 
     name: str
     venv: str
     script: str
     variant: str
-    kind: Literal["engine", "job"] = "engine"
+    kind: PeerKind = "engine"
     max_requests: int | None = None
     capped_kinds: tuple[Kind, ...] = ("random", "mixed", "shared")
     replicas: int = 1
+    baseline: str = BASELINE
 
 
 PEERS = {
@@ -62,11 +66,12 @@ PEERS = {
             max_requests=32,
         ),
         Peer(
-            name=JOB_BASELINE,
+            name="raybatch-job",
             venv="raybatch",
             script="peer_raybatch.py",
             variant="job",
             kind="job",
+            baseline="raybatch-job",
         ),
         Peer(
             name="raybatch-job-2",
@@ -75,6 +80,7 @@ PEERS = {
             variant="job",
             kind="job",
             replicas=2,
+            baseline="raybatch-job-2",
         ),
         Peer(
             name="raydata-llm",
@@ -82,6 +88,7 @@ PEERS = {
             script="peer_raydata_llm.py",
             variant="eager",
             kind="job",
+            baseline="raybatch-job",
         ),
         Peer(
             name="raydata-llm-2",
@@ -90,13 +97,31 @@ PEERS = {
             variant="eager",
             kind="job",
             replicas=2,
+            baseline="raybatch-job-2",
+        ),
+        Peer(
+            name="raybatch-pool",
+            venv="raybatch",
+            script="peer_pool.py",
+            variant="pool",
+            kind="pool",
+            baseline="raybatch-pool",
+        ),
+        Peer(
+            name="raybatch-pool-2",
+            venv="raybatch",
+            script="peer_pool.py",
+            variant="pool",
+            kind="pool",
+            replicas=2,
+            baseline="raybatch-pool",
         ),
     )
 }
 
 # the quick suite leaves out what takes minutes and answers the same question
 DEFAULT_PEERS = {
-    "quick": tuple(name for name, peer in PEERS.items() if peer.replicas == 1),
+    "quick": tuple(n for n, peer in PEERS.items() if peer.replicas == 1 and peer.kind != "pool"),
     "full": tuple(PEERS),
 }
 
@@ -122,21 +147,36 @@ SHUFFLED = Workload(
     order="shuffled",
 )
 SHORT = Workload(name="short256", kind="random", num_requests=256, prompt_len=32, output_len=16)
+POOL = Workload(name="pool", kind="random", num_requests=256, prompt_len=128, output_len=64)
 
-WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, SHUFFLED, SHORT)}
+WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, SHUFFLED, SHORT, POOL)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One model with the workloads that its engines and its jobs run."""
+    """One model with the workloads that its engines, its jobs and its pools run."""
 
     model: str
     engine: tuple[Workload, ...]
     job: tuple[Workload, ...] = ()
+    pool: tuple[Workload, ...] = ()
 
-    def workloads(self, peer: Peer) -> tuple[Workload, ...]:
-        """Return what `peer` runs."""
-        return self.engine if peer.kind == "engine" else self.job
+    def workloads(self, kind: PeerKind) -> tuple[Workload, ...]:
+        """Return what peers of a kind run."""
+        return {"engine": self.engine, "job": self.job, "pool": self.pool}[kind]
+
+    def changed(self, change: Callable[[Workload], Workload | None]) -> "Part":
+        """Return the part with every workload changed; those that become None are left out."""
+
+        def changes(those: tuple[Workload, ...]) -> tuple[Workload, ...]:
+            return tuple(new for w in those if (new := change(w)) is not None)
+
+        return Part(
+            model=self.model,
+            engine=changes(self.engine),
+            job=changes(self.job),
+            pool=changes(self.pool),
+        )
 
 
 SUITES: dict[str, tuple[Part, ...]] = {
@@ -149,10 +189,20 @@ SUITES: dict[str, tuple[Part, ...]] = {
         Part(model="moe-8m", engine=(scaled(RANDOM, 64),)),
     ),
     "full": (
-        Part(model="dense-4m", engine=(RANDOM, MIXED, SHARED, SHUFFLED), job=(SHORT,)),
+        Part(
+            model="dense-4m", engine=(RANDOM, MIXED, SHARED, SHUFFLED), job=(SHORT,), pool=(POOL,)
+        ),
         Part(model="moe-8m", engine=(RANDOM, MIXED, SHARED), job=(SHORT,)),
-        Part(model="dense-60m", engine=(scaled(RANDOM, 64), scaled(MIXED, 64), scaled(SHARED, 64))),
-        Part(model="moe-100m", engine=(scaled(RANDOM, 64), scaled(MIXED, 64), scaled(SHARED, 64))),
+        Part(
+            model="dense-60m",
+            engine=(scaled(RANDOM, 64), scaled(MIXED, 64), scaled(SHARED, 64)),
+            pool=(scaled(POOL, 128),),
+        ),
+        Part(
+            model="moe-100m",
+            engine=(scaled(RANDOM, 64), scaled(MIXED, 64), scaled(SHARED, 64)),
+            pool=(scaled(POOL, 128),),
+        ),
     ),
 }
 
@@ -164,26 +214,23 @@ def parts(
 
     Args:
         suite: key of `SUITES`.
-        models: names, or none for those of the suite; a folder or "demo" takes the workloads of
-            the suite's first part.
+        models: names, or none for those of the suite; one that the suite does not have takes the
+            workloads of its first part.
         workloads: names, or none for those of the suite.
         requests: another size for every workload.
     """
 
-    def narrowed(those: tuple[Workload, ...]) -> tuple[Workload, ...]:
-        kept = [w for w in those if not workloads or w.name in workloads]
-        return tuple(scaled(w, requests) if requests else w for w in kept)
+    def narrowed(workload: Workload) -> Workload | None:
+        if workloads and workload.name not in workloads:
+            return None
+        return scaled(workload, requests) if requests else workload
 
     known = {part.model: part for part in SUITES[suite]}
-    first = SUITES[suite][0]
     chosen = [
-        known.get(model) or Part(model=model, engine=first.engine, job=first.job)
+        known.get(model) or dataclasses.replace(SUITES[suite][0], model=model)
         for model in (models or known)
     ]
-    return [
-        Part(model=part.model, engine=narrowed(part.engine), job=narrowed(part.job))
-        for part in chosen
-    ]
+    return [part.changed(narrowed) for part in chosen]
 
 
 def rows_to_run(workload: Workload, peer: Peer) -> list[int] | None:

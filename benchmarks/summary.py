@@ -5,11 +5,11 @@ it equal those of the reference on the sampled rows.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from suites import BASELINE, JOB_BASELINE, PEERS
+from suites import BASELINE, PEERS, PeerKind
 
 Record = dict[str, Any]
 Cell = tuple[str, str]
@@ -31,10 +31,12 @@ class Row:
     Args:
         rate_cpu: output tokens per CPU second, from the median.
         rate_wall: output tokens per second of wall time, from the median.
-        ratio_cpu: raybatch's `rate_cpu` over this peer's: above 1 raybatch is cheaper.
+        ratio_cpu: the baseline's `rate_cpu` over this peer's: above 1 raybatch is cheaper. The
+            baseline is raybatch in the same form; of pools it is the one with one replica.
         ratio_wall: the same by wall time.
         equal_rows: rows whose tokens equal raybatch's, and rows compared; None without raybatch.
         hit_rate: prompt tokens taken from the prefix cache, as a fraction; None if not reported.
+        memory: of a pool, summed over its engines, in the run that took most; else None.
         window_s: of a job, from the first request queued to the last token; None if not stamped.
         load_s: of an engine, not part of the other times; None for a job, which includes it.
         foreign_cores: largest load by others during a repetition.
@@ -43,7 +45,8 @@ class Row:
     model: str
     workload: str
     peer: str
-    is_job: bool
+    kind: PeerKind
+    num_replicas: int
     num_requests: int
     num_repetitions: int
     cpu_s: Spread
@@ -54,6 +57,7 @@ class Row:
     ratio_wall: float | None
     equal_rows: tuple[int, int] | None
     hit_rate: float | None
+    memory: Mapping[str, int] | None
     window_s: Spread | None
     load_s: float | None
     foreign_cores: float
@@ -86,6 +90,10 @@ def refusals(records: Iterable[Record]) -> dict[Cell, str]:
         reference = references.get(_cell(record))
         if reference is None:
             reasons[_cell(record)] = "the tokens of raybatch were not compared with transformers'"
+            continue
+        digests = {r["workload_digest"] for r in (reference, record) if "workload_digest" in r}
+        if len(digests) > 1:
+            reasons[_cell(record)] = f"{record['peer']} was compared on other requests"
             continue
         rows_apart = differing_rows(reference, record)
         if rows_apart:
@@ -122,13 +130,13 @@ def summarize(records: Iterable[Record]) -> list[Row]:
         # in the order of the registry: a continued run may have measured in another one
         for peer in sorted(by_peer, key=list(PEERS).index):
             load_s = loads.get((cell[0], peer))
-            rows.append(_row(by_peer[peer], by_peer.get(_baseline(peer)), load_s))
+            rows.append(_row(by_peer[peer], by_peer.get(PEERS[peer].baseline), load_s))
     return rows
 
 
 def _row(measures: list[Record], baseline: list[Record] | None, load_s: float | None) -> Row:
     first = measures[0]
-    is_job = PEERS[first["peer"]].kind == "job"
+    peer = PEERS[first["peer"]]
     rate_cpu, rate_wall = _rates(measures)
     ratio_cpu = ratio_wall = equal_rows = None
     if baseline:
@@ -143,7 +151,8 @@ def _row(measures: list[Record], baseline: list[Record] | None, load_s: float | 
         model=first["model"],
         workload=first["workload"],
         peer=first["peer"],
-        is_job=is_job,
+        kind=peer.kind,
+        num_replicas=peer.replicas,
         num_requests=first["num_requests"],
         num_repetitions=len(measures),
         cpu_s=spread([m["cpu_s"] for m in measures]),
@@ -154,6 +163,7 @@ def _row(measures: list[Record], baseline: list[Record] | None, load_s: float | 
         ratio_wall=ratio_wall,
         equal_rows=equal_rows,
         hit_rate=None if cached is None else cached / first["prompt_tokens"],
+        memory=_largest_memory(measures),
         window_s=spread(windows) if windows else None,
         load_s=load_s,
         foreign_cores=max(m["foreign_cores"] for m in measures),
@@ -167,8 +177,13 @@ def _rates(measures: Sequence[Record]) -> tuple[float, float]:
     return tokens / cpu_s, tokens / wall_s
 
 
-def _baseline(peer: str) -> str:
-    return JOB_BASELINE if PEERS[peer].kind == "job" else BASELINE
+def _largest_memory(measures: Sequence[Record]) -> dict[str, int] | None:
+    sums = []
+    for engines in (measure["engines"] for measure in measures if measure.get("engines")):
+        total = {name: sum(engine[name] for engine in engines) for name in engines[0]}
+        # all map the same file
+        sums.append(total | {"weights_file": engines[0]["weights_file"]})
+    return max(sums, key=lambda total: total["pss"], default=None)
 
 
 def _cell(record: Record) -> Cell:

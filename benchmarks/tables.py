@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meters import QUIET_CORES
+from suites import PeerKind
 from summary import Cell, Row, Spread
 
 _Column = tuple[str, Callable[[Row], str]]
@@ -29,6 +30,10 @@ def _equal_rows(row: Row) -> str:
 def _noise(row: Row) -> str:
     mark = " noisy" if row.foreign_cores > QUIET_CORES else ""
     return f"{row.foreign_cores:.2f}{mark}"
+
+
+def _mebibytes(name: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row.memory is None else f"{row.memory[name] / 2**20:.0f}"
 
 
 def _head(name: str) -> _Column:
@@ -69,21 +74,46 @@ JOB_COLUMNS: tuple[_Column, ...] = (
     ("runs", lambda row: str(row.num_repetitions)),
 )
 
+POOL_COLUMNS: tuple[_Column, ...] = (
+    _head("model"),
+    _head("workload"),
+    _head("peer"),
+    ("replicas", lambda row: str(row.num_replicas)),
+    ("rows", lambda row: str(row.num_requests)),
+    ("wall s", lambda row: _spread(row.wall_s)),
+    ("tree CPU s", lambda row: _spread(row.cpu_s)),
+    ("out tok/s", lambda row: f"{row.rate_wall:.0f}"),
+    ("speed-up", lambda row: _ratio(row.ratio_wall and 1 / row.ratio_wall)),
+    ("Rss MiB", _mebibytes("rss")),
+    ("Pss MiB", _mebibytes("pss")),
+    ("weights Rss MiB", _mebibytes("weights_rss")),
+    ("weights Pss MiB", _mebibytes("weights_pss")),
+    ("weights file MiB", _mebibytes("weights_file")),
+    ("equal rows", _equal_rows),
+    ("foreign cores", _noise),
+    ("runs", lambda row: str(row.num_repetitions)),
+)
+
+_TITLES: tuple[tuple[PeerKind, str, tuple[_Column, ...]], ...] = (
+    ("engine", "Engine time", ENGINE_COLUMNS),
+    ("job", "Whole-job time, from process start to exit", JOB_COLUMNS),
+    ("pool", "One replica per core: engines in a warm pool, weights mapped once", POOL_COLUMNS),
+)
+
 _LEGEND = """\
 Median (lowest-highest) over the runs. A ratio is raybatch's rate over the peer's, by CPU seconds of
-the process tree or by wall time: above 1 raybatch is faster, below 1 the peer is. "equal rows":
-rows whose greedy tokens equal raybatch's. "foreign cores": load by other processes, at most, in a
-run; wall times of noisy runs prove nothing. A peer that ran fewer rows is compared by its rate."""
+the process tree or by wall time: above 1 raybatch is faster, below 1 the peer is; jobs are compared
+with raybatch's job of as many replicas. "equal rows": rows whose greedy tokens equal raybatch's.
+"foreign cores": load by other processes, at most, in a run; wall times of noisy runs prove nothing.
+A peer that ran fewer rows is compared by its rate. Memory is summed over the engines; Pss divides
+what several share among them."""
 
 
 def render(rows: Sequence[Row], refused: Mapping[Cell, str], failed: Sequence[str]) -> str:
     """Return the tables of engines and jobs, what was refused and what failed, as Markdown."""
     pieces = []
-    for title, columns, is_job in (
-        ("Engine time", ENGINE_COLUMNS, False),
-        ("Whole-job time, from process start to exit", JOB_COLUMNS, True),
-    ):
-        chosen = [row for row in rows if row.is_job == is_job]
+    for kind, title, columns in _TITLES:
+        chosen = [row for row in rows if row.kind == kind]
         if chosen:
             pieces.append(f"## {title}\n\n{_table(columns, chosen)}")
     if rows:

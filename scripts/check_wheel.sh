@@ -1,24 +1,46 @@
 #!/usr/bin/env bash
-# Builds the wheel with the given Python and imports it from an empty virtual environment.
-# The import needs no dependency at all, because the public names are resolved lazily.
+# Builds the wheel with the given Python, installs it with the cpu extra into a new virtual
+# environment, and uses it there as a user does: types, the demo, a job, all outside the tree.
 set -euo pipefail
-python=${1:?usage: check_wheel.sh PYTHON}
+python=$(cd "$(dirname "${1:?usage: check_wheel.sh PYTHON}")" && pwd)/$(basename "$1")
+cd "$(dirname "$0")/.."
+tree=$PWD
 work=$(mktemp -d)
 # leftovers of an earlier build would end up in the wheel
 rm -rf build
-trap 'rm -rf "$work" "$PWD/build"' EXIT
+trap 'rm -rf "$work" "$tree/build"' EXIT
 
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" .
+wheel=$(echo "$work"/dist/raybatch-*.whl)
+"$python" scripts/wheel_contents.py "$wheel"
+
 "$python" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --quiet --no-deps "$work"/dist/raybatch-*.whl
-"$work/venv/bin/python" -I - <<'PYTHON'
-from importlib import resources
+bin=$work/venv/bin
+"$bin/python" -m pip install --quiet --no-deps "$wheel"
+(cd "$work" && "$bin/python" -I -c 'import raybatch; print(raybatch.__version__, "imports alone")')
+"$bin/python" -m pip install --quiet -c constraints.txt "$wheel[cpu]"
 
-import raybatch
+mkdir "$work/elsewhere"
+cd "$work/elsewhere"
+unset PYTHONPATH VIRTUAL_ENV
+export PATH=$bin:$PATH RAY_ADDRESS=local RAYBATCH_CACHE_DIR=$work/cache
 
-package = resources.files("raybatch")
-for name in ("py.typed", "demo/checkpoint/config.json", "demo/checkpoint/model.safetensors"):
-    if not package.joinpath(name).is_file():
-        raise SystemExit(f"the wheel has no {name}")
-print(f"wheel of raybatch {raybatch.__version__} imports")
-PYTHON
+fail() {
+    echo "wheel: $1" >&2
+    exit 1
+}
+
+# an untyped package would be told as such, and its arguments would pass
+echo 'import raybatch; raybatch.Sampling(temperature="hot")' >typed.py
+"$python" -m mypy --strict --python-executable "$bin/python" typed.py >mypy.txt || true
+grep -q 'arg-type' mypy.txt || fail "mypy does not see the types: $(cat mypy.txt)"
+
+raybatch demo --rows 64 --replicas 1 >demo.txt
+grep -E '^(rows|exact match):' demo.txt
+grep -q ' 0 lost$' demo.txt || fail "the demo lost rows"
+
+raybatch run --input demo-out/prompts --output answers --replicas 1 --allow-error-rows \
+    --prompt $'{document}\n\nQuestion: {question}' >run.txt
+grep -E '^rows:' run.txt
+grep -q ' 0 lost$' run.txt || fail "raybatch run lost rows"
+echo "the wheel builds, installs with its extra and runs"

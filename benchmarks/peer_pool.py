@@ -1,0 +1,87 @@
+"""Peer: raybatch's pool of engine actors on a Ray of its own, loaded and warm.
+
+What one replica and two replicas do with the same requests, without the start and the files of a
+job. One process measures one run: a pool has no way to forget the KV of an earlier one.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import ray
+from peer_loop import Answer, PeerConfig, serve
+from peer_raybatch import PACKAGES, engine_config
+from workloads_e2e import TokenRequest
+
+from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.wire import decode_completions, request_table
+from raybatch.config import BackendConfig, PoolConfig
+from raybatch.types import Completion, Sampling
+
+# as many as a feeder hands over at once where rows are few
+ROWS_PER_BATCH = 16
+START_TIMEOUT_S = 300.0
+
+
+class PoolEngine:
+    """A pool whose replicas are all ready."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        replicas = int(config.options["replicas"])
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        self._handle = PoolHandle(
+            PoolSpec(
+                model=config.model,
+                backend=BackendConfig(),
+                engine=engine_config(config),
+                pool=PoolConfig(replicas=replicas),
+            )
+        )
+        self._handle.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (num_ready := self._handle.stats().num_ready) < replicas:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{num_ready} of {replicas} replicas got ready")
+            time.sleep(0.1)
+
+    def reset(self) -> None:
+        """Do nothing: the warm-up has other tokens, and nothing is measured twice."""
+
+    def warm_up(self, requests: Sequence[TokenRequest]) -> Answer:
+        return self.generate(requests)
+
+    def generate(self, requests: Sequence[TokenRequest]) -> Answer:
+        before = self._handle.state().finished_by_pid
+        completions = asyncio.run(self._generate(requests))
+        after = self._handle.state().finished_by_pid
+        failed = [c.error for c in completions if c.error]
+        if failed:
+            raise RuntimeError(f"{len(failed)} rows failed: {failed[0]}")
+        return Answer(
+            token_ids=[completion.token_ids.tolist() for completion in completions],
+            counters={
+                "cached_tokens": sum(c.num_cached_tokens for c in completions),
+                "fewest_rows_of_a_replica": min(after[pid] - before.get(pid, 0) for pid in after),
+            },
+        )
+
+    async def _generate(self, requests: Sequence[TokenRequest]) -> list[Completion]:
+        lengths = sorted({request.output_len for request in requests})
+        samplings = tuple(Sampling(max_tokens=n, ignore_eos=True) for n in lengths)
+        tables = []
+        for start in range(0, len(requests), ROWS_PER_BATCH):
+            batch = requests[start : start + ROWS_PER_BATCH]
+            tables.append(
+                request_table(
+                    [str(start + i) for i in range(len(batch))],
+                    [np.asarray(request.prompt_ids, np.int32) for request in batch],
+                    sampling=[lengths.index(request.output_len) for request in batch],
+                )
+            )
+        results = await asyncio.gather(*(self._handle.generate(t, samplings) for t in tables))
+        return [completion for result in results for completion in decode_completions(result)]
+
+
+if __name__ == "__main__":
+    serve(PoolEngine, PACKAGES)
