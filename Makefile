@@ -29,7 +29,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-wheel: $(VENV)/.installed-dev  ## build the wheel and import it from an empty environment
+wheel: $(VENV)/.installed-dev  ## build the wheel, install it elsewhere and run it
 	scripts/check_wheel.sh $(BIN)/python
 
 bench: $(VENV)/.installed-dev  ## measure against the peers (see benchmarks/README.md)

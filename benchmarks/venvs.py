@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(__file__).resolve().parent / ".work"
 TORCH = "torch==2.13.0"
-CONSTRAINTS = "constraints.txt"
 
 
 class VenvError(RuntimeError):
@@ -36,7 +35,7 @@ class Recipe:
 
 RECIPES = {
     "raybatch": Recipe(
-        pip_calls=(("install", "-e", f"{ROOT}[cpu]", "psutil"),),
+        pip_calls=(("install", "-e", ".[cpu]", "psutil", "-c", "constraints.txt"),),
         override="RAYBATCH_BENCH_VENV_RAYBATCH",
     ),
     "vllm": Recipe(
@@ -83,9 +82,10 @@ def ensure(name: str, given: Mapping[str, Path]) -> Path:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     print(f"making the venv of {name} (once; minutes)", file=sys.stderr)
-    _call([sys.executable, "-m", "venv", "--clear", str(folder)])
+    _call(name, [sys.executable, "-m", "venv", "--clear", str(folder)], "python -m venv")
     for arguments in recipe.pip_calls:
-        _call([str(python), "-m", "pip", "--quiet", *arguments, *_constraints(name, arguments)])
+        command = [str(python), "-m", "pip", "--quiet", *arguments]
+        _call(name, command, f"pip {' '.join(arguments)}")
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
@@ -110,16 +110,12 @@ def _from_environment(recipe: Recipe) -> Path | None:
     return Path(folder) if folder else None
 
 
-def _constraints(name: str, arguments: Sequence[str]) -> list[str]:
-    is_pinned = name == "raybatch" and arguments[0] == "install" and (ROOT / CONSTRAINTS).exists()
-    return ["-c", str(ROOT / CONSTRAINTS)] if is_pinned else []
-
-
-def _call(command: Sequence[str]) -> None:
+def _call(name: str, command: Sequence[str], shown: str) -> None:
+    """Run a command at the root of the tree; `shown` names it without paths, for the results."""
     try:
-        subprocess.run(command, check=True, cwd=ROOT)
+        subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
     except subprocess.CalledProcessError as error:
-        raise VenvError(f"could not make the venv: {' '.join(command[1:])} failed") from error
+        raise VenvError(f"could not make the venv of {name}: {shown} failed") from error
 
 
 def main() -> None:

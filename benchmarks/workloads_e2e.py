@@ -1,4 +1,4 @@
-"""Seeded workloads as token ids, the same in every peer: stdlib only, no floats, no numpy.
+"""Seeded workloads as token ids, the same in every peer: stdlib only, no numpy.
 
 A workload is a plain frozen record, so that it travels as JSON; `build` makes its requests and
 `digest` names them, so that a driver can tell that two peers really got the same ones. Lengths,
@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["random", "mixed", "shared"]
+Kind = Literal["random", "mixed", "tail", "shared"]
 Order = Literal["sorted", "shuffled"]
 
 # ids below are the toy tokenizers' special tokens
 FIRST_TOKEN_ID = 16
+# outputs of "tail": log-normal, clipped at a multiple of their 95th percentile
+TAIL_SIGMA = 1.95
+TAIL_CLIP = 9.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +28,12 @@ class Workload:
 
     Args:
         name: as printed in tables.
-        kind: "random" (nothing shared, one length), "mixed" (nothing shared, many lengths) or
-            "shared" (documents, each followed by several queries).
+        kind: "random" (nothing shared, one length), "mixed" (nothing shared, many lengths), "tail"
+            (nothing shared, few outputs much longer than all others) or "shared" (documents, each
+            followed by several queries).
         num_requests: rows; a multiple of `queries_per_doc` for "shared".
         prompt_len: tokens; of the query alone for "shared"; the mean for "mixed".
-        output_len: exact tokens to generate; the mean for "mixed".
+        output_len: exact tokens to generate; the mean for "mixed", the median for "tail".
         doc_len: tokens of one document, for "shared".
         queries_per_doc: requests of one document, for "shared".
         order: "sorted" lexicographically by token ids or "shuffled", for "shared".
@@ -79,8 +83,8 @@ def build(workload: Workload) -> list[TokenRequest]:
     tokens = _stream(workload, "tokens")
     first_ids = _distinct_ids(workload, workload.num_requests, "first")
     requests = []
-    for first_id in first_ids:
-        prompt_len, output_len = workload.prompt_len, workload.output_len
+    for first_id, output_len in zip(first_ids, _output_lens(workload), strict=True):
+        prompt_len = workload.prompt_len
         if workload.kind == "mixed":
             prompt_len = _spread(lengths, prompt_len)
             output_len = _spread(lengths, output_len)
@@ -133,6 +137,16 @@ def _build_shared(workload: Workload) -> list[TokenRequest]:
 
 def _stream(workload: Workload, purpose: str) -> random.Random:
     return random.Random(f"{workload.seed}/{purpose}")
+
+
+def _output_lens(workload: Workload) -> list[int]:
+    if workload.kind != "tail":
+        return [workload.output_len] * workload.num_requests
+    stream = _stream(workload, "lengths")
+    factors = [stream.lognormvariate(0, TAIL_SIGMA) for _ in range(workload.num_requests)]
+    lengths = [max(1, round(workload.output_len * factor)) for factor in factors]
+    percentile_95 = sorted(lengths)[len(lengths) * 95 // 100]
+    return [min(length, round(TAIL_CLIP * percentile_95)) for length in lengths]
 
 
 def _spread(stream: random.Random, mean: int) -> int:

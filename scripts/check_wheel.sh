@@ -35,12 +35,13 @@ echo 'import raybatch; raybatch.Sampling(temperature="hot")' >typed.py
 "$python" -m mypy --strict --python-executable "$bin/python" typed.py >mypy.txt || true
 grep -q 'arg-type' mypy.txt || fail "mypy does not see the types: $(cat mypy.txt)"
 
-raybatch demo --rows 64 --replicas 1 >demo.txt
+raybatch demo --rows 64 --replicas 1 >demo.txt 2>&1 || fail "the demo ended badly: $(cat demo.txt)"
 grep -E '^(rows|exact match):' demo.txt
 grep -q ' 0 lost$' demo.txt || fail "the demo lost rows"
 
 raybatch run --input demo-out/prompts --output answers --replicas 1 --allow-error-rows \
-    --prompt $'{document}\n\nQuestion: {question}' >run.txt
+    --prompt $'{document}\n\nQuestion: {question}' >run.txt 2>&1 ||
+    fail "raybatch run ended badly: $(cat run.txt)"
 grep -E '^rows:' run.txt
 grep -q ' 0 lost$' run.txt || fail "raybatch run lost rows"
 echo "the wheel builds, installs with its extra and runs"

@@ -1,3 +1,6 @@
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from peer_loop import PeerConfig, Settings
 from peer_process import PeerError, PeerProcess
 from runlog import RunLog
 from suites import PEERS, Part, Peer
-from summary import failures, summarize
+from summary import failures, refusals, summarize
 from workloads_e2e import Workload, row_digest
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
@@ -100,7 +103,8 @@ def bench_of(tmp_path, monkeypatch, script, peers=("vllm-eager",)):
         peers=tuple(PEERS[name] for name in peers),
         settings=Settings(),
         num_repetitions=2,
-        given_venvs={"vllm": tmp_path},
+        given_venvs={"vllm": tmp_path, "raybatch": tmp_path, "transformers": tmp_path},
+        given_models={"own": tmp_path},
         folder=tmp_path,
         log=RunLog(tmp_path / "log.jsonl", {}),
         quiet_wait_s=0.0,
@@ -109,7 +113,7 @@ def bench_of(tmp_path, monkeypatch, script, peers=("vllm-eager",)):
 
 def test_peers_take_turns_and_a_second_call_has_nothing_to_do(tmp_path, monkeypatch):
     bench = bench_of(tmp_path, monkeypatch, ECHO, ("vllm-eager", "vllm-compiled"))
-    part = Part(model=str(tmp_path), engine=(TINY,))
+    part = Part(model="own", engine=(TINY,))
     bench.run(part)
     turns = [r["peer"] for r in bench.log if r["kind"] == "measure"]
     assert turns == ["vllm-eager", "vllm-compiled"] * 2
@@ -121,7 +125,7 @@ def test_peers_take_turns_and_a_second_call_has_nothing_to_do(tmp_path, monkeypa
 
 def test_a_peer_that_fails_is_reported_and_does_not_end_the_run(tmp_path, monkeypatch):
     bench = bench_of(tmp_path, monkeypatch, "raise SystemExit(1)")
-    bench.run(Part(model=str(tmp_path), engine=(TINY,)))
+    bench.run(Part(model="own", engine=(TINY,)))
     assert summarize(bench.log) == []
     assert "vllm-eager ended with status 1" in failures(bench.log)[0]
 
@@ -133,8 +137,46 @@ def test_cpu_seconds_of_a_tree_are_read_at_the_moment_asked_for():
     assert meter.cpu_s_between(10.0, 99.0) == 3.0
 
 
-def test_an_ended_process_has_no_cpu_seconds():
-    assert meters.tree_cpu_s(2**22 + 1) == {}
+def test_an_ended_process_has_no_tree():
+    assert meters.tree(2**22 + 1) == []
+
+
+def test_a_process_stays_in_the_tree_when_its_parent_has_gone():
+    # the child says its number and waits for its input to end, without its parent
+    script = (
+        "import os, sys\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.read(0, 1)\n"
+        "    os._exit(0)\n"
+        "print(child, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        child = int(parent.stdout.readline())
+        meter = meters.TreeMeter(parent.pid)
+        meter._sample()
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        meter._sample()
+        assert {process.pid for process in meter._members} == {child}
+
+
+def test_a_pool_is_measured_in_a_process_per_run_with_the_memory_of_its_engines(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "peer_pool.py").write_text(ECHO)
+    (tmp_path / "peer_transformers.py").write_text(ECHO)
+    names = ("raybatch-pool", "raybatch-pool-2")
+    bench = bench_of(tmp_path, monkeypatch, ECHO, names)
+    bench.run(Part(model="own", engine=(), pool=(TINY,)))
+    measures = [r for r in bench.log if r["kind"] == "measure"]
+    assert [r["peer"] for r in measures] == list(names) * 2
+    assert [r["engines"] for r in measures] == [[]] * 4
+    assert not refusals(bench.log)
+    assert failures(bench.log) == []
 
 
 def test_row_digests_name_the_echoed_tokens(start):

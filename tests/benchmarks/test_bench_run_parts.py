@@ -1,7 +1,9 @@
 import json
+import sys
 from pathlib import Path
 
 import conditions
+import e2e
 import job_data
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -78,6 +80,21 @@ def test_a_suite_can_be_narrowed_and_resized():
     assert part.job == ()
 
 
+def test_a_model_folder_goes_by_its_last_name(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert e2e.named_models(f"dense-4m,{folder}") == (
+        ["dense-4m", "my-model"],
+        {"my-model": folder},
+    )
+
+
+def test_a_model_that_is_neither_known_nor_a_folder_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="no checkpoint folder and none of dense-4m"):
+        e2e.named_models(str(tmp_path / "absent"))
+
+
 def test_an_unknown_model_takes_the_workloads_of_the_first_part():
     (part,) = parts("quick", ["demo"], [], None)
     assert part.model == "demo"
@@ -148,6 +165,13 @@ def test_a_given_venv_is_used_as_it_is(tmp_path):
 def test_a_given_folder_without_python_is_an_error(tmp_path):
     with pytest.raises(venvs.VenvError, match="the venv given for vllm"):
         venvs.ensure("vllm", {"vllm": tmp_path})
+
+
+def test_a_failed_venv_is_told_without_paths():
+    command = [sys.executable, "-c", "raise SystemExit(1)"]
+    with pytest.raises(venvs.VenvError) as caught:
+        venvs._call("vllm", command, "pip install torch")
+    assert str(caught.value) == "could not make the venv of vllm: pip install torch failed"
 
 
 def test_a_venv_of_an_unknown_peer_is_an_error():

@@ -117,6 +117,34 @@ def test_jobs_have_a_table_of_their_own():
     assert next(line for line in jobs.splitlines() if "raydata-llm" in line).count("10.00") == 1
 
 
+def test_a_job_of_two_replicas_is_compared_with_ours_of_two():
+    ours = record("measure", "raybatch-job", ["a", "b", "c"], wall_s=10.0)
+    ours_of_two = record("measure", "raybatch-job-2", ["a", "b", "c"], wall_s=8.0)
+    theirs_of_two = record("measure", "raydata-llm-2", ["a", "b", "c"], wall_s=40.0)
+    rows = summarize([REFERENCE, ours, ours_of_two, theirs_of_two])
+    assert [row.ratio_wall for row in rows] == [1.0, 1.0, 5.0]
+
+
+def test_a_run_with_other_requests_than_the_reference_is_refused():
+    reference = {**REFERENCE, "workload_digest": "one"}
+    other = {**OURS, "workload_digest": "two"}
+    assert "other requests" in refusals([reference, other])["m", "w"]
+    assert refusals([reference, {**OURS, "workload_digest": "one"}]) == {}
+
+
+def test_pools_show_speed_up_and_the_memory_of_all_their_engines():
+    engine = {"rss": 300 << 20, "pss": 200 << 20, "weights_rss": 100 << 20}
+    engine |= {"weights_pss": 50 << 20, "weights_file": 100 << 20}
+    one = record("measure", "raybatch-pool", ["a", "b", "c"], wall_s=6.0, engines=[engine])
+    two = record("measure", "raybatch-pool-2", ["a", "b", "c"], wall_s=4.0, engines=[engine] * 2)
+    text = render(summarize([REFERENCE, one, two]), {}, [])
+    assert "Engine time" not in text
+    line = next(line for line in text.splitlines() if "raybatch-pool-2" in line)
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[4] == "2"
+    assert cells[9:15] == ["1.50", "600", "400", "200", "100", "100"]
+
+
 def test_a_failure_is_told_until_the_peer_has_a_result():
     failure = {"kind": "failure", "model": "m", "workload": "w", "peer": "raybatch", "why": "died"}
     assert failures([failure]) == ["m, w, raybatch: died"]

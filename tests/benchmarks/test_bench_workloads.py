@@ -13,15 +13,17 @@ SHARED = Workload(
     queries_per_doc=4,
 )
 MIXED = Workload(name="mixed", kind="mixed", num_requests=50, prompt_len=40, output_len=16)
+TAIL = Workload(name="tail", kind="tail", num_requests=512, prompt_len=4, output_len=6)
 RANDOM = Workload(name="random", kind="random", num_requests=8, prompt_len=10, output_len=4)
 
 
 def test_same_workload_gives_the_same_requests_on_every_machine():
     # literal on purpose: peers in other venvs must build these very requests
-    assert [digest(build(w)) for w in (RANDOM, MIXED, SHARED)] == [
+    assert [digest(build(w)) for w in (RANDOM, MIXED, SHARED, TAIL)] == [
         "ec313746a614a22a",
         "701d5760a9f346b4",
         "0c16a9168abe2e18",
+        "3a8b107702a80f68",
     ]
 
 
@@ -47,6 +49,13 @@ def test_mixed_lengths_spread_around_their_mean():
     assert max(lengths) <= 75
     assert len(set(lengths)) > 20
     assert len({r.output_len for r in requests}) > 10
+
+
+def test_a_tail_holds_most_tokens_in_a_tenth_of_the_rows():
+    lengths = sorted(request.output_len for request in build(TAIL))
+    assert lengths[0] == 1
+    assert lengths[256] in range(5, 8)
+    assert sum(lengths[-51:]) > 0.7 * sum(lengths)
 
 
 def test_lengths_do_not_depend_on_the_vocabulary():
