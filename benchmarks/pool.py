@@ -12,6 +12,7 @@ import os
 import time
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import ray
 
@@ -22,9 +23,8 @@ from raybatch.types import Sampling
 
 
 def cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def build_tables(num_rows: int, rows_per_batch: int, prompt_tokens: int) -> list[pa.Table]:
