@@ -4,13 +4,13 @@
 set -euo pipefail
 python=$(cd "$(dirname "${1:?usage: check_wheel.sh PYTHON}")" && pwd)/$(basename "$1")
 cd "$(dirname "$0")/.."
-tree=$PWD
 work=$(mktemp -d)
-# leftovers of an earlier build would end up in the wheel
-rm -rf build
-trap 'rm -rf "$work" "$tree/build"' EXIT
+trap 'rm -rf "$work"' EXIT
 
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" .
+# from a copy: what earlier builds left in the tree would end up in the wheel
+mkdir "$work/src"
+cp -r pyproject.toml README.md LICENSE raybatch "$work/src"
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work/src"
 wheel=$(echo "$work"/dist/raybatch-*.whl)
 "$python" scripts/wheel_contents.py "$wheel"
 
