@@ -14,8 +14,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from raybatch.actors.counters import ClientCounters
-from raybatch.actors.crew import Crew, CrewPlan
-from raybatch.actors.inbox import Inbox, OpenBatch
+from raybatch.actors.crew import Crew, CrewPlan, Member
+from raybatch.actors.inbox import Inbox
 from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import (
     Answer,
@@ -31,9 +31,6 @@ from raybatch.types import PoolStats, ReplicaStats
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5
-# so many rows given up with none finished in between: the engine is broken, not the rows; more
-# than the questions that one bad document may have
-_MAX_POISON_IN_A_ROW = 64
 
 _Pull = tuple[Room, asyncio.Future[list[Assignment] | None]]
 
@@ -54,15 +51,16 @@ class Coordinator:
         self._pool = spec.pool
         self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
-        self._inbox = Inbox(self._queue)
+        self._inbox = Inbox(self._queue, on_drop=self._abort_rows)
         self._pulls: dict[int, _Pull] = {}
         self._crew = Crew(spec, plan, on_lost=self._lose, on_exhausted=self._inbox.fail)
         self._crew_lock = asyncio.Lock()
         self._is_stopping = False
+        # the event loop itself keeps no task alive
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
         self._not_worth_asking: set[int] = set()
-        self._poison_in_a_row = 0
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
@@ -77,9 +75,10 @@ class Coordinator:
 
     async def generate(self, submission: Submission) -> Answer:
         """Queue a row batch and wait a while for its results."""
-        if self._inbox.failure is None:
-            await self._start_crew()
+        await self._start_crew()
         batch = self._inbox.add(submission)
+        if batch is None:
+            return Answer(status="unknown")
         self._dispatch()
         return await self._inbox.answer(batch, self._wait_s)
 
@@ -91,12 +90,14 @@ class Coordinator:
         return await self._inbox.answer(batch, self._wait_s)
 
     async def cancel(self, token: str) -> None:
-        """Forget a row batch; what runs of it ends unheard."""
-        self._drop(self._inbox.find(token))
+        """Forget a row batch, also one that has not arrived yet."""
+        self._inbox.cancel(token)
+        self._dispatch()
 
     async def note_lost(self, batch_id: int) -> None:
         """Forget a row batch whose request table is gone, so that its feeder submits it again."""
-        self._drop(self._inbox.get(batch_id))
+        self._inbox.lose_table(batch_id)
+        self._dispatch()
 
     async def pull(self, replica_id: int, room: Room) -> list[Assignment] | None:
         """Wait for rows; None tells the replica to end."""
@@ -121,7 +122,6 @@ class Coordinator:
             num_rows = self._inbox.take(replica_id, batch_id, batch_results)
             member.num_finished_rows += num_rows
             if num_rows:
-                self._poison_in_a_row = 0
                 self._crew.ledger.worked(member.rank)
         self._dispatch()
 
@@ -164,6 +164,8 @@ class Coordinator:
 
     async def _start_crew(self) -> None:
         async with self._crew_lock:
+            if self._inbox.failure is not None:
+                return
             self._crew.start(ray.get_runtime_context().current_actor)
             if self._ticking is None:
                 self._ticking = self._spawn(self._tick())
@@ -178,7 +180,8 @@ class Coordinator:
             self._is_stopping = False
 
     def _dispatch(self) -> None:
-        hungry = {replica_id: room for replica_id, (room, _) in self._pulls.items()}
+        # Ray cancels the call of a replica that died
+        hungry = {r: room for r, (room, future) in self._pulls.items() if not future.done()}
         if not hungry:
             return
         num_expected = self._crew.ledger.num_expected(time.monotonic())
@@ -191,9 +194,8 @@ class Coordinator:
     def _assignments(self, spans: list[Span]) -> list[Assignment]:
         assignments = []
         for batch_id, group in itertools.groupby(spans, key=lambda span: span.batch_id):
-            batch = self._inbox.get(batch_id)
-            if batch is not None:
-                refs = batch.submission.refs
+            refs = self._inbox.refs(batch_id)
+            if refs is not None:
                 assignments.append(Assignment(batch_id=batch_id, refs=refs, spans=tuple(group)))
         return assignments
 
@@ -225,32 +227,41 @@ class Coordinator:
         self._queue.give_back(replica_id, [Span(b, row, row + 1) for b, row in rows])
         self._dispatch()
 
-    def _drop(self, batch: OpenBatch | None) -> None:
-        if batch is not None:
-            self._inbox.drop(batch)
-            self._dispatch()
+    def _abort_rows(self, replica_id: int, batch_id: int) -> None:
+        member = self._crew.members.get(replica_id)
+        if member is not None:
+            self._spawn(self._abort(member, batch_id))
 
-    def _lose(self, replica_id: int) -> bool:
-        """Queue the rows of a dead replica again; return whether it held any."""
-        _, future = self._pulls.pop(replica_id, (None, None))
+    async def _abort(self, member: Member, batch_id: int) -> None:
+        try:
+            await member.actor.abort.remote(batch_id)
+        except RayError:
+            # its death is noticed, and its load forgotten, where it is awaited
+            return
+        self._queue.note_aborted(member.replica_id, batch_id)
+        self._dispatch()
+
+    def _lose(self, member: Member, cause: str) -> bool:
+        """Queue the rows of a dead replica again; return whether it ran any."""
+        _, future = self._pulls.pop(member.replica_id, (None, None))
         if future is not None:
             _answer_pull(future, None)
-        self._not_worth_asking.discard(replica_id)
-        had_rows = self._queue.num_held(replica_id) > 0
-        for poison in self._queue.lose(replica_id):
-            error = self._inbox.give_up(poison)
-            self._poison_in_a_row += 1
-            if self._poison_in_a_row >= _MAX_POISON_IN_A_ROW:
-                self._inbox.fail(0, f"{error}, like {self._poison_in_a_row - 1} rows before it")
+        self._not_worth_asking.discard(member.replica_id)
+        loss = self._queue.lose(member.replica_id)
+        verdict = self._inbox.note_loss(loss)
+        if verdict:
+            self._inbox.fail(member.rank, f"{verdict}; the last death: {cause}")
         self._dispatch()
-        return had_rows
+        return loss.num_rows > 0
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
+        self._tasks.add(task)
         task.add_done_callback(self._note_end)
         return task
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._inbox.fail(0, f"the coordinator failed: {error_text(error)}")
@@ -261,7 +272,7 @@ class Coordinator:
             await asyncio.sleep(_TICK_S)
             for batch in self._inbox.abandoned(self._pool.feeder_timeout_s):
                 _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
-                self._drop(batch)
+                self._inbox.drop(batch)
             self._dispatch()
             now = time.monotonic()
             if len(self._inbox):
@@ -273,6 +284,5 @@ class Coordinator:
 def _answer_pull(
     future: asyncio.Future[list[Assignment] | None], work: list[Assignment] | None
 ) -> None:
-    # Ray cancels the call of a replica that died, whose rows are queued again anyway
     if not future.done():
         future.set_result(work)

@@ -45,6 +45,12 @@ class ClientCounters:
         if self.first_done is None:
             self.first_done = now
 
+    def dropped(self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64]) -> None:
+        """Note rows that nobody waits for any more, as if they had not come in."""
+        self.rows_received -= len(prompt)
+        self.prompt_tokens_received -= int(prompt.sum())
+        self.max_tokens_left -= int(max_new.sum())
+
     def results(self, results: pa.RecordBatch) -> None:
         """Note the tokens and errors of result rows."""
         self.generated_tokens += len(results.column("token_ids").flatten())

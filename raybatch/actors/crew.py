@@ -60,7 +60,7 @@ class Crew:
     Args:
         spec: of the pool.
         plan: size and resources.
-        on_lost: called with the id of a dead replica; returns whether it held rows.
+        on_lost: called with a replica that ended and why; returns whether it held rows.
         on_exhausted: called with rank and cause when no rank is left.
     """
 
@@ -69,7 +69,7 @@ class Crew:
         spec: PoolSpec,
         plan: CrewPlan,
         *,
-        on_lost: Callable[[int], bool],
+        on_lost: Callable[[Member, str], bool],
         on_exhausted: Callable[[int, str], None],
     ) -> None:
         self.members: dict[int, Member] = {}
@@ -81,6 +81,7 @@ class Crew:
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_stopping = False
 
     def start(self, coordinator: ActorHandle) -> None:
         """Start every rank that has no replica and is not given up."""
@@ -92,6 +93,7 @@ class Crew:
 
     async def stop(self) -> None:
         """Wait for replicas that end by themselves, then end the others."""
+        self._is_stopping = True
         tasks = list(self._tasks.values())
         if tasks:
             _, running = await asyncio.wait(tasks, timeout=_STOP_GRACE_S)
@@ -99,6 +101,7 @@ class Crew:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._is_stopping = False
 
     def busy_s(self) -> float:
         """Return the seconds that engines of this pool spent in steps, dead ones included."""
@@ -112,18 +115,20 @@ class Crew:
             raise
 
     async def _keep(self, rank: int, coordinator: ActorHandle) -> None:
-        while True:
+        while not self._is_stopping:
             member = self._make(rank)
+            cause: str | None = None
+            has_lost_rows = False
             try:
-                cause: str | None = await self._start(member)
+                cause = await self._start(member)
                 if not cause:
                     cause = await self._run(member, coordinator)
             finally:
                 self._remove(member)
-            lost_rows = self._on_lost(member.replica_id)
+                has_lost_rows = self._on_lost(member, cause or "it was stopped")
             if cause is None:
                 return
-            delay_s = self.ledger.died(rank, lost_rows=lost_rows)
+            delay_s = self.ledger.died(rank, lost_rows=has_lost_rows)
             if delay_s is None:
                 _logger.error("replica %d is given up: %s", rank, cause)
                 if self.ledger.is_exhausted():

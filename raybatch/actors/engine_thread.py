@@ -9,10 +9,13 @@ room(): what to ask for next        wakes the loop when there is news
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from raybatch.actors.records import Room
 from raybatch.backends.base import Backend
 from raybatch.types import Capacity, Completion, ReplicaStats, Request
+
+_T = TypeVar("_T")
 
 # a prefix cache that answers everything would make the tokens to ask for unbounded
 _MIN_UNCACHED_FRACTION = 1 / 16
@@ -38,7 +41,7 @@ class EngineThread:
         self._lead_rows = 1
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
-        self._returns: list[tuple[int, Future[list[int]]]] = []
+        self._calls: list[Callable[[Backend], None]] = []
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
         self._num_samples: dict[int, int] = {}
@@ -76,11 +79,14 @@ class EngineThread:
 
     def give_back(self, max_rows: int) -> Future[list[int]]:
         """Take up to `max_rows` unstarted requests out, the last ones; the future has their ids."""
-        future: Future[list[int]] = Future()
-        with self._changed:
-            self._returns.append((max_rows, future))
-            self._changed.notify()
-        return future
+        return self._call(lambda backend: self._take_back(backend, max_rows))
+
+    def abort(self, first_id: int, last_id: int) -> Future[None]:
+        """Drop the requests with ids in this range, both ends included, wherever they are.
+
+        Nothing of them is collected once the future is done.
+        """
+        return self._call(lambda backend: self._drop(backend, first_id, last_id))
 
     def room(self) -> Room | None:
         """Return what to ask for, or None while enough waits in the engine."""
@@ -108,6 +114,20 @@ class EngineThread:
             self._is_closing = True
             self._changed.notify()
         self._thread.join()
+
+    def _call(self, work: Callable[[Backend], _T]) -> Future[_T]:
+        """Run `work` in the thread, after the requests that were submitted before."""
+        future: Future[_T] = Future()
+
+        def call(backend: Backend) -> None:
+            # who asked may have been cancelled, and the future with it
+            if future.set_running_or_notify_cancel():
+                future.set_result(work(backend))
+
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify()
+        return future
 
     def _room(self) -> Room | None:
         num_waiting = len(self._inbox) + self._num_in_hand + self._stats.num_waiting
@@ -139,13 +159,13 @@ class EngineThread:
             self._wake()
 
     def _step(self, backend: Backend) -> bool:
-        requests, returns = self._wait_for_work(backend)
+        requests, calls = self._wait_for_work(backend)
         if self._is_closing:
             return False
         if requests:
             backend.submit(requests)
-        for max_rows, future in returns:
-            future.set_result(self._take_back(backend, max_rows))
+        for call in calls:
+            call(backend)
         completions = backend.poll() if backend.num_unfinished() else []
         stats = backend.stats()
         with self._changed:
@@ -156,23 +176,21 @@ class EngineThread:
             self._num_in_hand = 0
             is_hungry = self._room() is not None and not self._is_asking
             self._is_asking |= is_hungry
-            has_news = is_hungry or len(self._finished) > num_before
+            has_news = is_hungry or bool(calls) or len(self._finished) > num_before
         if has_news:
             self._wake()
         return True
 
     def _wait_for_work(
         self, backend: Backend
-    ) -> tuple[list[Request], list[tuple[int, Future[list[int]]]]]:
+    ) -> tuple[list[Request], list[Callable[[Backend], None]]]:
         with self._changed:
-            while not (
-                self._inbox or self._returns or self._is_closing or backend.num_unfinished()
-            ):
+            while not (self._inbox or self._calls or self._is_closing or backend.num_unfinished()):
                 self._changed.wait()
             requests, self._inbox = self._inbox, []
             self._num_in_hand = len(requests)
-            returns, self._returns = self._returns, []
-            return requests, returns
+            calls, self._calls = self._calls, []
+            return requests, calls
 
     def _take_back(self, backend: Backend, max_rows: int) -> list[int]:
         unstarted = backend.drain()
@@ -185,6 +203,15 @@ class EngineThread:
             self._num_submitted -= len(returned)
             self._num_prompt_tokens -= sum(len(r.prompt_token_ids) for r in returned)
         return [request.request_id for request in returned]
+
+    def _drop(self, backend: Backend, first_id: int, last_id: int) -> None:
+        with self._changed:
+            dropped = [i for i in self._num_samples if first_id <= i <= last_id]
+            for request_id in dropped:
+                del self._num_samples[request_id]
+                self._samples.pop(request_id, None)
+            self._finished = [c for c in self._finished if not first_id <= c.request_id <= last_id]
+        backend.abort(dropped)
 
     def _gather(self, completion: Completion) -> None:
         """Pass a row on when it is whole; an error ends its row, whatever its other samples do."""

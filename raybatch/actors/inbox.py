@@ -4,8 +4,9 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,13 @@ import pyarrow as pa
 
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Answer, PoisonRow, Submission
-from raybatch.actors.wire import encode_completions, row_numbers
+from raybatch.actors.records import Answer, Loss, Submission
+from raybatch.actors.trials import Trials
+from raybatch.actors.wire import encode_completions, has_error, row_numbers
 from raybatch.types import Completion
+
+# cancelled before they arrived; more calls than feeders may have in flight
+_MAX_CANCELLED = 10_000
 
 
 @dataclass(slots=True)
@@ -35,22 +40,31 @@ class Inbox:
 
     Args:
         queue: what the batches' rows go through; shared with the coordinator.
+        on_drop: called with a replica and a batch whose rows it still runs for nobody.
         failure: rank and cause once the pool has failed; every batch is answered with it.
     """
 
     queue: RowQueue
+    on_drop: Callable[[int, int], None]
     failure: tuple[int, str] | None = None
     clients: dict[str, ClientCounters] = field(default_factory=lambda: defaultdict(ClientCounters))
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _ids: dict[str, int] = field(default_factory=dict)
+    # the tokens in order of arrival
+    _cancelled: dict[str, None] = field(default_factory=dict)
     _next_id: Iterator[int] = field(default_factory=itertools.count)
+    _trials: Trials = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._trials = Trials(self.queue, self._next_id)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def get(self, batch_id: int) -> OpenBatch | None:
-        """Return the batch, None when it is not open any more."""
-        return self._open.get(batch_id)
+    def refs(self, batch_id: int) -> list[Any] | None:
+        """Return the references of a batch, None when it is not open any more."""
+        batch = self._open.get(batch_id)
+        return self._trials.refs(batch_id) if batch is None else batch.submission.refs
 
     def find(self, token: str) -> OpenBatch | None:
         """Return the batch that a feeder named, None when it is not open any more."""
@@ -61,17 +75,31 @@ class Inbox:
         """Return the number of record batches that wait for their feeders."""
         return sum(len(batch.results) for batch in self._open.values())
 
-    def add(self, submission: Submission) -> OpenBatch:
-        """Open a batch and queue its rows."""
+    def add(self, submission: Submission) -> OpenBatch | None:
+        """Open a batch and queue its rows; return None when it was cancelled on its way."""
+        if submission.token in self._cancelled:
+            del self._cancelled[submission.token]
+            return None
         now = time.monotonic()
         batch = OpenBatch(next(self._next_id), submission, now)
         self._open[batch.batch_id] = batch
         self._ids[submission.token] = batch.batch_id
         prompt, max_new = submission.prompt_tokens, submission.max_new_tokens
-        self.queue.add(batch.batch_id, prompt, max_new)
+        if self.failure is None:
+            self.queue.add(batch.batch_id, prompt, max_new)
         self.clients[submission.client].received(prompt, max_new, now)
         self._settle(batch)
         return batch
+
+    def cancel(self, token: str) -> None:
+        """Drop the batch that a feeder named, now or when it arrives."""
+        batch = self.find(token)
+        if batch is not None:
+            self.drop(batch)
+            return
+        self._cancelled[token] = None
+        if len(self._cancelled) > _MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
 
     async def answer(self, batch: OpenBatch, wait_s: float) -> Answer:
         """Wait for a batch; when it is done or the pool has failed, close it."""
@@ -94,39 +122,63 @@ class Inbox:
     def take(self, replica_id: int, batch_id: int, results: pa.RecordBatch) -> int:
         """Keep those result rows that the replica held; return how many rows that finished."""
         batch = self._open.get(batch_id)
-        if batch is None:
-            return 0
         rows = row_numbers(results)
+        if batch is None:
+            is_good = not has_error(results).any()
+            return self._trials.take(replica_id, batch_id, rows, is_good=is_good)
         is_held = self.queue.finish(replica_id, batch_id, rows)
         if not is_held.all():
             rows = rows[is_held]
             results = results.filter(pa.array(np.isin(results.column("row").to_numpy(), rows)))
         if len(rows):
             self._keep(batch, rows, results)
+            good_rows = results.column("row").to_numpy()[~has_error(results)]
+            if len(good_rows):
+                self._trials.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
 
-    def give_up(self, poison: PoisonRow) -> str:
-        """Answer a row that kills its replicas with an error; return it."""
-        error = f"ReplicaCrash: the engine died {poison.num_crashes} times with this row"
-        batch = self._open.get(poison.batch_id)
-        if batch is not None:
-            completion = Completion(request_id=poison.row, finish_reason="error", error=error)
-            rows = np.array([poison.row], np.int32)
-            self._keep(batch, rows, encode_completions(rows, [completion]))
-        return error
+    def note_loss(self, loss: Loss) -> str:
+        """Answer the rows that are given up with an error each.
+
+        Returns:
+            Why the engine must be broken, "" while rows may be the reason.
+        """
+        for poison in loss.poison:
+            batch = self._open.get(poison.batch_id)
+            if batch is not None:
+                error = f"ReplicaCrash: the engine died {poison.num_crashes} times with this row"
+                completion = Completion(request_id=poison.row, finish_reason="error", error=error)
+                rows = np.array([poison.row], np.int32)
+                self._keep(batch, rows, encode_completions(rows, [completion]))
+        return self._trials.note_loss(loss)
 
     def fail(self, rank: int, cause: str) -> None:
-        """Answer every batch, open or to come, with a failure."""
+        """Answer every batch, open or to come, with a failure, and take all rows out."""
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
+            self._drop_rows(batch.batch_id)
             batch.done.set()
 
     def drop(self, batch: OpenBatch) -> None:
         """Forget a batch and its rows."""
-        if self._open.pop(batch.batch_id, None) is not None:
-            del self._ids[batch.submission.token]
-            self.queue.drop(batch.batch_id)
-            batch.done.set()
+        if self._open.pop(batch.batch_id, None) is None:
+            return
+        submission = batch.submission
+        del self._ids[submission.token]
+        rows = self.queue.rows_left(batch.batch_id)
+        self.clients[submission.client].dropped(
+            submission.prompt_tokens[rows], submission.max_new_tokens[rows]
+        )
+        self._drop_rows(batch.batch_id)
+        batch.done.set()
+
+    def lose_table(self, batch_id: int) -> None:
+        """Forget a batch whose request table is gone, so that its feeder submits it again."""
+        batch = self._open.get(batch_id)
+        if batch is not None:
+            self.drop(batch)
+        elif self._trials.forget(batch_id):
+            self._drop_rows(batch_id)
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
         """Return the batches whose feeder has not asked for so long."""
@@ -145,6 +197,10 @@ class Inbox:
             time.monotonic(),
         )
         self._settle(batch)
+
+    def _drop_rows(self, batch_id: int) -> None:
+        for replica_id in self.queue.drop(batch_id):
+            self.on_drop(replica_id, batch_id)
 
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):

@@ -6,50 +6,41 @@ Rows are the unit of work. A row is waiting, held by one replica, or done:
               ^                    |
               +--- lose, give_back-+
 
-`lose` strikes every row that its replica held. Rows with two strikes are suspects: they are handed
-out as a set that a replica runs alone, in halves, until the row that ends its replica is found.
+`lose` strikes every row that its replica held. Rows with two strikes, or with one that they got
+alone, are suspects: they are handed out as a set that a replica runs alone, in halves, until the
+row that ends its replica is found. A control row runs alone as well, before all suspects.
+
+The rows of a dropped batch count as held until their replica has confirmed that it runs them no
+more: a replica that looks empty is empty, and a row that dies alone was alone.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.records import PoisonRow, Room, Span
+from raybatch.actors.records import Loss, PoisonRow, Room, Span
+from raybatch.actors.row_states import RowStates, spans_of
+from raybatch.actors.waiting_line import WaitingLine
 
-_WAITING, _HELD, _DONE = 0, 1, 2
 _SUSPECT_STRIKES = 2
 
-_Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Per-row state of one row batch; `prompt_ends[i]` sums the prompt tokens before row i."""
-
-    prompt_ends: _Int64s
-    cost_ends: _Int64s
-    state: npt.NDArray[np.uint8]
-    holder: npt.NDArray[np.int64]
-    attempts: npt.NDArray[np.int16]
-    strikes: npt.NDArray[np.int16]
-    num_left: int
-
-    def cost(self, rows: npt.NDArray[np.intp]) -> int:
-        return int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
+_Alone = tuple[Span, ...]
 
 
 @dataclass(slots=True)
 class _Replica:
+    """What a replica runs; `aborting` has rows and cost of dropped batches, part of the sums."""
+
     num_rows: int = 0
     cost: int = 0
     is_testing: bool = False
+    has_control: bool = False
+    aborting: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class RowQueue:
     """Rows of all batches and clients, handed out in order of arrival.
 
@@ -60,12 +51,13 @@ class RowQueue:
         max_row_crashes: deaths after which a row that ran alone is given up.
     """
 
-    max_row_crashes: int
-    _batches: dict[int, _Batch] = field(default_factory=dict)
-    _replicas: dict[int, _Replica] = field(default_factory=dict)
-    _waiting: deque[Span] = field(default_factory=deque)
-    _waiting_cost: int = 0
-    _suspects: deque[tuple[Span, ...]] = field(default_factory=deque)
+    def __init__(self, max_row_crashes: int) -> None:
+        self._max_row_crashes = max_row_crashes
+        self._batches: dict[int, RowStates] = {}
+        self._replicas: dict[int, _Replica] = {}
+        self._line = WaitingLine(self._batches)
+        self._suspects: deque[_Alone] = deque()
+        self._control: Span | None = None
 
     def add(
         self, batch_id: int, prompt_tokens: npt.ArrayLike, max_new_tokens: npt.ArrayLike
@@ -77,21 +69,38 @@ class RowQueue:
             prompt_tokens: of each row.
             max_new_tokens: of each row, all samples together.
         """
-        prompt = np.asarray(prompt_tokens, np.int64)
-        num_rows = len(prompt)
-        batch = _Batch(
-            prompt_ends=_ends(prompt),
-            cost_ends=_ends(prompt + np.asarray(max_new_tokens, np.int64)),
-            state=np.full(num_rows, _WAITING, np.uint8),
-            holder=np.zeros(num_rows, np.int64),
-            attempts=np.zeros(num_rows, np.int16),
-            strikes=np.zeros(num_rows, np.int16),
-            num_left=num_rows,
-        )
-        self._batches[batch_id] = batch
-        if num_rows:
-            self._waiting.append(Span(batch_id, 0, num_rows))
-            self._waiting_cost += int(batch.cost_ends[-1])
+        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, max_new_tokens)
+        if batch.num_left:
+            self._line.append(Span(batch_id, 0, batch.num_left))
+
+    def add_control(
+        self, batch_id: int, prompt_tokens: npt.ArrayLike, max_new_tokens: npt.ArrayLike, row: int
+    ) -> None:
+        """Queue one row of a batch of its own as the control, to run alone and next.
+
+        Args:
+            batch_id: unique among the batches in the queue.
+            prompt_tokens: of each row of the request table.
+            max_new_tokens: of each row of the request table.
+            row: that runs; the others are done.
+        """
+        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, max_new_tokens)
+        batch.close(np.delete(np.arange(batch.num_left), row))
+        self._control = Span(batch_id, row, row + 1)
+
+    def pick_control(self, place: float) -> bool:
+        """Make a row that waits unsuspected the control; return whether there is one.
+
+        Args:
+            place: of the row between 0, the head of the queue, and 1, the last row.
+        """
+        if self._line:
+            self._control = self._line.take_at(place)
+        return self._control is not None
+
+    def has_control(self) -> bool:
+        """Return whether a control row waits or runs."""
+        return self._control is not None or any(r.has_control for r in self._replicas.values())
 
     def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
         """Hand waiting rows to replicas that ask, the least loaded first.
@@ -111,19 +120,20 @@ class RowQueue:
         for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost, r)):
             replica = self._load(replica_id)
             if replica.num_rows == 0:
-                replica.is_testing = bool(self._suspects)
-                if replica.is_testing:
-                    grants[replica_id] = self._hand_out(replica_id, self._suspects.popleft())
+                replica.has_control = self._control is not None
+                alone = self._next_alone()
+                replica.is_testing = bool(alone)
+                if alone:
+                    grants[replica_id] = self._hand_out(replica_id, alone)
             if not replica.is_testing:
                 open_ids.append(replica_id)
-        level = self._waiting_cost + sum(self._load(r).cost for r in open_ids)
+        level = self._line.cost + sum(self._load(r).cost for r in open_ids)
         num_sharing = len(open_ids) + num_expected
         for replica_id in open_ids:
             quota = level // num_sharing - self._load(replica_id).cost
-            if not self._waiting or (quota <= 0 and num_expected):
+            if not self._line or (quota <= 0 and num_expected):
                 break
-            spans = self._cut(hungry[replica_id], quota)
-            self._waiting_cost -= sum(self._span_cost(s) for s in spans)
+            spans = self._line.cut(hungry[replica_id], quota)
             grants[replica_id] = self._hand_out(replica_id, spans)
         return grants
 
@@ -133,40 +143,45 @@ class RowQueue:
         index = np.asarray(rows, np.intp)
         if batch is None:
             return np.zeros(len(index), np.bool_)
-        is_held = (batch.state[index] == _HELD) & (batch.holder[index] == replica_id)
+        is_held = batch.is_held(replica_id, index)
         done = index[is_held]
-        batch.state[done] = _DONE
-        batch.num_left -= len(done)
-        self._unload(replica_id, batch, done)
-        return cast(npt.NDArray[np.bool_], is_held)
+        batch.close(done)
+        self._unload(replica_id, len(done), batch.cost(done))
+        return is_held
 
-    def lose(self, replica_id: int) -> list[PoisonRow]:
-        """Take all rows from a replica that died; return those that are given up.
+    def lose(self, replica_id: int) -> Loss:
+        """Take all rows from a replica that died.
 
         Complexity: O(rows in the queue).
         """
-        was_alone = self._load(replica_id).num_rows == 1
+        replica = self._replicas.pop(replica_id, _Replica())
+        was_alone = replica.num_rows == 1
         innocent: list[Span] = []
         suspects: list[Span] = []
         poison: list[PoisonRow] = []
+        num_struck = 0
         for batch_id, batch in self._batches.items():
-            rows = self._held_rows(replica_id, batch)
+            rows = batch.held_by(replica_id)
+            num_struck += len(rows)
             batch.strikes[rows] += 1
-            batch.state[rows] = _WAITING
-            is_suspect = batch.strikes[rows] >= min(_SUSPECT_STRIKES, self.max_row_crashes)
-            innocent += _spans(batch_id, rows[~is_suspect])
+            batch.reopen(rows)
+            is_suspect = self._is_suspect(batch, rows) | was_alone
+            innocent += spans_of(batch_id, rows[~is_suspect])
             for row in rows[is_suspect].tolist():
                 strikes = int(batch.strikes[row])
-                if was_alone and strikes >= self.max_row_crashes:
-                    batch.state[row] = _DONE
-                    batch.num_left -= 1
+                if was_alone and strikes >= self._max_row_crashes:
+                    batch.close(np.array([row], np.intp))
                     poison.append(PoisonRow(batch_id, row, strikes))
                 else:
                     suspects.append(Span(batch_id, row, row + 1))
-        self._replicas.pop(replica_id, None)
-        self._put_back(innocent)
+        self._line.put_back(innocent)
         self._suspects.extendleft(reversed(_halves(suspects)))
-        return poison
+        return Loss(
+            num_rows=replica.num_rows,
+            num_struck=num_struck,
+            poison=tuple(poison),
+            was_control=replica.has_control and num_struck > 0,
+        )
 
     def give_back(self, replica_id: int, spans: Iterable[Span]) -> None:
         """Take rows that a living replica has not started, without a strike."""
@@ -176,36 +191,58 @@ class RowQueue:
             if batch is None:
                 continue
             rows = np.arange(span.start, span.stop)
-            rows = rows[(batch.state[rows] == _HELD) & (batch.holder[rows] == replica_id)]
-            batch.state[rows] = _WAITING
+            rows = rows[batch.is_held(replica_id, rows)]
+            batch.reopen(rows)
             batch.attempts[rows] -= 1
-            self._unload(replica_id, batch, rows)
-            returned += _spans(span.batch_id, rows)
-        self._put_back(returned)
+            self._unload(replica_id, len(rows), batch.cost(rows))
+            is_suspect = self._is_suspect(batch, rows)
+            returned += spans_of(span.batch_id, rows[~is_suspect])
+            if is_suspect.any():
+                self._suspects.appendleft(tuple(spans_of(span.batch_id, rows[is_suspect])))
+        self._line.put_back(returned)
 
-    def drop(self, batch_id: int) -> None:
-        """Forget a row batch, whatever the state of its rows."""
-        batch = self._batches.pop(batch_id, None)
+    def drop(self, batch_id: int) -> list[int]:
+        """Forget a row batch, whatever the state of its rows.
+
+        Returns:
+            Replicas that run rows of it; these count as held until `note_aborted`.
+        """
+        batch = self._batches.get(batch_id)
         if batch is None:
-            return
-        for replica_id in np.unique(batch.holder[batch.state == _HELD]).tolist():
-            self._unload(replica_id, batch, self._held_rows(replica_id, batch))
-        dropped = [s for s in self._waiting if s.batch_id == batch_id]
-        self._waiting_cost -= sum(_cost_between(batch, s) for s in dropped)
-        self._waiting = deque(s for s in self._waiting if s.batch_id != batch_id)
+            return []
+        holders = batch.holders()
+        for replica_id in holders:
+            rows = batch.held_by(replica_id)
+            self._load(replica_id).aborting[batch_id] = (len(rows), batch.cost(rows))
+        self._line.remove_batch(batch_id)
         kept = (tuple(s for s in spans if s.batch_id != batch_id) for spans in self._suspects)
         self._suspects = deque(spans for spans in kept if spans)
+        if self._control is not None and self._control.batch_id == batch_id:
+            self._control = None
+        del self._batches[batch_id]
+        return holders
+
+    def note_aborted(self, replica_id: int, batch_id: int) -> None:
+        """Note that a replica runs no row of a dropped batch any more."""
+        if replica_id in self._replicas:
+            num_rows, cost = self._replicas[replica_id].aborting.pop(batch_id, (0, 0))
+            self._unload(replica_id, num_rows, cost)
 
     def is_done(self, batch_id: int) -> bool:
         """Return whether every row of the batch is finished or given up."""
         return self._batches[batch_id].num_left == 0
+
+    def rows_left(self, batch_id: int) -> npt.NDArray[np.intp]:
+        """Return the rows of the batch that are not done; none when it is not in the queue."""
+        batch = self._batches.get(batch_id)
+        return np.empty(0, np.intp) if batch is None else batch.left()
 
     def attempts(self, batch_id: int) -> npt.NDArray[np.int16]:
         """Return how often each row of the batch was handed out, int16 [rows]."""
         return self._batches[batch_id].attempts.copy()
 
     def num_held(self, replica_id: int) -> int:
-        """Return the number of rows that a replica holds."""
+        """Return the number of rows that a replica runs."""
         replica = self._replicas.get(replica_id)
         return replica.num_rows if replica is not None else 0
 
@@ -216,96 +253,44 @@ class RowQueue:
 
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
-        spans = [*self._waiting, *(s for group in self._suspects for s in group)]
-        return sum(s.stop - s.start for s in spans)
+        spans = [*self._line, *(s for group in self._suspects for s in group)]
+        return sum(s.stop - s.start for s in spans) + (self._control is not None)
 
     def has_waiting(self) -> bool:
         """Return whether any row waits for a replica."""
-        return bool(self._waiting or self._suspects)
+        return bool(self._line or self._suspects or self._control)
 
     def _load(self, replica_id: int) -> _Replica:
         return self._replicas.setdefault(replica_id, _Replica())
 
-    def _unload(self, replica_id: int, batch: _Batch, rows: npt.NDArray[np.intp]) -> None:
+    def _unload(self, replica_id: int, num_rows: int, cost: int) -> None:
         replica = self._load(replica_id)
-        replica.num_rows -= len(rows)
-        replica.cost -= batch.cost(rows)
+        replica.num_rows -= num_rows
+        replica.cost -= cost
+        replica.has_control &= replica.num_rows > 0
 
-    def _held_rows(self, replica_id: int, batch: _Batch) -> npt.NDArray[np.intp]:
-        return np.flatnonzero((batch.state == _HELD) & (batch.holder == replica_id))
+    def _is_suspect(self, batch: RowStates, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        limit = min(_SUSPECT_STRIKES, self._max_row_crashes)
+        return np.asarray(batch.strikes[rows] >= limit)
 
-    def _span_cost(self, span: Span) -> int:
-        return _cost_between(self._batches[span.batch_id], span)
-
-    def _put_back(self, spans: list[Span]) -> None:
-        self._waiting.extendleft(reversed(spans))
-        self._waiting_cost += sum(self._span_cost(s) for s in spans)
-
-    def _cut(self, room: Room, quota: int) -> list[Span]:
-        """Take spans from the head: at least one row, else within room and quota."""
-        spans: list[Span] = []
-        tokens, rows = room.tokens, room.rows
-        while self._waiting and (not spans or min(tokens, rows, quota) > 0):
-            head = self._waiting.popleft()
-            batch = self._batches[head.batch_id]
-            stop = min(
-                head.stop,
-                head.start + rows,
-                _reach(batch.prompt_ends, head.start, tokens),
-                _reach(batch.cost_ends, head.start, quota),
-            )
-            if stop <= head.start:
-                if spans:
-                    self._waiting.appendleft(head)
-                    break
-                stop = head.start + 1
-            taken = Span(head.batch_id, head.start, stop)
-            spans.append(taken)
-            if stop < head.stop:
-                self._waiting.appendleft(Span(head.batch_id, stop, head.stop))
-                break
-            rows -= stop - head.start
-            tokens -= int(batch.prompt_ends[stop] - batch.prompt_ends[head.start])
-            quota -= _cost_between(batch, taken)
-        return spans
+    def _next_alone(self) -> _Alone:
+        """Take what a replica without rows is to run alone; nothing when all else may run."""
+        if self._control is not None:
+            control, self._control = self._control, None
+            return (control,)
+        return self._suspects.popleft() if self._suspects else ()
 
     def _hand_out(self, replica_id: int, spans: Iterable[Span]) -> list[Span]:
         replica = self._load(replica_id)
         handed = list(spans)
         for span in handed:
             batch = self._batches[span.batch_id]
-            rows = slice(span.start, span.stop)
-            batch.state[rows] = _HELD
-            batch.holder[rows] = replica_id
-            batch.attempts[rows] += 1
+            batch.hold(replica_id, span.start, span.stop)
             replica.num_rows += span.stop - span.start
-            replica.cost += _cost_between(batch, span)
+            replica.cost += batch.cost_between(span.start, span.stop)
         return handed
 
 
-def _ends(values: _Int64s) -> _Int64s:
-    ends = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=ends[1:])
-    return ends
-
-
-def _reach(ends: _Int64s, start: int, budget: int) -> int:
-    """Return the largest stop whose sum from `start` stays within the budget."""
-    return int(np.searchsorted(ends, ends[start] + budget, side="right")) - 1
-
-
-def _cost_between(batch: _Batch, span: Span) -> int:
-    return int(batch.cost_ends[span.stop] - batch.cost_ends[span.start])
-
-
-def _spans(batch_id: int, rows: npt.NDArray[np.intp]) -> list[Span]:
-    """Return ascending rows as spans of neighbours."""
-    if not len(rows):
-        return []
-    pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-    return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
-
-
-def _halves(suspects: list[Span]) -> list[tuple[Span, ...]]:
+def _halves(suspects: list[Span]) -> list[_Alone]:
     middle = (len(suspects) + 1) // 2
     return [half for half in (tuple(suspects[:middle]), tuple(suspects[middle:])) if half]

@@ -46,6 +46,23 @@ class PoisonRow(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What the death of a replica cost.
+
+    Args:
+        num_rows: that it was running, those of dropped row batches included.
+        num_struck: of them, rows that somebody still waits for.
+        poison: rows that are given up.
+        was_control: it was running a control row, see `raybatch.actors.trials`.
+    """
+
+    num_rows: int
+    num_struck: int
+    poison: tuple[PoisonRow, ...] = ()
+    was_control: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
     """One row batch as a feeder hands it over.
 

@@ -54,6 +54,8 @@ class Replica:
         self._outbox = asyncio.Event()
         self._ran_dry = asyncio.Event()
         self._open: dict[int, _OpenBatch] = {}
+        # batches that were dropped since the last pull, whose answer may still carry their rows
+        self._dropped: set[int] = set()
         self._engine: EngineThread | None = None
 
     async def start(self, num_engines_on_host: int) -> str:
@@ -91,6 +93,8 @@ class Replica:
                 while (room := engine.room()) is None:
                     await self._news.wait()
                     self._news.clear()
+                # what was dropped before a pull is not in its answer
+                self._dropped.clear()
                 work = await coordinator.pull.remote(self._replica_id, room)
                 if work is None:
                     break
@@ -109,6 +113,14 @@ class Replica:
         for batch_id, _ in rows:
             self._close_row(batch_id)
         return rows
+
+    async def abort(self, batch_id: int) -> None:
+        """Drop the rows of a row batch, also those on their way; return when none runs."""
+        self._dropped.add(batch_id)
+        self._open.pop(batch_id, None)
+        if self._engine is not None:
+            first_id = batch_id << _ROW_BITS
+            await asyncio.wrap_future(self._engine.abort(first_id, first_id + _ROW_MASK))
 
     def _build(self, num_engines_on_host: int) -> Backend:
         spec = self._spec
@@ -137,7 +149,10 @@ class Replica:
                 # its feeder is gone, or the host that held the table
                 await coordinator.note_lost.remote(work.batch_id)
                 return
-            batch = self._open[work.batch_id] = _OpenBatch(RequestReader(table, samplings))
+            batch = _OpenBatch(RequestReader(table, samplings))
+        if work.batch_id in self._dropped:
+            return
+        self._open[work.batch_id] = batch
         first_id = work.batch_id << _ROW_BITS
         for span in work.spans:
             batch.num_rows += span.stop - span.start
@@ -178,7 +193,10 @@ class Replica:
         await coordinator.report.remote(self._replica_id, results, engine.stats())
 
     def _close_row(self, batch_id: int) -> None:
-        batch = self._open[batch_id]
+        batch = self._open.get(batch_id)
+        if batch is None:
+            # dropped while its row was on the way out
+            return
         batch.num_rows -= 1
         if not batch.num_rows:
             del self._open[batch_id]

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raybatch.errors import ConfigError
 from raybatch.types import Completion, FinishReason, Request, Sampling, TokenIds
@@ -212,6 +213,12 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
     """Return the distinct row indexes of a result batch, ascending."""
     return np.unique(_numpy(results.column("row"), np.dtype(np.int32)))
+
+
+def has_error(results: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Return which rows of a result batch carry an error."""
+    is_error = pc.not_equal(results.column("error"), "")
+    return cast(npt.NDArray[np.bool_], is_error.to_numpy(zero_copy_only=False))
 
 
 def _array(column: pa.ChunkedArray) -> pa.Array:

@@ -1,6 +1,6 @@
 """The protocol that every backend follows; small enough for a fake in tests."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
@@ -10,14 +10,19 @@ class Backend(Protocol):
     """One engine inside one replica; owned by one thread.
 
     Feedback flows only through `poll`, `stats` and `capacity`. A bad request comes back from
-    `poll` as a completion with an error; only a broken engine raises.
+    `poll` as completions with an error, one per sample; only a broken engine raises. The suite in
+    `tests/backends/test_contract.py` holds every backend to this.
     """
 
     def capacity(self) -> Capacity:
         """Return what the engine can hold; constant after the start."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests in this order; never blocks and never raises for a row."""
+        """Queue requests in this order; never blocks and never raises for a row.
+
+        Raises:
+            ValueError: a request id that is still in the backend.
+        """
 
     def poll(self) -> list[Completion]:
         """Run at most one engine step and return the samples that finished in it."""
@@ -28,8 +33,14 @@ class Backend(Protocol):
     def drain(self) -> list[Request]:
         """Give back the requests that have not started, last submitted last."""
 
-    def export(self, request_ids: Sequence[int]) -> list[SequenceState]:
-        """Take running sequences out of the engine as data."""
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Drop requests and free what they hold; no completion comes for them.
+
+        Ids that are not in the backend are ignored.
+        """
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+        """Take the unfinished sequences of these requests out as data, in order of arrival."""
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         """Go on with sequences that another engine exported."""

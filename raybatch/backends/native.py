@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,10 @@ class NativeBackend:
     def drain(self) -> list[Request]:
         return self._open().drain()
 
-    def export(self, request_ids: Sequence[int]) -> list[SequenceState]:
+    def abort(self, request_ids: Collection[int]) -> None:
+        self._open().abort(request_ids)
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         return self._open().export(request_ids)
 
     def restore(self, states: Sequence[SequenceState]) -> None:

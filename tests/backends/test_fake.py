@@ -66,7 +66,7 @@ def test_an_error_row_does_not_disturb_the_others():
 def test_a_prompt_beyond_the_context_is_an_error_row():
     backend = FakeBackend(FakeOptions(max_model_len=2))
     backend.submit([request(1, 1, 2)])
-    assert run(backend)[0].error.startswith("CapacityError")
+    assert run(backend)[0].error.startswith("PromptTooLong")
 
 
 def test_drain_gives_back_what_has_not_started():
