@@ -253,7 +253,7 @@ class RowQueue:
 
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
-        spans = [*self._line, *(s for group in self._suspects for s in group)]
+        spans: list[Span] = [*self._line, *(s for group in self._suspects for s in group)]
         return sum(s.stop - s.start for s in spans) + (self._control is not None)
 
     def has_waiting(self) -> bool:

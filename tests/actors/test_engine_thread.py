@@ -103,3 +103,39 @@ def test_a_fed_engine_does_not_ask(start):
     driver = start(max_num_seqs=1, step_s=0.05)
     driver.engine.submit([request(i, max_tokens=100) for i in range(64)])
     assert driver.engine.room() is None
+
+
+def test_aborted_rows_leave_nothing_behind(start):
+    driver = start(max_num_seqs=2, step_s=0.01)
+    driver.engine.submit([request(i, max_tokens=100_000, n=2) for i in range(10, 20)])
+    driver.engine.submit([request(30)])
+    driver.engine.abort(10, 19).result(10)
+    assert [c.request_id for c in driver.rows(1)] == [30]
+    driver.wait_until(lambda: driver.engine.stats().num_running == 0)
+    assert driver.engine.is_idle()
+    assert driver.engine.collect() == []
+
+
+def test_finished_rows_that_are_aborted_are_not_collected(start):
+    driver = start()
+    driver.engine.submit([request(1), request(2)])
+    driver.wait_until(driver.engine.is_idle)
+    driver.engine.abort(1, 1).result(10)
+    assert [c.request_id for c in driver.engine.collect()] == [2]
+
+
+def test_an_abort_makes_room(start):
+    driver = start(max_num_seqs=1, step_s=0.01)
+    driver.engine.submit([request(i, max_tokens=100_000) for i in range(64)])
+    assert driver.engine.room() is None
+    driver.news.clear()
+    driver.engine.abort(0, 63).result(10)
+    driver.wait_until(lambda: driver.engine.room() is not None)
+
+
+def test_a_call_that_was_cancelled_does_not_break_the_engine(start):
+    driver = start(step_s=0.01)
+    driver.engine.submit([request(1, max_tokens=5)])
+    driver.engine.give_back(5).cancel()
+    assert [c.request_id for c in driver.rows(1)] == [1]
+    assert driver.engine.failure() is None

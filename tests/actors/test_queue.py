@@ -144,7 +144,7 @@ def test_a_row_that_dies_alone_too_often_is_given_up():
     poison = []
     for replica_id in (1, 2, 3):
         queue.dispatch({replica_id: ROOMY})
-        poison += queue.lose(replica_id)
+        poison += queue.lose(replica_id).poison
     assert [PoisonRow(0, 0, 3)] == poison
     assert queue.is_done(0)
 
@@ -152,7 +152,7 @@ def test_a_row_that_dies_alone_too_often_is_given_up():
 def test_a_row_is_not_given_up_in_company():
     queue = queue_of(2, max_row_crashes=1)
     queue.dispatch({1: ROOMY})
-    assert queue.lose(1) == []
+    assert queue.lose(1).poison == ()
 
 
 def test_returned_rows_count_no_attempt_and_no_strike():
@@ -175,10 +175,126 @@ def test_rows_returned_by_a_dead_replica_are_not_queued_twice():
 def test_a_dropped_batch_leaves_nothing_behind():
     queue = queue_of(4, 4)
     queue.dispatch({1: Room(tokens=20, rows=2)})
-    queue.drop(0)
-    queue.drop(1)
+    assert [queue.drop(0), queue.drop(1)] == [[1], []]
+    queue.note_aborted(1, 0)
     assert [queue.num_waiting(), queue.num_held(1)] == [0, 0]
     assert queue.dispatch({1: ROOMY}) == {}
+
+
+def suspects_and_a_busy_replica():
+    """Replica 3 runs one row of batch 1; the two rows of batch 0 are suspects."""
+    queue = queue_of(2, 1)
+    queue.dispatch({1: Room(tokens=20, rows=2)})
+    queue.dispatch({3: ROOMY})
+    queue.lose(1)
+    queue.dispatch({2: ROOMY})
+    queue.lose(2)
+    return queue
+
+
+def test_a_replica_that_still_runs_dropped_rows_gets_no_suspects():
+    queue = suspects_and_a_busy_replica()
+    queue.drop(1)
+    assert queue.dispatch({3: ROOMY}) == {}
+
+
+def test_a_replica_that_confirmed_the_abort_gets_suspects():
+    queue = suspects_and_a_busy_replica()
+    queue.drop(1)
+    queue.note_aborted(3, 1)
+    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0)]
+
+
+def test_a_row_beside_dropped_rows_is_not_given_up():
+    queue = queue_of(1, 1, max_row_crashes=1)
+    queue.dispatch({1: ROOMY})
+    queue.drop(0)
+    assert queue.lose(1).poison == ()
+
+
+def test_dropped_rows_weigh_until_the_abort_is_confirmed():
+    queue = queue_of(4)
+    queue.dispatch({1: ROOMY})
+    queue.drop(0)
+    assert queue.num_held(1) == 4
+    queue.add(1, [10] * 4, [10] * 4)
+    assert {2: [Span(1, 0, 4)]} == queue.dispatch({1: ROOMY, 2: ROOMY})
+
+
+def test_results_and_returns_of_a_dropped_batch_change_nothing():
+    queue = queue_of(4)
+    queue.dispatch({1: ROOMY})
+    queue.drop(0)
+    assert queue.finish(1, 0, [0, 1]).tolist() == [False, False]
+    queue.give_back(1, [Span(0, 2, 4)])
+    assert [queue.num_held(1), queue.num_waiting()] == [4, 0]
+
+
+def test_a_confirmation_of_a_dead_replica_is_ignored():
+    queue = queue_of(4)
+    queue.dispatch({1: ROOMY})
+    queue.drop(0)
+    assert queue.lose(1).num_struck == 0
+    queue.note_aborted(1, 0)
+    assert queue.num_held(1) == 0
+
+
+def test_suspects_that_come_back_unstarted_stay_suspects():
+    queue = queue_of(2, 2)
+    for replica_id in (1, 2):
+        queue.dispatch({replica_id: Room(tokens=20, rows=2)})
+        queue.lose(replica_id)
+    queue.dispatch({3: ROOMY})
+    queue.give_back(3, [Span(0, 0, 1)])
+    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0)]
+
+
+def test_a_control_runs_alone_before_all_others():
+    queue = queue_of(6)
+    assert queue.pick_control(0.5)
+    assert held_rows(queue.dispatch({1: ROOMY})[1]) == [(0, 2)]
+    assert queue.is_testing(1)
+    assert queue.dispatch({1: ROOMY}) == {}
+
+
+@pytest.mark.parametrize(("place", "row"), [(0.0, (0, 0)), (0.7, (1, 1)), (1.0, (1, 2))])
+def test_a_control_comes_from_its_place_in_the_queue(place, row):
+    queue = queue_of(2, 3)
+    queue.pick_control(place)
+    assert held_rows(queue.dispatch({1: ROOMY})[1]) == [row]
+    rest = held_rows(queue.dispatch({2: ROOMY})[2])
+    assert sorted([row, *rest]) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
+def test_a_control_of_its_own_batch_runs_one_row():
+    queue = queue_of(3)
+    queue.add_control(7, [10] * 5, [10] * 5, 4)
+    assert {1: [Span(7, 4, 5)]} == queue.dispatch({1: ROOMY})
+    assert queue.finish(1, 7, [4]).all()
+    assert [queue.has_control(), queue.is_done(7)] == [False, True]
+
+
+def test_the_death_with_a_control_is_told():
+    queue = queue_of(3)
+    queue.pick_control(1.0)
+    queue.dispatch({1: ROOMY})
+    queue.dispatch({2: ROOMY})
+    assert [queue.lose(2).was_control, queue.lose(1).was_control] == [False, True]
+
+
+def test_a_control_of_a_dropped_batch_is_gone():
+    queue = queue_of(3)
+    queue.pick_control(1.0)
+    queue.drop(0)
+    assert [queue.has_control(), queue.num_waiting()] == [False, 0]
+
+
+def test_a_row_that_died_alone_once_stays_alone():
+    queue = queue_of(3)
+    queue.pick_control(1.0)
+    queue.dispatch({1: ROOMY})
+    queue.lose(1)
+    assert held_rows(queue.dispatch({2: ROOMY})[2]) == [(0, 2)]
 
 
 def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
@@ -189,7 +305,7 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
         while grants := queue.dispatch({replica_id: ROOMY}):
             rows = held_rows(grants[replica_id])
             if (0, 77) in rows:
-                poison += queue.lose(replica_id)
+                poison += queue.lose(replica_id).poison
                 num_deaths += 1
                 break
             queue.finish(replica_id, 0, [row for _, row in rows])
@@ -214,7 +330,7 @@ def test_random_deaths_never_lose_or_double_a_row(history):
     held: dict[int, list[tuple[int, int]]] = {1: [], 2: [], 3: []}
 
     def die(replica_id):
-        for batch_id, row, _ in queue.lose(replica_id):
+        for batch_id, row, _ in queue.lose(replica_id).poison:
             outcomes[batch_id, row] = outcomes.get((batch_id, row), 0) + 1
         held[max(held) + 1] = []
         del held[replica_id]

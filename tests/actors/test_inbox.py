@@ -1,0 +1,79 @@
+"""Row batches between feeders and the queue: cancelled, dropped, failed."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from raybatch.actors.inbox import Inbox
+from raybatch.actors.queue import RowQueue
+from raybatch.actors.records import Room, Submission
+from raybatch.actors.wire import encode_completions
+from raybatch.types import Completion
+
+
+def submission(num_rows, token="t"):
+    return Submission(
+        token=token,
+        client="c",
+        refs=[],
+        prompt_tokens=np.ones(num_rows, np.int32),
+        max_new_tokens=np.full(num_rows, 2, np.int64),
+    )
+
+
+@pytest.fixture
+def told():
+    """Pairs of a replica and a batch that it is to abort."""
+    return []
+
+
+@pytest.fixture
+def inbox(told):
+    return Inbox(RowQueue(3), on_drop=lambda *args: told.append(args))
+
+
+def test_a_cancelled_batch_is_not_opened_when_it_arrives_late(inbox):
+    inbox.cancel("t")
+    assert inbox.add(submission(3)) is None
+    assert (len(inbox), inbox.queue.num_waiting()) == (0, 0)
+    assert inbox.add(submission(3, "other")) is not None
+
+
+def test_only_so_many_cancelled_tokens_are_remembered(inbox):
+    for i in range(10_001):
+        inbox.cancel(str(i))
+    assert inbox.add(submission(1, "0")) is not None
+    assert inbox.add(submission(1, "1")) is None
+
+
+def test_a_dropped_batch_is_told_to_the_replicas_that_run_it(inbox, told):
+    batch = inbox.add(submission(10))
+    inbox.queue.dispatch({1: Room(tokens=2, rows=2), 2: Room(tokens=2, rows=2)})
+    inbox.drop(batch)
+    assert told == [(1, batch.batch_id), (2, batch.batch_id)]
+
+
+def test_a_failed_pool_takes_its_rows_out_and_answers_with_the_cause(inbox, told):
+    batch = inbox.add(submission(10))
+    inbox.queue.dispatch({1: Room(tokens=2, rows=2)})
+    inbox.fail(4, "it broke")
+    assert (told, inbox.queue.num_waiting()) == ([(1, batch.batch_id)], 0)
+    answer = asyncio.run(inbox.answer(batch, 1.0))
+    assert (answer.status, answer.rank, answer.cause) == ("failed", 4, "it broke")
+
+
+def test_results_of_a_dropped_batch_are_not_kept(inbox):
+    batch = inbox.add(submission(2))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    inbox.drop(batch)
+    results = encode_completions([0], [Completion(request_id=0)])
+    assert inbox.take(1, batch.batch_id, results) == 0
+    assert inbox.num_results() == 0
+
+
+def test_a_dropped_batch_leaves_the_counters_of_its_client(inbox):
+    inbox.drop(inbox.add(submission(5)))
+    counters = inbox.clients["c"]
+    received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
+    assert received == (0, 0, 0)

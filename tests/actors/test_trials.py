@@ -1,0 +1,191 @@
+"""A broken engine and rows that break engines are told apart; deaths are simulated, no Ray."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from raybatch.actors.inbox import Inbox
+from raybatch.actors.queue import RowQueue
+from raybatch.actors.records import Room, Submission
+from raybatch.actors.wire import combine_results, decode_completions, encode_completions
+from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
+from raybatch.types import Request, Sampling
+
+POISON = 999
+SAMPLING = Sampling(max_tokens=2)
+
+
+def submission(prompts, token="t"):
+    num_rows = len(prompts)
+    return Submission(
+        token=token,
+        client="c",
+        refs=[prompts],
+        prompt_tokens=np.ones(num_rows, np.int32),
+        max_new_tokens=np.full(num_rows, 2, np.int64),
+    )
+
+
+class Pool:
+    """The coordinator's decisions around fake backends that die by an exception."""
+
+    def __init__(self, *, num_replicas=1, max_row_crashes=1, **options):
+        self.queue = RowQueue(max_row_crashes)
+        self.inbox = Inbox(self.queue, on_drop=lambda replica_id, batch_id: None)
+        self.num_deaths = 0
+        self.verdict = ""
+        self._options = FakeOptions(raise_on=POISON, max_num_seqs=64, **options)
+        self._ids = itertools.count(1)
+        self._backends = {}
+        for _ in range(num_replicas):
+            self._start()
+
+    def run(self, batch):
+        """Work until the batch is done or the engine is found broken."""
+        for _ in range(5000):
+            if batch.done.is_set() or self.verdict:
+                return
+            self._fill()
+            for replica_id, backend in list(self._backends.items()):
+                self._step(replica_id, backend)
+        raise AssertionError("the pool makes no progress")
+
+    def _start(self):
+        self._backends[next(self._ids)] = FakeBackend(self._options)
+
+    def _fill(self):
+        # as many as run at once, whether or not some run already
+        hungry = {replica_id: Room(tokens=64, rows=64) for replica_id in self._backends}
+        for replica_id, spans in self.queue.dispatch(hungry).items():
+            requests = [
+                Request(
+                    request_id=batch_id << 32 | row,
+                    row_id=str(row),
+                    prompt_token_ids=self.inbox.refs(batch_id)[0][row],
+                    sampling=SAMPLING,
+                    seed=row,
+                )
+                for batch_id, start, stop in spans
+                for row in range(start, stop)
+            ]
+            self._backends[replica_id].submit(requests)
+
+    def _step(self, replica_id, backend):
+        try:
+            completions = backend.poll()
+        except RuntimeError:
+            del self._backends[replica_id]
+            self.num_deaths += 1
+            self.verdict = self.verdict or self.inbox.note_loss(self.queue.lose(replica_id))
+            self._start()
+            return
+        for completion in completions:
+            row = completion.request_id & 0xFFFFFFFF
+            results = encode_completions([row], [completion])
+            self.inbox.take(replica_id, completion.request_id >> 32, results)
+
+
+def prompts_of(num_rows, poison=()):
+    return [np.array([POISON if row in poison else row % 97], np.int32) for row in range(num_rows)]
+
+
+def answers(pool, batch):
+    table = combine_results(batch.results, pool.queue.attempts(batch.batch_id))
+    return decode_completions(table)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("max_row_crashes", [1, 2])
+@pytest.mark.parametrize("first", [0, 150, 300], ids=["head", "middle", "end"])
+def test_a_hundred_neighbouring_poison_rows_cost_only_themselves(
+    first, max_row_crashes, num_replicas
+):
+    poison = set(range(first, first + 100))
+    prompts = prompts_of(400, poison)
+    pool = Pool(num_replicas=num_replicas, max_row_crashes=max_row_crashes)
+    batch = pool.inbox.add(submission(prompts))
+    pool.run(batch)
+    assert pool.verdict == ""
+    expected = [
+        [] if row in poison else fake_tokens(prompts[row], row, SAMPLING).tolist()
+        for row in range(400)
+    ]
+    done = answers(pool, batch)
+    assert expected == [c.token_ids.tolist() for c in done]
+    assert poison == {c.request_id for c in done if c.error.startswith("ReplicaCrash")}
+
+
+def test_a_batch_of_poison_alone_after_good_ones_becomes_error_rows():
+    pool = Pool()
+    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    pool.run(first)
+    pool.inbox.drop(first)
+    second = pool.inbox.add(submission(prompts_of(40, set(range(40))), "b"))
+    pool.run(second)
+    assert pool.verdict == ""
+    assert len([c for c in answers(pool, second) if c.error]) == 40
+
+
+def test_one_row_that_is_poison_is_an_error_row_also_as_the_first():
+    pool = Pool(max_row_crashes=3)
+    batch = pool.inbox.add(submission(prompts_of(1, {0})))
+    pool.run(batch)
+    assert (pool.verdict, pool.num_deaths) == ("", 3)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+@pytest.mark.parametrize("max_row_crashes", [1, 3])
+def test_an_engine_that_dies_on_every_row_is_found_broken_soon(max_row_crashes, num_replicas):
+    pool = Pool(num_replicas=num_replicas, max_row_crashes=max_row_crashes)
+    batch = pool.inbox.add(submission(prompts_of(400, set(range(400)))))
+    pool.run(batch)
+    assert "ran nothing but a row from another place" in pool.verdict
+    assert pool.num_deaths <= 2 + 3 * num_replicas + num_replicas
+
+
+def test_an_engine_that_breaks_later_dies_on_a_row_that_had_finished():
+    pool = Pool(max_row_crashes=3)
+    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    pool.run(first)
+    pool.inbox.drop(first)
+    # the same table, with every row ending its replica from here on
+    for prompt in first.submission.refs[0]:
+        prompt[:] = POISON
+    batch = pool.inbox.add(submission(prompts_of(100, set(range(100))), "b"))
+    pool.run(batch)
+    assert "a row that had finished before" in pool.verdict
+    assert pool.num_deaths == 2 + 3
+
+
+def test_a_first_batch_of_poison_alone_is_taken_for_a_broken_engine():
+    pool = Pool(max_row_crashes=1)
+    batch = pool.inbox.add(submission(prompts_of(60, set(range(60)))))
+    pool.run(batch)
+    assert pool.verdict
+    assert pool.num_deaths <= 20
+
+
+def test_rows_with_an_error_do_not_vouch_for_the_engine():
+    pool = Pool(max_row_crashes=3, error_on=5)
+    # the first row ends with an error before any death, all others end their replicas
+    batch = pool.inbox.add(submission([np.array([5], np.int32), *prompts_of(99, set(range(99)))]))
+    pool.run(batch)
+    assert "a row from another place" in pool.verdict
+
+
+def test_a_control_whose_table_is_gone_is_forgotten():
+    pool = Pool()
+    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    pool.run(first)
+    pool.inbox.drop(first)
+    pool.inbox.add(submission(prompts_of(20, set(range(20))), "b"))
+    for replica_id in (50, 51):
+        pool.queue.dispatch({replica_id: Room(tokens=64, rows=64)})
+        pool.inbox.note_loss(pool.queue.lose(replica_id))
+    grants = pool.queue.dispatch({52: Room(tokens=64, rows=64)})
+    control = grants[52][0].batch_id
+    assert pool.inbox.refs(control) == first.submission.refs
+    pool.inbox.lose_table(control)
+    pool.queue.note_aborted(52, control)
+    assert (pool.inbox.refs(control), pool.queue.has_control()) == (None, False)
