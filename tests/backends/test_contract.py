@@ -1,0 +1,332 @@
+"""What every backend owes to the pool: the same facts for the fake and for the native engine."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.backends.create import create_backend
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
+from raybatch.types import Request, Sampling
+from tests.engine.tiny_models import build
+
+MAX_NUM_SEQS = 4
+MAX_MODEL_LEN = 40
+VOCAB_SIZE = 211
+# the native engine gets NaN for it, the fake is told to fail
+BAD_TOKEN = 210
+NUM_PROMPTS = 200
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    model = build("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BAD_TOKEN] = float("nan")
+        # so that the model hardly says it by itself
+        model.get_output_embeddings().weight[BAD_TOKEN] = 0.0
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(params=["fake", "native"])
+def make(request, tmp_path, monkeypatch):
+    """Makes equal backends of one kind, each with room for four sequences."""
+    if request.param == "fake":
+        options = {
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_model_len": MAX_MODEL_LEN,
+            "error_on": BAD_TOKEN,
+        }
+        config = BackendConfig(kind="fake", options=options)
+        return lambda: create_backend("none", config, EngineConfig())
+    path = request.getfixturevalue("checkpoint")
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+    token_bytes = kv_bytes_per_token(read_model_spec(path), torch.float32)
+    engine = EngineConfig(
+        block_size_tokens=4,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=MAX_NUM_SEQS * MAX_MODEL_LEN * token_bytes,
+        max_batched_tokens=256,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    return lambda: create_backend(str(path), BackendConfig(), engine)
+
+
+@pytest.fixture
+def backend(make):
+    made = make()
+    yield made
+    made.close()
+
+
+def request(request_id, prompt=None, **sampling):
+    tokens = prompt if prompt is not None else [1 + request_id % NUM_PROMPTS, 7, 9]
+    return Request(
+        request_id=request_id,
+        row_id=str(request_id),
+        prompt_token_ids=np.array(tokens, np.int32),
+        sampling=Sampling(**({"max_tokens": 6} | sampling)),
+        seed=request_id,
+    )
+
+
+def run(backend):
+    """All completions to come by (request, sample); fails when one comes twice."""
+    done = {}
+    for _ in range(500):
+        if not backend.num_unfinished():
+            return done
+        for completion in backend.poll():
+            key = (completion.request_id, completion.sample_idx)
+            assert key not in done
+            done[key] = completion
+    raise AssertionError("the backend makes no progress")
+
+
+def tokens_of(done):
+    return {key: completion.token_ids.tolist() for key, completion in done.items()}
+
+
+def alone(make, *requests):
+    """Tokens of requests that run without other company."""
+    backend = make()
+    backend.submit(requests)
+    return tokens_of(run(backend))
+
+
+def test_every_row_comes_out_once_and_in_any_company_the_same(make, backend):
+    requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(10)]
+    backend.submit(requests[:7])
+    done = {(c.request_id, c.sample_idx): c for c in backend.poll()}
+    backend.submit(requests[7:])
+    done |= run(backend)
+    expected = {}
+    for item in requests:
+        expected |= alone(make, item)
+    assert expected == tokens_of(done)
+    assert set(done) == {(r.request_id, i) for r in requests for i in range(r.sampling.n)}
+
+
+def test_an_idle_backend_has_nothing_to_say(backend):
+    assert (backend.poll(), backend.num_unfinished(), backend.drain()) == ([], 0, [])
+
+
+def test_a_request_counts_as_unfinished_until_its_last_sample(backend):
+    backend.submit([request(1, n=3, max_tokens=1), request(2, max_tokens=3)])
+    counts = [backend.num_unfinished()]
+    while backend.num_unfinished():
+        backend.poll()
+        counts.append(backend.num_unfinished())
+    assert list(dict.fromkeys(counts)) == [2, 1, 0]
+
+
+def test_a_request_id_that_is_still_in_the_backend_is_refused(backend):
+    backend.submit([request(1)])
+    with pytest.raises(ValueError, match="request 1 is already"):
+        backend.submit([request(1)])
+
+
+def test_an_id_may_come_again_when_it_is_done(make, backend):
+    backend.submit([request(1)])
+    first = tokens_of(run(backend))
+    backend.submit([request(1)])
+    assert first == tokens_of(run(backend))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_a_sequence_ends_by_length_at_max_tokens(backend, max_tokens):
+    backend.submit([request(1, max_tokens=max_tokens)])
+    completion = run(backend)[1, 0]
+    ends = (len(completion.token_ids), completion.finish_reason, completion.stop_reason)
+    assert ends == (max_tokens, "length", None)
+
+
+def test_a_sequence_ends_by_length_at_the_context(backend):
+    prompt = list(range(1, MAX_MODEL_LEN - 4))
+    backend.submit([request(1, prompt, max_tokens=100)])
+    completion = run(backend)[1, 0]
+    assert (len(prompt) + len(completion.token_ids), completion.finish_reason) == (
+        MAX_MODEL_LEN,
+        "length",
+    )
+
+
+def test_a_stop_token_ends_a_sequence_and_is_kept(make, backend):
+    tokens = alone(make, request(1, max_tokens=12))[1, 0]
+    position = next(i for i in range(1, 12) if tokens[i] not in tokens[:i])
+    backend.submit([request(1, max_tokens=12, stop_token_ids=(tokens[position],))])
+    completion = run(backend)[1, 0]
+    assert completion.token_ids.tolist() == tokens[: position + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[position])
+
+
+def test_a_stop_token_does_not_count_before_min_tokens(make, backend):
+    tokens = alone(make, request(1, max_tokens=12))[1, 0]
+    backend.submit([request(1, max_tokens=12, min_tokens=12, stop_token_ids=(tokens[0],))])
+    completion = run(backend)[1, 0]
+    # with min_tokens a sampler may avoid the stop token, so only the length is common
+    assert len(completion.token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ([], "EmptyPrompt: "),
+        ([-1, 2], "BadTokenId: "),
+        (list(range(1, MAX_MODEL_LEN + 1)), "PromptTooLong: "),
+        ([5, BAD_TOKEN], ""),
+    ],
+    ids=["empty", "negative", "too-long", "bad-in-the-model"],
+)
+def test_a_bad_row_is_an_error_for_each_sample_and_harms_no_other(make, backend, prompt, error):
+    good = [request(i) for i in (1, 3)]
+    backend.submit([good[0], request(2, prompt, n=2), good[1]])
+    done = run(backend)
+    assert alone(make, good[0]) | alone(make, good[1]) == {
+        key: tokens for key, tokens in tokens_of(done).items() if key[0] != 2
+    }
+    bad = [done[2, 0], done[2, 1]]
+    assert ["error", "error"] == [c.finish_reason for c in bad]
+    assert all(c.error.startswith(error) and ": " in c.error for c in bad)
+
+
+def test_rows_that_have_not_started_are_given_back_in_order(backend):
+    backend.submit([request(i) for i in range(7)])
+    backend.poll()
+    assert [r.request_id for r in backend.drain()] == [4, 5, 6]
+    assert backend.num_unfinished() == 4
+    assert {i for i, _ in run(backend)} == {0, 1, 2, 3}
+
+
+def test_a_row_of_which_a_sample_has_started_is_not_given_back(backend):
+    backend.submit([request(i, n=3) for i in range(3)])
+    backend.poll()
+    assert [r.request_id for r in backend.drain()] == [2]
+
+
+def test_rows_given_back_run_elsewhere_with_the_same_tokens(make, backend):
+    requests = [request(i, temperature=0.9) for i in range(7)]
+    backend.submit(requests)
+    backend.poll()
+    other = make()
+    other.submit(backend.drain())
+    assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3], ids=["before", "in-prefill", "in-decode"])
+def test_aborted_rows_never_come_out_and_harm_no_other(make, backend, num_steps):
+    requests = [request(i, n=1 + i % 2) for i in range(8)]
+    backend.submit(requests)
+    for _ in range(num_steps):
+        assert backend.poll() == []
+    backend.abort([0, 3, 7])
+    kept = [r for r in requests if r.request_id not in (0, 3, 7)]
+    assert backend.num_unfinished() == len(kept)
+    assert alone(make, *kept) == tokens_of(run(backend))
+
+
+def test_an_abort_frees_everything(backend):
+    backend.submit([request(i, n=2) for i in range(5)])
+    backend.poll()
+    assert backend.stats().kv_used_fraction > 0
+    backend.abort(range(5))
+    stats = backend.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_used_fraction) == (0, 0, 0.0)
+    assert (backend.num_unfinished(), backend.poll()) == (0, [])
+
+
+def test_an_aborted_id_may_come_again(make, backend):
+    backend.submit([request(1)])
+    backend.poll()
+    backend.abort([1])
+    backend.submit([request(1)])
+    assert alone(make, request(1)) == tokens_of(run(backend))
+
+
+def test_an_abort_of_a_row_with_samples_that_finished_drops_the_rest(backend):
+    stops = tuple(range(1, VOCAB_SIZE, 2))
+    backend.submit([request(1, n=4, temperature=1.5, max_tokens=20, stop_token_ids=stops)])
+    while not backend.poll():
+        pass
+    backend.abort([1])
+    assert (backend.num_unfinished(), backend.poll()) == (0, [])
+
+
+def test_an_abort_takes_an_error_back_that_was_not_told(backend):
+    backend.submit([request(1, []), request(2)])
+    backend.abort([1])
+    assert set(run(backend)) == {(2, 0)}
+
+
+def test_unknown_ids_are_ignored_by_an_abort(backend):
+    backend.submit([request(1)])
+    backend.abort([5])
+    assert set(run(backend)) == {(1, 0)}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, num_steps):
+    requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(6)]
+    backend.submit(requests)
+    for _ in range(num_steps):
+        backend.poll()
+    states = backend.export([1, 4])
+    keys = [(state.request.request_id, state.sample_idx) for state in states]
+    assert keys == [(1, 0), (1, 1), (4, 0)]
+    other = make()
+    other.restore(states)
+    assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
+
+
+def test_restored_rows_are_not_given_back(make, backend):
+    backend.submit([request(1)])
+    backend.poll()
+    other = make()
+    other.restore(backend.export([1]))
+    assert (other.drain(), other.num_unfinished()) == ([], 1)
+
+
+def test_counters_add_up(backend):
+    requests = [request(i, max_tokens=1 + i) for i in range(6)]
+    backend.submit(requests)
+    done = run(backend)
+    stats = backend.stats()
+    assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
+    assert stats.num_generated_tokens == sum(len(c.token_ids) for c in done.values()) == 21
+    assert (stats.num_running, stats.num_waiting, stats.kv_used_fraction) == (0, 0, 0.0)
+    assert stats.num_steps > 0
+    assert stats.engine_s > 0
+
+
+def test_running_and_waiting_sequences_are_counted(backend):
+    backend.submit([request(i, n=2) for i in range(4)])
+    before = backend.stats()
+    backend.poll()
+    after = backend.stats()
+    assert (before.num_running, before.num_waiting) == (0, 8)
+    assert (after.num_running, after.num_waiting) == (MAX_NUM_SEQS, 8 - MAX_NUM_SEQS)
+
+
+def test_a_poll_with_nothing_to_run_is_no_step(backend):
+    backend.submit([request(1, [])])
+    assert [c.finish_reason for c in backend.poll()] == ["error"]
+    assert backend.stats().num_steps == 0
+
+
+def test_capacity_names_the_limits(backend):
+    capacity = backend.capacity()
+    assert (capacity.max_num_seqs, capacity.max_model_len) == (MAX_NUM_SEQS, MAX_MODEL_LEN)
+    assert capacity.kv_tokens >= MAX_MODEL_LEN
+
+
+def test_samples_of_one_row_differ(backend):
+    backend.submit([request(1, n=3, temperature=1.5, max_tokens=10)])
+    pairs = itertools.combinations(tokens_of(run(backend)).values(), 2)
+    assert all(a != b for a, b in pairs)
