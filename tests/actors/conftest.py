@@ -1,4 +1,4 @@
-"""One small local Ray cluster for all tests of the actors."""
+"""One small local Ray cluster for all tests of the actors, and pools on it."""
 
 import os
 
@@ -6,6 +6,7 @@ import pytest
 import ray
 
 from raybatch.actors.pool import release_pools
+from tests.actors.pools import handle_of
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,23 @@ def ray_cluster():
     release_pools()
     ray.shutdown()
     del os.environ["RAY_worker_niceness"]  # noqa: SIM112
+
+
+@pytest.fixture
+def shared():
+    """The pool without options; warm for all tests that need no other."""
+    return handle_of()
+
+
+@pytest.fixture
+def own():
+    """Makes a pool that ends with its test."""
+    handles = []
+
+    def make(**options):
+        handles.append(handle_of(**options))
+        return handles[-1]
+
+    yield make
+    for handle in handles:
+        handle.shutdown()

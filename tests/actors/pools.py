@@ -1,0 +1,93 @@
+"""Small pools of fake engines, and what their tests share."""
+
+import threading
+import time
+
+import numpy as np
+import ray
+
+from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.wire import decode_completions, request_table
+from raybatch.backends.fake import fake_tokens
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.types import Sampling
+
+SAMPLING = Sampling(max_tokens=4)
+POISON = 999
+
+
+def handle_of(*, pool=None, **options):
+    return PoolHandle(
+        PoolSpec(
+            model="none",
+            backend=BackendConfig(kind="fake", options=options),
+            engine=EngineConfig(max_batched_tokens=64),
+            pool=PoolConfig(**({"replicas": 2} | (pool or {}))),
+        )
+    )
+
+
+def prompts_of(num_rows, **special):
+    prompts = [np.array([i % 97, i % 11, 1], np.int32) for i in range(num_rows)]
+    for row in special.get("poison", ()):
+        prompts[row] = np.array([POISON], np.int32)
+    return prompts
+
+
+def table_of(prompts):
+    seeds = np.arange(len(prompts), dtype=np.uint64)
+    return request_table([str(i) for i in range(len(prompts))], prompts, seeds=seeds)
+
+
+def expected_tokens(prompts):
+    return [fake_tokens(p, i, SAMPLING).tolist() for i, p in enumerate(prompts)]
+
+
+def tokens_of(results):
+    return [c.token_ids.tolist() for c in decode_completions(results)]
+
+
+def wait_until(is_there, timeout_s=90.0):
+    deadline = time.monotonic() + timeout_s
+    while not is_there():
+        if time.monotonic() > deadline:
+            raise TimeoutError("what the test waits for does not happen")
+        time.sleep(0.02)
+
+
+class Background:
+    """One `generate_sync` in a thread."""
+
+    def __init__(self, handle, prompts, client="default"):
+        self.results = None
+        self.error = None
+        self._args = (handle, prompts, client)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        handle, prompts, client = self._args
+        try:
+            self.results = handle.generate_sync(table_of(prompts), (SAMPLING,), client=client)
+        except Exception as error:
+            self.error = error
+
+    def join(self):
+        self._thread.join(60)
+        if self.error is not None:
+            raise self.error
+        return self.results
+
+
+def make_feeder(handle):
+    """Return an actor that asks the pool; defined here so that it travels by value."""
+
+    @ray.remote(num_cpus=0.1)
+    class Feeder:
+        def __init__(self, handle):
+            self._handle = handle
+
+        def run(self, table, sampling):
+            return self._handle.generate_sync(table, (sampling,)).num_rows
+
+    return Feeder.remote(handle)
