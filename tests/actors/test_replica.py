@@ -1,0 +1,128 @@
+"""The actor's class in this process, with a coordinator that says what the test wants."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from raybatch.actors.pool import PoolSpec
+from raybatch.actors.records import Assignment, Span
+from raybatch.actors.replica import Replica
+from raybatch.actors.wire import request_table
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.types import Sampling
+
+TIMEOUT_S = 20
+
+
+class Method:
+    """Looks like a method of a Ray actor."""
+
+    def __init__(self, call):
+        self.remote = call
+
+
+class ScriptedCoordinator:
+    """Answers pulls with what the test puts in; keeps the batch ids of reported rows."""
+
+    def __init__(self):
+        self.answers = asyncio.Queue()
+        self.asked = asyncio.Semaphore(0)
+        self.reported = asyncio.Queue()
+        self.pull = Method(self._pull)
+        self.report = Method(self._report)
+
+    async def _pull(self, replica_id, room):
+        self.asked.release()
+        return await self.answers.get()
+
+    async def _report(self, replica_id, results, stats):
+        for batch_id, _ in results:
+            await self.reported.put(batch_id)
+
+
+async def table(num_rows):
+    rows = [str(row) for row in range(num_rows)]
+    prompts = [np.array([row + 1], np.int32) for row in range(num_rows)]
+    return request_table(rows, prompts), (Sampling(max_tokens=3),)
+
+
+def work(batch_id, ref=None):
+    refs = [table(2) if ref is None else ref]
+    return Assignment(batch_id=batch_id, refs=refs, spans=(Span(batch_id, 0, 2),))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a test's coroutine with a replica that has asked for work."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    spec = PoolSpec(
+        model="none",
+        backend=BackendConfig(kind="fake"),
+        engine=EngineConfig(max_batched_tokens=64),
+        pool=PoolConfig(replicas=1),
+    )
+
+    async def drive(scene):
+        coordinator, replica = ScriptedCoordinator(), Replica(spec, 1)
+        assert await replica.start(1) == ""
+        running = asyncio.create_task(replica.run(coordinator))
+        async with asyncio.timeout(TIMEOUT_S):
+            await coordinator.asked.acquire()
+            result = await scene(replica, coordinator)
+            await coordinator.answers.put(None)
+            await running
+        return result
+
+    return lambda scene: asyncio.run(drive(scene))
+
+
+def test_rows_that_were_dropped_on_their_way_do_not_run(run):
+    async def scene(replica, coordinator):
+        await replica.abort(7)
+        dropped = work(7, table(2))
+        await coordinator.answers.put([dropped, work(8)])
+        first = await coordinator.reported.get()
+        return first, replica._engine.is_idle(), coordinator.reported.empty()
+
+    assert run(scene) == (8, True, True)
+
+
+def test_rows_that_were_dropped_while_their_table_came_do_not_run(run):
+    async def scene(replica, coordinator):
+        arrives, is_awaited = asyncio.Event(), asyncio.Event()
+
+        async def late_table():
+            is_awaited.set()
+            await arrives.wait()
+            return await table(2)
+
+        await coordinator.answers.put([work(7, late_table()), work(8)])
+        await is_awaited.wait()
+        await replica.abort(7)
+        arrives.set()
+        first = await coordinator.reported.get()
+        return first, replica._engine.is_idle(), coordinator.reported.empty()
+
+    assert run(scene) == (8, True, True)
+
+
+def test_a_replica_goes_on_after_an_abort(run):
+    async def scene(replica, coordinator):
+        await coordinator.answers.put([work(7)])
+        await coordinator.asked.acquire()
+        await replica.abort(7)
+        await coordinator.answers.put([work(8)])
+        while (batch_id := await coordinator.reported.get()) == 7:
+            pass
+        return batch_id
+
+    assert run(scene) == 8
+
+
+def test_an_abort_of_rows_that_are_not_here_is_confirmed(run):
+    async def scene(replica, coordinator):
+        await replica.abort(7)
+        return replica._engine.is_idle()
+
+    assert run(scene)
