@@ -16,29 +16,18 @@ more: a replica that looks empty is empty, and a row that dies alone was alone.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.actors.records import Loss, PoisonRow, Room, Span
+from raybatch.actors.replica_load import ReplicaLoad
 from raybatch.actors.row_states import RowStates, spans_of
 from raybatch.actors.waiting_line import WaitingLine
 
 _SUSPECT_STRIKES = 2
 
 _Alone = tuple[Span, ...]
-
-
-@dataclass(slots=True)
-class _Replica:
-    """What a replica runs; `aborting` has rows and cost of dropped batches, part of the sums."""
-
-    num_rows: int = 0
-    cost: int = 0
-    is_testing: bool = False
-    has_control: bool = False
-    aborting: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class RowQueue:
@@ -54,7 +43,7 @@ class RowQueue:
     def __init__(self, max_row_crashes: int) -> None:
         self._max_row_crashes = max_row_crashes
         self._batches: dict[int, RowStates] = {}
-        self._replicas: dict[int, _Replica] = {}
+        self._replicas: dict[int, ReplicaLoad] = {}
         self._line = WaitingLine(self._batches)
         self._suspects: deque[_Alone] = deque()
         self._control: Span | None = None
@@ -83,7 +72,12 @@ class RowQueue:
             prompt_tokens: of each row of the request table.
             max_new_tokens: of each row of the request table.
             row: that runs; the others are done.
+
+        Raises:
+            RuntimeError: another control waits.
         """
+        if self._control is not None:
+            raise RuntimeError(f"{self._control} already waits as the control")
         batch = self._batches[batch_id] = RowStates.make(prompt_tokens, max_new_tokens)
         batch.close(np.delete(np.arange(batch.num_left), row))
         self._control = Span(batch_id, row, row + 1)
@@ -94,7 +88,7 @@ class RowQueue:
         Args:
             place: of the row between 0, the head of the queue, and 1, the last row.
         """
-        if self._line:
+        if self._line and self._control is None:
             self._control = self._line.take_at(place)
         return self._control is not None
 
@@ -146,7 +140,7 @@ class RowQueue:
         is_held = batch.is_held(replica_id, index)
         done = index[is_held]
         batch.close(done)
-        self._unload(replica_id, len(done), batch.cost(done))
+        self._load(replica_id).remove(len(done), batch.cost(done))
         return is_held
 
     def lose(self, replica_id: int) -> Loss:
@@ -154,7 +148,7 @@ class RowQueue:
 
         Complexity: O(rows in the queue).
         """
-        replica = self._replicas.pop(replica_id, _Replica())
+        replica = self._replicas.pop(replica_id, ReplicaLoad())
         was_alone = replica.num_rows == 1
         innocent: list[Span] = []
         suspects: list[Span] = []
@@ -194,7 +188,7 @@ class RowQueue:
             rows = rows[batch.is_held(replica_id, rows)]
             batch.reopen(rows)
             batch.attempts[rows] -= 1
-            self._unload(replica_id, len(rows), batch.cost(rows))
+            self._load(replica_id).remove(len(rows), batch.cost(rows))
             is_suspect = self._is_suspect(batch, rows)
             returned += spans_of(span.batch_id, rows[~is_suspect])
             if is_suspect.any():
@@ -213,7 +207,7 @@ class RowQueue:
         holders = batch.holders()
         for replica_id in holders:
             rows = batch.held_by(replica_id)
-            self._load(replica_id).aborting[batch_id] = (len(rows), batch.cost(rows))
+            self._load(replica_id).abort(batch_id, len(rows), batch.cost(rows))
         self._line.remove_batch(batch_id)
         kept = (tuple(s for s in spans if s.batch_id != batch_id) for spans in self._suspects)
         self._suspects = deque(spans for spans in kept if spans)
@@ -225,8 +219,7 @@ class RowQueue:
     def note_aborted(self, replica_id: int, batch_id: int) -> None:
         """Note that a replica runs no row of a dropped batch any more."""
         if replica_id in self._replicas:
-            num_rows, cost = self._replicas[replica_id].aborting.pop(batch_id, (0, 0))
-            self._unload(replica_id, num_rows, cost)
+            self._replicas[replica_id].confirm(batch_id)
 
     def is_done(self, batch_id: int) -> bool:
         """Return whether every row of the batch is finished or given up."""
@@ -260,14 +253,8 @@ class RowQueue:
         """Return whether any row waits for a replica."""
         return bool(self._line or self._suspects or self._control)
 
-    def _load(self, replica_id: int) -> _Replica:
-        return self._replicas.setdefault(replica_id, _Replica())
-
-    def _unload(self, replica_id: int, num_rows: int, cost: int) -> None:
-        replica = self._load(replica_id)
-        replica.num_rows -= num_rows
-        replica.cost -= cost
-        replica.has_control &= replica.num_rows > 0
+    def _load(self, replica_id: int) -> ReplicaLoad:
+        return self._replicas.setdefault(replica_id, ReplicaLoad())
 
     def _is_suspect(self, batch: RowStates, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         limit = min(_SUSPECT_STRIKES, self._max_row_crashes)
@@ -286,8 +273,7 @@ class RowQueue:
         for span in handed:
             batch = self._batches[span.batch_id]
             batch.hold(replica_id, span.start, span.stop)
-            replica.num_rows += span.stop - span.start
-            replica.cost += batch.cost_between(span.start, span.stop)
+            replica.add(span.stop - span.start, batch.cost_between(span.start, span.stop))
         return handed
 
 

@@ -313,64 +313,115 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
     assert num_deaths <= 2 + 8
 
 
+class Model:
+    """What replicas run, kept beside the queue; every row that is not dropped has one outcome."""
+
+    def __init__(self, sizes):
+        self.queue = queue_of(*sizes)
+        self.outcomes = {}
+        self.held = {1: [], 2: [], 3: []}
+        self.dropped = set()
+        self.unconfirmed = set()
+
+    def replica(self, number):
+        return sorted(self.held)[number % 3]
+
+    def pull(self, replica_id, rows):
+        grants = self.queue.dispatch({replica_id: Room(tokens=10 * rows, rows=rows)})
+        self.held[replica_id] += held_rows(grants.get(replica_id, []))
+
+    def finish(self, replica_id, num):
+        for batch_id, row in self.held[replica_id][:num]:
+            is_wanted = batch_id not in self.dropped
+            assert self.queue.finish(replica_id, batch_id, [row]).tolist() == [is_wanted]
+            if is_wanted:
+                self.held[replica_id].remove((batch_id, row))
+                self._end(batch_id, row)
+
+    def die(self, replica_id):
+        poison = self.queue.lose(replica_id).poison
+        assert not poison or len(self.held[replica_id]) == 1
+        for batch_id, row, _ in poison:
+            self._end(batch_id, row)
+        self.held[max(self.held) + 1] = []
+        del self.held[replica_id]
+        self.unconfirmed = {pair for pair in self.unconfirmed if pair[0] != replica_id}
+
+    def give_back(self, replica_id):
+        if self.held[replica_id] and not self.queue.is_testing(replica_id):
+            batch_id, row = self.held[replica_id][-1]
+            self.queue.give_back(replica_id, [Span(batch_id, row, row + 1)])
+            if batch_id not in self.dropped:
+                self.held[replica_id].pop()
+
+    def drop(self, batch_id):
+        if batch_id not in self.dropped:
+            holders = [r for r, rows in self.held.items() if any(b == batch_id for b, _ in rows)]
+            assert sorted(holders) == sorted(self.queue.drop(batch_id))
+            self.dropped.add(batch_id)
+            self.unconfirmed |= {(replica_id, batch_id) for replica_id in holders}
+
+    def confirm(self):
+        if self.unconfirmed:
+            replica_id, batch_id = self.unconfirmed.pop()
+            self.queue.note_aborted(replica_id, batch_id)
+            kept = [row for row in self.held[replica_id] if row[0] != batch_id]
+            self.held[replica_id] = kept
+
+    def check(self):
+        assert {r: len(rows) for r, rows in self.held.items()} == {
+            r: self.queue.num_held(r) for r in self.held
+        }
+
+    def _end(self, batch_id, row):
+        self.outcomes[batch_id, row] = self.outcomes.get((batch_id, row), 0) + 1
+
+
 @st.composite
 def histories(draw):
     sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
-    moves = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=60))
+    moves = draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), max_size=60))
     return sizes, poison, moves
 
 
 @settings(max_examples=200, deadline=None)
 @given(histories())
-def test_random_deaths_never_lose_or_double_a_row(history):
+def test_random_deaths_and_drops_never_lose_or_double_a_row(history):
     sizes, poison, moves = history
-    queue = queue_of(*sizes)
-    outcomes: dict[tuple[int, int], int] = {}
-    held: dict[int, list[tuple[int, int]]] = {1: [], 2: [], 3: []}
-
-    def die(replica_id):
-        for batch_id, row, _ in queue.lose(replica_id).poison:
-            outcomes[batch_id, row] = outcomes.get((batch_id, row), 0) + 1
-        held[max(held) + 1] = []
-        del held[replica_id]
-
-    def finish(replica_id, num):
-        done, held[replica_id] = held[replica_id][:num], held[replica_id][num:]
-        for batch_id, row in done:
-            assert queue.finish(replica_id, batch_id, [row]).all()
-            outcomes[batch_id, row] = outcomes.get((batch_id, row), 0) + 1
-
-    def pull(replica_id, rows):
-        grants = queue.dispatch({replica_id: Room(tokens=10 * rows, rows=rows)})
-        held[replica_id] += held_rows(grants.get(replica_id, []))
-
+    model = Model(sizes)
     for kind, number in moves:
-        replica_id = sorted(held)[number % 3]
+        replica_id = model.replica(number)
         if kind == 0:
-            pull(replica_id, 1 + number % 7)
+            model.pull(replica_id, 1 + number % 7)
         elif kind == 1:
-            finish(replica_id, 1 + number % 5)
+            model.finish(replica_id, 1 + number % 5)
         elif kind == 2:
-            die(replica_id)
-        elif held[replica_id] and not queue.is_testing(replica_id):
-            batch_id, row = held[replica_id].pop()
-            queue.give_back(replica_id, [Span(batch_id, row, row + 1)])
-    for _ in range(2000):
-        if all(queue.is_done(batch_id) for batch_id in range(len(sizes))):
-            break
-        replica_id = sorted(held)[0]
-        pull(replica_id, 5)
-        if poison & set(held[replica_id]):
-            die(replica_id)
+            model.die(replica_id)
+        elif kind == 3:
+            model.give_back(replica_id)
+        elif kind == 4:
+            model.drop(number % len(sizes))
+        elif kind == 5:
+            model.confirm()
         else:
-            finish(replica_id, 99)
-        for other in list(held):
-            if other != replica_id and other in held:
-                die(other) if poison & set(held[other]) else finish(other, 99)
-    expected = {(b, row): 1 for b, size in enumerate(sizes) for row in range(size)}
-    assert expected == outcomes
-    assert 0 == queue.num_waiting() == sum(queue.num_held(r) for r in held)
+            model.queue.pick_control(number / 99)
+        model.check()
+    while model.unconfirmed:
+        model.confirm()
+    kept = [batch_id for batch_id in range(len(sizes)) if batch_id not in model.dropped]
+    for _ in range(2000):
+        if all(model.queue.is_done(batch_id) for batch_id in kept):
+            break
+        model.pull(model.replica(0), 5)
+        for replica_id in list(model.held):
+            if poison & set(model.held[replica_id]):
+                model.die(replica_id)
+            else:
+                model.finish(replica_id, 99)
+    finished = {key: count for key, count in model.outcomes.items() if key[0] in kept}
+    assert finished == {(b, row): 1 for b in kept for row in range(sizes[b])}
+    assert 0 == model.queue.num_waiting() == sum(model.queue.num_held(r) for r in model.held)
 
 
 def test_the_counts_of_attempts_are_those_of_the_rows():
