@@ -10,7 +10,7 @@ from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import Room, Submission
 from raybatch.actors.wire import combine_results, decode_completions, encode_completions
 from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
-from raybatch.types import Request, Sampling
+from raybatch.types import Completion, Request, Sampling
 
 POISON = 999
 SAMPLING = Sampling(max_tokens=2)
@@ -167,11 +167,33 @@ def test_a_first_batch_of_poison_alone_is_taken_for_a_broken_engine():
 
 
 def test_rows_with_an_error_do_not_vouch_for_the_engine():
-    pool = Pool(max_row_crashes=3, error_on=5)
-    # the first row ends with an error before any death, all others end their replicas
-    batch = pool.inbox.add(submission([np.array([5], np.int32), *prompts_of(99, set(range(99)))]))
-    pool.run(batch)
+    pool = Pool(error_on=5)
+    first = pool.inbox.add(submission([np.array([5], np.int32)], "a"))
+    pool.run(first)
+    pool.inbox.drop(first)
+    second = pool.inbox.add(submission(prompts_of(100, set(range(100))), "b"))
+    pool.run(second)
     assert "a row from another place" in pool.verdict
+
+
+def test_a_control_that_finishes_clears_the_engine():
+    pool = Pool(max_row_crashes=9)
+    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    pool.run(first)
+    pool.inbox.drop(first)
+    pool.inbox.add(submission(prompts_of(40, set(range(40))), "b"))
+    verdicts, num_controls = set(), 0
+    for replica_id in range(50, 80):
+        grants = pool.queue.dispatch({replica_id: Room(tokens=64, rows=64)})
+        control = grants[replica_id][0]
+        is_control = pool.inbox.refs(control.batch_id) == first.submission.refs
+        num_controls += is_control
+        # every other control is lost by accident
+        if is_control and num_controls % 2:
+            results = encode_completions([control.start], [Completion(request_id=0)])
+            pool.inbox.take(replica_id, control.batch_id, results)
+        verdicts.add(pool.inbox.note_loss(pool.queue.lose(replica_id)))
+    assert (verdicts, num_controls >= 6) == ({""}, True)
 
 
 def test_a_control_whose_table_is_gone_is_forgotten():
