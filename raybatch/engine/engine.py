@@ -11,9 +11,10 @@ from raybatch.engine.batch_builder import BatchBuilder
 from raybatch.engine.block_manager import BlockManager
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
+from raybatch.engine.row_checks import RowLimits
 from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
-from raybatch.types import Capacity, Completion, FinishReason, ReplicaStats, Request, SequenceState
+from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["Engine"]
 
@@ -41,8 +42,12 @@ class Engine:
         spec, block_size = runner.spec, config.block_size_tokens
         self._runner = runner
         self._sampler = sampler
-        self._vocab_size = spec.vocab_size
         self._max_model_len = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
+        self._limits = RowLimits(
+            vocab_size=spec.vocab_size,
+            max_model_len=self._max_model_len,
+            kv_tokens=runner.num_blocks * block_size,
+        )
         self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
         self._table = SequenceTable(
             max_slots=self._max_slots,
@@ -180,7 +185,7 @@ class Engine:
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:
         request = state.request
-        failure = self._find_failure(state)
+        failure = self._limits.find_failure(state)
         if failure is not None:
             self._failed.append(failure)
             return
@@ -199,31 +204,6 @@ class Engine:
                 has_started=has_started,
                 logprobs=logprobs,
             )
-        )
-
-    def _find_failure(self, state: SequenceState) -> Completion | None:
-        prompt = state.request.prompt_token_ids
-        num_tokens = len(prompt) + len(state.token_ids)
-        kv_tokens = self._blocks.num_blocks * self._blocks.block_size
-        reason: FinishReason = "error"
-        if not len(prompt):
-            error = "EmptyPrompt: the prompt has no tokens"
-        elif num_tokens >= self._max_model_len:
-            error = (
-                f"PromptTooLong: {num_tokens} tokens, the model's limit is {self._max_model_len}"
-            )
-        elif prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            error = f"BadTokenId: token ids must be in 0..{self._vocab_size - 1}"
-        elif num_tokens > kv_tokens:
-            reason = "capacity"
-            error = f"CapacityError: {num_tokens} tokens, the KV cache holds {kv_tokens}"
-        else:
-            return None
-        return Completion(
-            request_id=state.request.request_id,
-            sample_idx=state.sample_idx,
-            finish_reason=reason,
-            error=error,
         )
 
     def _run_step(self) -> list[Completion]:

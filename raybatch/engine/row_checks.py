@@ -1,0 +1,45 @@
+"""What an engine refuses before it runs a sequence; pure."""
+
+from dataclasses import dataclass
+
+from raybatch.types import Completion, FinishReason, SequenceState
+
+__all__ = ["RowLimits"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLimits:
+    """What the model and the KV cache can take.
+
+    Args:
+        vocab_size: token ids of a prompt are below it.
+        max_model_len: longest prompt plus output, in tokens.
+        kv_tokens: that the KV cache holds.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    kv_tokens: int
+
+    def find_failure(self, state: SequenceState) -> Completion | None:
+        """Return the completion of a sequence that cannot run, None when it can."""
+        prompt = state.request.prompt_token_ids
+        num_tokens = len(prompt) + len(state.token_ids)
+        reason: FinishReason = "error"
+        if not len(prompt):
+            error = "EmptyPrompt: the prompt has no tokens"
+        elif num_tokens >= self.max_model_len:
+            error = f"PromptTooLong: {num_tokens} tokens, the model's limit is {self.max_model_len}"
+        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            error = f"BadTokenId: token ids must be in 0..{self.vocab_size - 1}"
+        elif num_tokens > self.kv_tokens:
+            reason = "capacity"
+            error = f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}"
+        else:
+            return None
+        return Completion(
+            request_id=state.request.request_id,
+            sample_idx=state.sample_idx,
+            finish_reason=reason,
+            error=error,
+        )
