@@ -158,6 +158,8 @@ class Inbox:
         for batch in self._open.values():
             self._drop_rows(batch.batch_id)
             batch.done.set()
+        if self._trials.batch_id is not None:
+            self.lose_table(self._trials.batch_id)
 
     def drop(self, batch: OpenBatch) -> None:
         """Forget a batch and its rows."""

@@ -35,31 +35,33 @@ class _GoodRow:
 class Trials:
     """What deaths and finished rows say about the engine.
 
-    Counts run from the last row that finished without an error.
+    Counts run from the last row that finished without an error. That row is kept for a control, and
+    its request table with it for as long as the feeder lives.
 
     Args:
         queue: where controls are put.
         batch_ids: of row batches to come; a control that has finished before gets one of its own.
+        batch_id: of such a control while it waits or runs.
     """
 
     queue: RowQueue
     batch_ids: Iterator[int]
+    batch_id: int | None = None
     _good: _GoodRow | None = None
     _has_worked: bool = False
-    _batch_id: int | None = None
     _num_deaths: int = 0
     _num_control_deaths: int = 0
     _num_given_up: int = 0
 
     def refs(self, batch_id: int) -> list[object] | None:
         """Return the references of the control that runs as this batch, None for other batches."""
-        if self._good is None or batch_id != self._batch_id:
+        if self._good is None or batch_id != self.batch_id:
             return None
         return self._good.submission.refs
 
     def worked(self, submission: Submission, row: int) -> None:
         """Note a row that finished without an error."""
-        if self._batch_id is None:
+        if self.batch_id is None:
             # not while the other runs as a control, whose table is asked for by its batch
             self._good = _GoodRow(submission, row)
         self._reset()
@@ -68,7 +70,7 @@ class Trials:
         self, replica_id: int, batch_id: int, rows: npt.NDArray[np.int32], *, is_good: bool
     ) -> int:
         """Take result rows of a control that had finished before; return how many it held."""
-        if batch_id != self._batch_id:
+        if batch_id != self.batch_id:
             return 0
         num_rows = int(self.queue.finish(replica_id, batch_id, rows).sum())
         if num_rows:
@@ -108,10 +110,10 @@ class Trials:
 
     def forget(self, batch_id: int) -> bool:
         """Give up a control whose request table is gone; return whether it was one."""
-        is_control = batch_id == self._batch_id
+        is_control = batch_id == self.batch_id
         if is_control:
             self._good = None
-            self._batch_id = None
+            self.batch_id = None
         return is_control
 
     def _queue_control(self) -> bool:
@@ -119,16 +121,16 @@ class Trials:
             place = _PLACES[self._num_control_deaths % len(_PLACES)]
             return self.queue.pick_control(place)
         submission = self._good.submission
-        self._batch_id = next(self.batch_ids)
+        self.batch_id = next(self.batch_ids)
         self.queue.add_control(
-            self._batch_id, submission.prompt_tokens, submission.max_new_tokens, self._good.row
+            self.batch_id, submission.prompt_tokens, submission.max_new_tokens, self._good.row
         )
         return True
 
     def _end_control(self) -> None:
-        if self._batch_id is not None:
-            self.queue.drop(self._batch_id)
-            self._batch_id = None
+        if self.batch_id is not None:
+            self.queue.drop(self.batch_id)
+            self.batch_id = None
 
     def _reset(self) -> None:
         self._has_worked = True

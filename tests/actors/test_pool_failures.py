@@ -125,7 +125,7 @@ def cancel_a_call(handle, num_rows):
 def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
     handle = own(step_s=0.02, max_num_seqs=4)
     cancel_a_call(handle, 500)
-    wait_until(lambda: not is_computing(handle), 20)
+    wait_until(lambda: not is_computing(handle), 60)
     state = handle.state()
     assert (state.num_batches, state.num_waiting_rows, state.num_held_rows) == (0, 0, 0)
 
@@ -145,7 +145,7 @@ def test_the_engines_stop_the_rows_of_a_dead_feeder(own):
     feeder.run.remote(table_of(prompts_of(500)), LONG)
     wait_until(lambda: is_computing(handle))
     ray.kill(feeder)
-    wait_until(lambda: not is_computing(handle), 20)
+    wait_until(lambda: not is_computing(handle), 60)
     state = handle.state()
     assert (state.num_batches, state.num_waiting_rows, state.num_held_rows) == (0, 0, 0)
 

@@ -211,3 +211,21 @@ def test_a_control_whose_table_is_gone_is_forgotten():
     pool.inbox.lose_table(control)
     pool.queue.note_aborted(52, control)
     assert (pool.inbox.refs(control), pool.queue.has_control()) == (None, False)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_failed_pool_runs_no_control(is_running):
+    pool = Pool()
+    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    pool.run(first)
+    pool.inbox.drop(first)
+    pool.inbox.add(submission(prompts_of(20, set(range(20))), "b"))
+    for replica_id in (50, 51):
+        pool.queue.dispatch({replica_id: Room(tokens=64, rows=64)})
+        pool.inbox.note_loss(pool.queue.lose(replica_id))
+    if is_running:
+        pool.queue.dispatch({52: Room(tokens=64, rows=64)})
+    pool.inbox.fail(0, "shut down")
+    assert pool.queue.num_waiting() == 0
+    assert pool.inbox.note_loss(pool.queue.lose(52)) == ""
+    assert not pool.queue.has_control()
