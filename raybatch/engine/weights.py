@@ -1,4 +1,4 @@
-"""The weights of a model in the layout that the decoder uses.
+"""The weights of a model in the form that the decoder uses.
 
 Queries, keys and values are one matrix, gate and up are one, experts are stacked, and the rows of
 queries and keys are reordered for `raybatch.kernels.rotary`. On a CPU this layout is written once
@@ -6,7 +6,7 @@ into a safetensors file that every replica of the host maps, so that they share 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +18,13 @@ from raybatch.engine.checkpoint import Checkpoint, stat_key
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.engine.tensor_file import advise_huge_pages, exclusive, write_tensors
+from raybatch.engine.weight_layout import Recipe, lay_out, view_of
 from raybatch.kernels.rotary import interleave_order
 
 logger = logging.getLogger(__name__)
 
 # raise it whenever the layout of the prepared file changes
-_FORMAT_VERSION = 3
-
-# Linears with at most so many outputs lie in memory as [in, out], which float32 products on a CPU
-# read up to 1.4 times as fast at 16 to 128 rows; wider ones are faster as [out, in].
-_MAX_OUTPUTS_ACROSS = 2048
-_LINEARS = ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down")
-_ACROSS = ".across"
+_FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +32,9 @@ class LayerWeights:
     """One layer; a dense one has `gate_up` and `down`, a sparse one has the three of the experts.
 
     Linears are views of shape [out, in], whichever way they lie in memory: qkv [(H + 2G) * D, M],
-    o [M, H * D], gate_up [2F, M], down [M, F], router [E, M], experts_gate_up [E, 2F, M],
-    experts_down [E, M, F]. The norms of queries and keys are qk_norm [H + G, D].
+    o [M, H * D], gate_up [2F, M], down [M, F], router [E, M], experts_gate_up [E, 2F, M] or in
+    panels of P outputs [E, 2F / P, M, P], experts_down [E, M, F]. The norms of queries and keys
+    are qk_norm [H + G, D].
     """
 
     attention_norm: torch.Tensor
@@ -65,9 +61,6 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: torch.Tensor
-
-
-_Build = Callable[[], torch.Tensor]
 
 
 def load_weights(
@@ -103,7 +96,7 @@ def prepare_weights(model_path: Path, spec: ModelSpec, dtype: torch.dtype) -> Pa
     with exclusive(target.with_suffix(".lock")), Checkpoint(model_path) as checkpoint:
         if not target.exists():
             recipe = _recipe(checkpoint, spec)
-            write_tensors(target, recipe, dtype)
+            write_tensors(target, dict(lay_out(*part, dtype) for part in recipe.items()), dtype)
             logger.info("prepared weights written to %s", target)
     return target
 
@@ -116,10 +109,7 @@ def _map_prepared(path: Path, spec: ModelSpec) -> ModelWeights:
 
 
 def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeights:
-    views = {
-        name.removesuffix(_ACROSS): tensor.mT if name.endswith(_ACROSS) else tensor
-        for name, tensor in tensors.items()
-    }
+    views = dict(view_of(name, tensor) for name, tensor in tensors.items())
     layers = []
     for i in range(spec.num_layers):
         prefix = f"{i}."
@@ -133,10 +123,10 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
     )
 
 
-def _recipe(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], _Build]]:
+def _recipe(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Recipe]:
     """Return for each prepared tensor its shape and how to build it."""
     get = checkpoint.get
-    recipe: dict[str, tuple[tuple[int, ...], _Build]] = {
+    recipe: dict[str, Recipe] = {
         "embed": ((spec.vocab_size, spec.model_dim), lambda: get("model.embed_tokens.weight")),
         "norm": ((spec.model_dim,), lambda: get("model.norm.weight")),
     }
@@ -145,17 +135,8 @@ def _recipe(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, tuple[tuple[in
     for i in range(spec.num_layers):
         layer = _Layer(checkpoint, spec, f"model.layers.{i}.")
         parts = layer.attention() | (layer.sparse() if spec.is_sparse(i) else layer.dense())
-        recipe |= dict(_lay_out(f"{i}.{name}", name in _LINEARS, *p) for name, p in parts.items())
+        recipe |= {f"{i}.{name}": part for name, part in parts.items()}
     return recipe
-
-
-def _lay_out(
-    name: str, is_linear: bool, shape: tuple[int, ...], build: _Build
-) -> tuple[str, tuple[tuple[int, ...], _Build]]:
-    if not is_linear or shape[-2] > _MAX_OUTPUTS_ACROSS:
-        return name, (shape, build)
-    across = (*shape[:-2], shape[-1], shape[-2])
-    return name + _ACROSS, (across, lambda: build().mT.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +150,11 @@ class _Layer:
     def get(self, name: str) -> torch.Tensor:
         return self.checkpoint.get(self.prefix + name)
 
-    def attention(self) -> dict[str, tuple[tuple[int, ...], _Build]]:
+    def attention(self) -> dict[str, Recipe]:
         spec = self.spec
         num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv_dim = (num_heads + 2 * num_kv_heads) * head_dim
-        parts: dict[str, tuple[tuple[int, ...], _Build]] = {
+        parts: dict[str, Recipe] = {
             "attention_norm": ((spec.model_dim,), lambda: self.get("input_layernorm.weight")),
             "qkv": ((qkv_dim, spec.model_dim), lambda: self._qkv("weight")),
             "o": (
@@ -209,9 +190,9 @@ class _Layer:
             ]
         )
 
-    def dense(self) -> dict[str, tuple[tuple[int, ...], _Build]]:
+    def dense(self) -> dict[str, Recipe]:
         model_dim, ffn_dim = self.spec.model_dim, self.spec.ffn_dim
-        parts: dict[str, tuple[tuple[int, ...], _Build]] = {
+        parts: dict[str, Recipe] = {
             "gate_up": ((2 * ffn_dim, model_dim), lambda: self._gate_up("mlp.", "weight")),
             "down": ((model_dim, ffn_dim), lambda: self.get("mlp.down_proj.weight")),
         }
@@ -224,7 +205,7 @@ class _Layer:
         names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
         return torch.cat([self.get(name) for name in names])
 
-    def sparse(self) -> dict[str, tuple[tuple[int, ...], _Build]]:
+    def sparse(self) -> dict[str, Recipe]:
         moe = self.spec.moe
         assert moe is not None, "a sparse layer needs the model's MoeSpec"
         model_dim, ffn_dim, num_experts = self.spec.model_dim, moe.ffn_dim, moe.num_experts
