@@ -8,11 +8,11 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.report import (
     ErrorCount,
-    RowTally,
     RunReport,
     read_report,
     report_path,
 )
+from raybatch.stages.tally import RowTally
 
 
 def output_table(rows):

@@ -11,9 +11,10 @@ from raybatch.actors.wire import request_table
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.model_source import is_local_model, resolve_model
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
+from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
-from raybatch.stages.render import Prompt, PromptReader, column_of, fit_prompt
+from raybatch.stages.render import Prompt, PromptReader, fit_prompt
 from raybatch.types import Sampling
 
 
@@ -58,15 +59,16 @@ def prepare(
     Raises:
         ConfigError: a column that the stage reads is not there.
     """
-    prompts = reader.read(table)
+    if input_errors is not None and all(input_errors):
+        # nothing says which columns the rows would have had
+        prompts = [Prompt(None, error) for error in input_errors]
+    else:
+        prompts = reader.read(table)
     if input_errors is not None:
         prompts = [
             Prompt(None, error) if error else prompt
             for prompt, error in zip(prompts, input_errors, strict=True)
         ]
-    for column in (*config.overrides.values(), config.sampling_column):
-        if column is not None:
-            column_of(table, column)
     samplings = row_samplings(
         table,
         config.sampling,

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from raybatch.actors.pool import PoolSpec, release_pools
 from raybatch.actors.wire import RequestReader, combine_results, encode_completions
 from raybatch.backends.fake import FakeBackend, FakeOptions
-from raybatch.stages.llm_stage import LLMStage, StageFeeder
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.llm_stage import LLMStage
 from raybatch.types import PoolStats, Sampling
 
 EOS, USER, ASSISTANT, SYSTEM = range(256, 260)

@@ -15,7 +15,8 @@ def write(path, table, **options):
 
 
 def rows_of(source):
-    return [value for part in source.slices for value in read_slice(part).column("x").to_pylist()]
+    tables = [table for part in source.slices for table in read_slice(part)]
+    return [value for table in tables for value in table.column("x").to_pylist()]
 
 
 def test_slices_cover_every_row_once_and_know_their_positions(tmp_path):
@@ -23,7 +24,7 @@ def test_slices_cover_every_row_once_and_know_their_positions(tmp_path):
     write(tmp_path / "a.parquet", table, row_group_size=3000)
     source = scan_source(str(tmp_path))
     assert rows_of(source) == list(range(5000))
-    assert [part.first_row for part in source.slices] == [0, 1500, 3000]
+    assert [part.first_row for part in source.slices] == [0, 3000]
 
 
 def test_names_are_relative_to_the_source(tmp_path):
@@ -61,7 +62,8 @@ def test_json_texts_that_look_like_dates_stay_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     source = scan_source(str(tmp_path))
     assert source.schema.field("x").type == pa.string()
-    assert read_slice(source.slices[0]).to_pylist() == [row]
+    (table,) = read_slice(source.slices[0])
+    assert table.to_pylist() == [row]
 
 
 def test_files_with_different_schemas_are_named(tmp_path):
