@@ -82,7 +82,7 @@ class StageFeeder:
         with self._hint.holding(table.num_rows):
             prepared = await asyncio.to_thread(self._prepare, table, input_errors)
             unasked = _classes([prompt.error for prompt in prepared.prompts])
-            self._count(table.num_rows - len(prepared.rows), unasked)
+            await self._count(table.num_rows - len(prepared.rows), unasked)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
                 results = await self.pool.generate(
@@ -90,7 +90,7 @@ class StageFeeder:
                 )
             finished = await asyncio.to_thread(self._finish, table, prepared, results)
             errors = _classes(self._errors_of(finished))
-            self._count(0, errors - unasked - _classes(results.column("error").to_pylist()))
+            await self._count(0, errors - unasked - _classes(results.column("error").to_pylist()))
             return finished
 
     @classmethod
@@ -168,9 +168,9 @@ class StageFeeder:
     def _errors_of(self, finished: pa.Table) -> list[str]:
         return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]
 
-    def _count(self, num_rows: int, errors: Counter[str]) -> None:
+    async def _count(self, num_rows: int, errors: Counter[str]) -> None:
         if self.counts is not None:
-            self.counts.add(num_rows, errors)
+            await self.counts.add(num_rows, errors)
 
 
 def _num_feeders(config: StageConfig) -> int:

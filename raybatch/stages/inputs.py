@@ -126,9 +126,7 @@ def _way_to_text(kind: pa.DataType) -> str:
     if _is_binary(plain):
         return "cast it to string, if it holds UTF-8, before this stage"
     if _is_ids(plain):
-        return (
-            "make text of it before this stage, or give it as tokenized_prompt if it is token ids"
-        )
+        return "make text of it before this stage; if it is token ids, set tokenized_prompt"
     if _is_messages(plain):
         return "make text of it before this stage; if it is a conversation, set messages"
     return "make text of it before this stage"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Self
 
@@ -30,10 +31,11 @@ class RowCounts:
         """Make an actor without resources of its own."""
         return cls(ray.remote(_Tally).options(num_cpus=0).remote())
 
-    def add(self, num_rows: int, errors: Mapping[str, int]) -> None:
-        """Note rows that are done, and error classes with their rows; returns at once."""
+    async def add(self, num_rows: int, errors: Mapping[str, int]) -> None:
+        """Note rows that are done, and error classes with their rows."""
         if num_rows or errors:
-            self._tally.add.remote(num_rows, dict(errors))
+            with suppress(RayError):  # counts that are lost end no job
+                await self._tally.add.remote(num_rows, dict(errors))
 
     def added_to(self, stats: PoolStats) -> PoolStats:
         """Return the state of the pool with these rows and errors; without them if they are lost.

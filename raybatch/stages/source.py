@@ -132,7 +132,8 @@ def read_slice(part: FileSlice, *, columns: list[str] | None = None) -> Iterator
         if columns is not None:
             rows = rows.select([name for name in columns if name in rows.column_names])
         for start in range(0, rows.num_rows, _ROWS_PER_BLOCK):
-            yield rows.slice(start, _ROWS_PER_BLOCK)
+            # a table without columns does not know where it ends
+            yield rows.slice(start, min(_ROWS_PER_BLOCK, rows.num_rows - start))
         return
     with fsspec.open(part.path, "rb") as file:
         parquet = pq.ParquetFile(file, buffer_size=_READ_BUFFER_BYTES)

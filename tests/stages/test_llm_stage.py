@@ -3,6 +3,7 @@ import datetime
 import logging
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -338,7 +339,10 @@ def test_overrides_replace_options_per_row_and_null_keeps_the_stages(model):
     stage = fake_stage(model, prompt="{text}", overrides={"max_tokens": "m", "seed": "s"})
     out = answer(local(stage), table)
     assert out.column("num_generated_tokens").to_pylist() == [2, 4, 0]
-    assert errors(out)[2] == "InvalidSampling: column 'm': max_tokens must be a whole number, got 1.5"
+    assert (
+        errors(out)[2] == "InvalidSampling: column 'm': max_tokens must be a whole number, got 1.5"
+    assert errors(out)[2] == error
+    )
 
 
 @pytest.mark.parametrize(
@@ -403,6 +407,87 @@ def test_construction_loads_neither_torch_nor_transformers():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+class Counts:
+    """Keeps what a feeder counts."""
+
+    def __init__(self):
+        self.rows = 0
+        self.errors: Counter[str] = Counter()
+
+    async def add(self, num_rows, errors):
+        self.rows += num_rows
+        self.errors.update(errors)
+
+
+def counted(stage, table) -> tuple[int, dict[str, int]]:
+    stage = local(stage)
+    stage.counts = Counts()
+    answer(stage, table)
+    return stage.counts.rows, dict(stage.counts.errors)
+
+
+def test_rows_that_never_reach_the_pool_are_counted_with_their_errors(model):
+    stage = fake_stage(model, prompt="{text}", engine={"max_model_len": 9})
+    table = pa.table({"text": ["good", None, "x" * 50]})
+    assert counted(stage, table) == (2, {"InvalidPrompt": 1, "PromptTooLong": 1})
+
+
+def test_rows_that_are_dropped_are_counted_as_done(model):
+    stage = fake_stage(model, prompt="{text}", on_too_long="drop", engine={"max_model_len": 9})
+    assert counted(stage, pa.table({"text": ["good", "x" * 50]})) == (1, {})
+
+
+def test_errors_that_the_pool_counts_are_not_counted_again(model):
+    stage = fake_stage(model, prompt="{text}", fake={"error_on": ord("E")})
+    assert counted(stage, pa.table({"text": ["good", "E"]})) == (0, {})
+
+
+def test_errors_found_after_the_pool_are_counted(model):
+    spec = fake_stage(model).pool.spec
+    stage = local(fake_stage(model, prompt="{text}"))
+    stage.pool, stage.counts = FullPool(spec), Counts()
+    answer(stage, pa.table({"text": ["a"]}))
+    assert (stage.counts.rows, dict(stage.counts.errors)) == (0, {"CapacityError": 1})
+
+
+def test_empty_prompt_is_a_row_error_where_the_tokenizer_adds_tokens(bos_model):
+    out = answer(local(fake_stage(bos_model, prompt="{text}")), pa.table({"text": ["", "a"]}))
+    assert errors(out) == [
+        "InvalidPrompt: the prompt is empty, and no chat template adds anything to it",
+        "",
+    ]
+
+
+def test_empty_text_inside_a_template_is_a_prompt(model):
+    out = answer(local(fake_stage(model, prompt="Q: {text}")), pa.table({"text": [""]}))
+    assert errors(out) == [""]
+
+
+def test_empty_user_message_is_a_prompt(chat_model):
+    out = answer(local(fake_stage(chat_model, prompt="{text}")), pa.table({"text": [""]}))
+    assert errors(out) == [""]
+
+
+def test_time_in_an_unknown_zone_is_a_row_error_where_a_template_takes_it(model):
+    table = pa.table({"t": pa.array([1, None], pa.timestamp("us", "Nowhere/City"))})
+    out = answer(local(fake_stage(model, prompt="{t}")), table)
+    assert error_classes(out) == ["InvalidPrompt", "InvalidPrompt"]
+    assert "Nowhere/City" in errors(out)[0]
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()])
+def test_texts_of_every_layout_are_prompts_and_pass_through(model, kind):
+    table = pa.table({"text": pa.array(["a", None], pa.string()).cast(kind)})
+    out = answer(local(fake_stage(model, prompt="{text}")), table)
+    assert error_classes(out) == ["", "InvalidPrompt"]
+    assert out.select(["text"]).equals(table)
+
+
+def test_column_that_can_be_no_prompt_is_refused_with_the_way_out(model):
+    with pytest.raises(ConfigError, match=r"column 'text' is of type binary.* cast it to string"):
+        answer(local(fake_stage(model, prompt="{text}")), pa.table({"text": [b"a"]}))
 
 
 def test_few_rows_at_once_are_hinted_at_once_with_the_way_out(model, caplog):

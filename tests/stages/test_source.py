@@ -84,6 +84,71 @@ def test_missing_source_is_named(tmp_path):
         scan_source(str(tmp_path / "nothing"))
 
 
+def failing_json(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        scan_source(str(tmp_path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"x": ', '{"x": "text"}', '{"x": 1, "x": 2}', "[1]", "no json", '{"x": {"y": 1}}'],
+    ids=["cut", "other type", "twice", "list", "text", "struct"],
+)
+def test_broken_json_line_is_named_with_file_and_number(tmp_path, line):
+    good = '{"x": 1}\n'
+    message = failing_json(tmp_path, good * 700 + line + "\n" + good * 700)
+    assert "a.jsonl, line 701: " in message
+    assert line in message
+    assert message.endswith("mend or remove the line")
+
+
+def test_json_line_longer_than_a_block_of_arrow_is_read(tmp_path):
+    text = "y" * (3 << 20)
+    (tmp_path / "a.jsonl").write_text('{"x": "a"}\n' + json.dumps({"x": text}) + "\n")
+    assert rows_of(scan_source(str(tmp_path))) == ["a", text]
+
+
+def test_json_file_without_a_line_has_no_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "b.jsonl").write_text('{"x": 1}\n')
+    source = scan_source(str(tmp_path))
+    assert (source.num_rows, source.schema.names, rows_of(source)) == (1, ["x"], [1])
+
+
+def test_parquet_file_without_rows_is_no_slice(tmp_path):
+    write(tmp_path / "a.parquet", pa.table({"x": pa.array([], pa.int64())}))
+    write(tmp_path / "b.parquet", pa.table({"x": [1]}))
+    assert [part.name for part in scan_source(str(tmp_path)).slices] == ["b.parquet"]
+
+
+def test_row_group_is_read_in_small_tables(tmp_path):
+    write(tmp_path / "a.parquet", pa.table({"x": list(range(5000))}))
+    (part,) = scan_source(str(tmp_path)).slices
+    assert [table.num_rows for table in read_slice(part)] == [1024] * 4 + [904]
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([pa.array([1]), pa.array([2])], names=["x", "x"])
+    write(tmp_path / "a.parquet", table)
+    with pytest.raises(ConfigError, match=r"a\.parquet has several columns named 'x'; rename"):
+        scan_source(str(tmp_path))
+
+
+def test_id_column_that_cannot_be_compared_is_refused(tmp_path):
+    write(tmp_path / "a.parquet", pa.table({"id": [[1], [2]]}))
+    with pytest.raises(ConfigError, match=r"'id' is a column of list.*texts or whole numbers"):
+        check_unique_ids(scan_source(str(tmp_path)), "id")
+
+
+def test_id_column_that_one_json_file_lacks_is_null_there(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 1, "id": "b"}\n')
+    with pytest.raises(ConfigError, match="is null in 1 rows"):
+        check_unique_ids(scan_source(str(tmp_path)), "id")
+
+
 def test_pickled_objects_are_refused(tmp_path):
     field = pa.field(
         "x", pa.binary(), metadata={"ARROW:extension:name": "ray.data.arrow_pickled_object"}
