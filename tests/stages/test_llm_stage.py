@@ -339,10 +339,8 @@ def test_overrides_replace_options_per_row_and_null_keeps_the_stages(model):
     stage = fake_stage(model, prompt="{text}", overrides={"max_tokens": "m", "seed": "s"})
     out = answer(local(stage), table)
     assert out.column("num_generated_tokens").to_pylist() == [2, 4, 0]
-    assert (
-        errors(out)[2] == "InvalidSampling: column 'm': max_tokens must be a whole number, got 1.5"
+    error = "InvalidSampling: column 'm': max_tokens must be a whole number, got 1.5"
     assert errors(out)[2] == error
-    )
 
 
 @pytest.mark.parametrize(
