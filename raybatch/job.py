@@ -24,7 +24,7 @@ from raybatch.stages.prepare import check_local_model
 from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
-from raybatch.stages.source import Source, check_unique_ids, scan_source
+from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
 from raybatch.stages.tally import RowTally, TokenTally, read_outputs
 from raybatch.types import PoolStats
 
@@ -103,12 +103,12 @@ class Job:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Build a job from a YAML file."""
-        with fsspec.open(str(path), "r") as file:
-            mapping = yaml.safe_load(file)
-        if not isinstance(mapping, Mapping):
-            raise ConfigError(f"{path}: a job file must be a mapping of options")
-        return cls.from_mapping(mapping, where=path)
+        """Build a job from a YAML file.
+
+        Raises:
+            ConfigError: the file cannot be read, or an option is unknown, missing or wrong.
+        """
+        return cls.from_mapping(read_job_file(path), where=path)
 
     def run(self, *, progress: ProgressCallback | None = None) -> RunReport:
         """Read, generate, write, and count what was written.
@@ -128,6 +128,7 @@ class Job:
         source = scan_source(self.config.source)
         output = self.config.stage.output
         self._check(source, output)
+        check_outside(self.config.sink, self.config.source)
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
@@ -207,6 +208,24 @@ class Job:
             versions=installed_versions(),
             output_files=tuple(path.rpartition("/")[2] for path in files),
         )
+
+
+def read_job_file(path: str | Path) -> dict[str, Any]:
+    """Return the options in a YAML file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no options.
+    """
+    try:
+        with fsspec.open(str(path), "r", encoding="utf-8") as file:
+            mapping = yaml.safe_load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such job file") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")
+    return mapping
 
 
 def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noqa: ANN401

@@ -253,6 +253,11 @@ def test_yaml_file_builds_a_job(tmp_path):
     assert Job.from_yaml(path).config.stage.prompt == "{text}"
 
 
+def test_missing_job_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such job file"):
+        Job.from_yaml(tmp_path / "job.yaml")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

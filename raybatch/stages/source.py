@@ -14,6 +14,7 @@ import ray
 from raybatch.errors import ConfigError
 from raybatch.stages.batches import python_values
 from raybatch.stages.json_lines import read_json_lines
+from raybatch.stages.storage import told_as
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -86,11 +87,30 @@ def scan_source(source: str) -> Source:
         ConfigError: no file, files whose schemas differ, a broken file, or a column of pickled
             Python objects.
     """
-    files = _list_files(source)
+    with told_as(f"source {source!r} cannot be listed"):
+        files = _list_files(source)
     scanned = [_scan_file(path, name) for path, name in files]
     schema = _common_schema([(path, s) for (path, _), (s, _) in zip(files, scanned, strict=True)])
     slices = tuple(s for _, parts in scanned for s in parts if s.num_rows)
     return Source(schema=schema, slices=slices, num_rows=sum(s.num_rows for s in slices))
+
+
+def check_outside(sink: str, source: str) -> None:
+    """Raise ConfigError if `sink` lies in the folder `source`, where the next run would read it."""
+    with told_as(f"source {source!r} cannot be listed"):
+        fs, root = fsspec.core.url_to_fs(source)
+        is_folder = not glob.has_magic(root) and fs.isdir(root)
+        root = fs.unstrip_protocol(root).rstrip("/") + "/"
+    if not is_folder:
+        return
+    with told_as(f"sink {sink!r} cannot be used"):
+        fs, path = fsspec.core.url_to_fs(sink)
+        path = fs.unstrip_protocol(path)
+    if path.startswith(root) and not _is_hidden(path.removeprefix(root)):
+        raise ConfigError(
+            f"the sink {sink!r} lies in the source folder {source!r}, where the next run would "
+            "take it for input; choose a folder beside it, or one whose name begins with '_'"
+        )
 
 
 def check_unique_ids(source: Source, column: str) -> None:
@@ -188,16 +208,19 @@ def _list_files(source: str) -> list[tuple[str, str]]:
     files = sorted(
         (name, path)
         for path, name in names.items()
-        if name.lower().endswith(suffixes)
-        and not any(part.startswith(("_", ".")) for part in name.split("/"))
+        if name.lower().endswith(suffixes) and not _is_hidden(name)
     )
     if not files:
         raise ConfigError(f"source {source!r} holds no file that ends in {', '.join(suffixes)}")
     return [(fs.unstrip_protocol(path), name) for name, path in files]
 
 
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(("_", ".")) for part in name.split("/"))
+
+
 def _scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
-    try:
+    with told_as(f"source file {path} cannot be read; write it again, or leave it out"):
         if path.lower().endswith(JSON_SUFFIXES):
             table = read_json_lines(path)
             whole = FileSlice(
@@ -207,11 +230,6 @@ def _scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
         with fsspec.open(path, "rb") as file:
             parquet = pq.ParquetFile(file)
             return parquet.schema_arrow, list(_parquet_slices(path, name, parquet.metadata))
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"source file {path} cannot be read: {error}; write it again, or leave it out of the "
-            "source"
-        ) from error
 
 
 def _parquet_slices(path: str, name: str, footer: pq.FileMetaData) -> Iterator[FileSlice]:

@@ -374,6 +374,21 @@ def test_unknown_option_fails_at_once_with_a_suggestion():
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "sampling.max_tokens"),
+        ("temprature", "sampling.temperature"),
+        ("replicas", "pool.replicas"),
+        ("max_model_length", "engine.max_model_len"),
+        ("id_colum", "id_column"),
+    ],
+)
+def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
+    with pytest.raises(ConfigError, match=rf"unknown option '{name}' \(did you mean '{meant}'\?\)"):
+        LLMStage("m", **{name: 1})
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"prompt": "{a", "chat": False},

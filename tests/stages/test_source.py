@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.stages.sink import output_files, prepare_sink
-from raybatch.stages.source import check_unique_ids, read_slice, scan_source
+from raybatch.stages.source import check_outside, check_unique_ids, read_slice, scan_source
 
 
 def write(path, table, **options):
@@ -77,6 +77,11 @@ def test_broken_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
         scan_source(str(tmp_path))
+
+
+def test_source_that_no_file_system_knows_is_named():
+    with pytest.raises(ConfigError, match="source 'nope://x/in' cannot be listed: ValueError"):
+        scan_source("nope://x/in")
 
 
 def test_missing_source_is_named(tmp_path):
@@ -166,6 +171,28 @@ def test_bad_ids_are_refused(tmp_path, ids, message):
     write(tmp_path / "a.parquet", pa.table({"id": ids}))
     with pytest.raises(ConfigError, match=message):
         check_unique_ids(scan_source(str(tmp_path)), "id")
+
+
+def test_sink_in_the_source_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"lies in the source folder.*choose a folder beside it"):
+        check_outside(str(tmp_path / "out"), str(tmp_path))
+
+
+def test_sink_that_the_next_run_does_not_read_may_lie_in_the_source_folder(tmp_path):
+    check_outside(str(tmp_path / "_out"), str(tmp_path))
+    check_outside(str(tmp_path / "out"), str(tmp_path / "*.parquet"))
+
+
+def test_sink_that_is_a_file_is_refused(tmp_path):
+    write(tmp_path / "a.parquet", pa.table({"x": [1]}))
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        prepare_sink(str(tmp_path / "a.parquet"), is_overwrite=False)
+
+
+def test_sink_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used; choose a folder that can be written"):
+        prepare_sink(str(tmp_path / "file" / "out"), is_overwrite=False)
 
 
 def test_sink_with_files_is_refused(tmp_path):
