@@ -74,6 +74,12 @@ class Job:
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
+        for name, path in (("source", source), ("sink", sink)):
+            if not isinstance(path, str | Path) or not str(path):
+                raise ConfigError(
+                    f"{name} must be a path or a URI, got {path!r}; several files are a folder or "
+                    "a glob"
+                )
         self.config = JobConfig(
             source=str(source), sink=str(sink), stage=stage.config, overwrite=overwrite
         )
@@ -245,13 +251,18 @@ def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noq
 
 
 def _own_cause(error: BaseException) -> RaybatchError | None:
-    """Return the exception of this library that Ray has wrapped; None if there is none."""
+    """Return the exception of this library that Ray has wrapped, with the message it had.
+
+    None if there is none.
+    """
     seen: BaseException | None = error
     while seen is not None:
         # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
         if isinstance(seen, RayTaskError):
             seen = seen.cause
         elif isinstance(seen, RaybatchError):
+            told = vars(seen).get("told")
+            seen.args = seen.args if told is None else (told, *seen.args[1:])
             return seen
         else:
             seen = getattr(seen, "cause", None) or seen.__cause__

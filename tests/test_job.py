@@ -157,8 +157,11 @@ def test_on_error_raise_ends_the_job_with_the_row(cluster, model, tmp_path):
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}", on_error="raise")
     job = Job(tmp_path / "a.parquet", tmp_path / "out", stage)
-    with pytest.raises(RowError, match=r"row 'a\.parquet:3': InvalidPrompt"):
+    with pytest.raises(RowError) as caught:
         job.run(progress=lambda *_: None)
+    # and without the advice that Ray adds
+    expected = "row 'a.parquet:3': InvalidPrompt: column 'text' is not valid UTF-8"
+    assert str(caught.value) == expected
 
 
 @pytest.mark.ray
@@ -251,6 +254,12 @@ def test_yaml_file_builds_a_job(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("source: in\nsink: out\nstage:\n  model: m\n  prompt: '{text}'\n")
     assert Job.from_yaml(path).config.stage.prompt == "{text}"
+
+
+@pytest.mark.parametrize("source", [["a.parquet", "b.parquet"], "", None])
+def test_source_that_is_no_path_is_refused_with_the_way_out(source):
+    with pytest.raises(ConfigError, match=r"source must be a path .* a folder or a glob"):
+        Job(source, "out", LLMStage("m", prompt="{text}"))
 
 
 def test_missing_job_file_is_named(tmp_path):

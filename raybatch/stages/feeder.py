@@ -16,7 +16,7 @@ from ray.data import ActorPoolStrategy
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire import RESULT_SCHEMA
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import RowError
+from raybatch.errors import RaybatchError, RowError
 from raybatch.stages.batches import to_table
 from raybatch.stages.finish import Answers, finish_rows
 from raybatch.stages.hints import FewRowsHint
@@ -71,6 +71,14 @@ class StageFeeder:
             ConfigError: a column is missing, or collides with an output column.
             RowError: a row failed and the stage has on_error="raise".
         """
+        try:
+            return await self._answer(batch)
+        except RaybatchError as error:
+            # Ray puts advice of its own behind the message of what a call raises
+            vars(error)["told"] = str(error)
+            raise
+
+    async def _answer(self, batch: Any) -> pa.Table:  # noqa: ANN401
         if self._failure is not None:
             raise self._failure
         table = to_table(batch)

@@ -149,6 +149,8 @@ def _check_inputs(config: StageConfig) -> None:
         raise ConfigError(f"give one of prompt, messages and tokenized_prompt, got {given}")
     if config.prompt is not None and not isinstance(config.prompt, str):
         raise ConfigError(f"prompt must be a template text, got {config.prompt!r}")
+    if config.prompt == "":
+        raise ConfigError("prompt is empty; name a column in it, such as prompt='{text}'")
     if config.tokenized_prompt is not None and not isinstance(config.tokenized_prompt, str):
         raise ConfigError(
             f"tokenized_prompt must be the name of a column, got {config.tokenized_prompt!r}"

@@ -393,6 +393,7 @@ def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
     [
         {"prompt": "{a", "chat": False},
         {"prompt": "{a.b}"},
+        {"prompt": ""},
         {"prompt": "a", "messages": "m"},
         {"sampling": {"temprature": 1}},
         {"sampling": {"temperature": -1}},
