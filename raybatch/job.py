@@ -97,6 +97,9 @@ class Job:
         for key in mapping:
             if key in stage_options:
                 raise ConfigError(f"{where}: option {key!r} belongs below 'stage'")
+        for key, flag in (("source", "--input"), ("sink", "--output")):
+            if key not in mapping:
+                raise ConfigError(f"{where}: {key!r} is missing; set it, or {flag} in a shell")
         stage = mapping.get("stage")
         if not isinstance(stage, Mapping) or "model" not in stage:
             raise ConfigError(f"{where}: 'stage' must hold the options of the stage with a 'model'")

@@ -173,8 +173,7 @@ def _text_lines(report: RunReport) -> list[str]:
     lines += [
         f"tokens: {report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
         f"{report.generated_tokens} generated",
-        f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
-        f"{report.generated_tokens_per_s:.0f} output tokens/s",
+        _speed(report),
         f"time: {report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)",
         f"replicas: {report.replicas}, {_count(report.restarts, 'restart')}",
@@ -182,6 +181,15 @@ def _text_lines(report: RunReport) -> list[str]:
         f"report: {report_path(report.sink)}",
     ]
     return lines
+
+
+def _speed(report: RunReport) -> str:
+    if not report.engines_s:
+        return "speed: not measured, the engines were done too soon"
+    return (
+        f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+        f"{report.generated_tokens_per_s:.0f} output tokens/s"
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -274,7 +274,8 @@ def test_missing_job_file_is_named(tmp_path):
         (job_options(prompt="x"), "option 'prompt' belongs below 'stage'"),
         (job_options(stage={"prompt": "x"}), "'stage' must hold .* a 'model'"),
         (job_options(stage={"model": "m", "promt": "x"}), r"stage: unknown option 'promt'"),
-        ({"stage": {"model": "m"}}, "source"),
+        ({"stage": {"model": "m"}}, "job: 'source' is missing; set it, or --input in a shell"),
+        ({"source": "a", "stage": {"model": "m"}}, "'sink' is missing; set it, or --output"),
     ],
 )
 def test_wrong_job_option_is_refused_with_the_way_out(options, message):

@@ -133,3 +133,8 @@ def test_foreign_report_is_a_config_error(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"report\.json"):
         read_report(str(tmp_path))
+
+
+def test_speed_of_a_run_too_short_to_be_measured_is_not_zero():
+    lines = make_report(prompt_tokens=20, engines_s=0.0).to_text().splitlines()
+    assert "speed: not measured, the engines were done too soon" in lines
