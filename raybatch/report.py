@@ -185,7 +185,7 @@ def _text_lines(report: RunReport) -> list[str]:
 
 def _speed(report: RunReport) -> str:
     if not report.engines_s:
-        return "speed: not measured, the engines were done too soon"
+        return "speed: not measured, too little work"
     return (
         f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
         f"{report.generated_tokens_per_s:.0f} output tokens/s"
