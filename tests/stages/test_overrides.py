@@ -69,10 +69,10 @@ def test_bad_value_of_a_typed_column_names_the_column():
 
 
 def test_options_of_two_columns_may_need_each_other():
-    table = pa.table({"least": [100], "most": [200]})
+    table = pa.table({"least": [1000], "most": [2000]})
     overrides = {"min_tokens": "least", "max_tokens": "most"}
     found = row_samplings(table, BASE, overrides=overrides, sampling_column=None)
-    assert found == [Sampling(min_tokens=100, max_tokens=200, temperature=1.0)]
+    assert found == [Sampling(min_tokens=1000, max_tokens=2000, temperature=1.0)]
 
 
 def test_options_that_do_not_fit_together_name_their_columns():
