@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import fsspec
 import typer
 import yaml
 
@@ -163,7 +162,11 @@ def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, A
     Raises:
         ConfigError: the file cannot be read, or nothing names a source.
     """
-    mapping = {} if job_file is None else _read_yaml(job_file)
+    mapping: dict[str, Any] = {}
+    if job_file is not None:
+        from raybatch.job import read_job_file  # slow to load
+
+        mapping = read_job_file(job_file)
     for path, value in options.items():
         _put(mapping, path, value)
     if job_file is None and "source" not in mapping:
@@ -200,19 +203,6 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {setting!r}: the value is not YAML: {error}") from error
     return parsed
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    try:
-        with fsspec.open(path, "r", encoding="utf-8") as file:
-            mapping = yaml.safe_load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such job file") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(mapping, dict):
-        raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")
-    return mapping
 
 
 def _put(mapping: dict[str, Any], path: str, value: object) -> None:

@@ -1,39 +1,32 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import fsspec
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import yaml
 from ray.exceptions import RayTaskError
 
 from raybatch.config import from_mapping
-from raybatch.errors import ConfigError, RaybatchError, did_you_mean
-from raybatch.progress import ProgressPrinter
-from raybatch.report import RowTally, RunReport, installed_versions
-from raybatch.stages.llm_stage import StageFeeder, build_stage
+from raybatch.errors import ConfigError, RaybatchError
+from raybatch.progress import shown
+from raybatch.report import RunReport, installed_versions
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.inputs import check_inputs
+from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.prepare import check_local_model
-from raybatch.stages.render import referenced_columns
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
+from raybatch.stages.row_counts import RowCounts
+from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
-from raybatch.stages.source import Source, check_unique_ids, scan_source
+from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+from raybatch.stages.tally import RowTally, TokenTally, read_outputs
 from raybatch.types import PoolStats
-
-logger = logging.getLogger(__name__)
-
-ProgressCallback = Callable[[PoolStats, int], None]
-_POLL_S = 0.25
-_PROGRESS_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +74,12 @@ class Job:
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
+        for name, path in (("source", source), ("sink", sink)):
+            if not isinstance(path, str | Path) or not str(path):
+                raise ConfigError(
+                    f"{name} must be a path or a URI, got {path!r}; several files are a folder or "
+                    "a glob"
+                )
         self.config = JobConfig(
             source=str(source), sink=str(sink), stage=stage.config, overwrite=overwrite
         )
@@ -98,6 +97,9 @@ class Job:
         for key in mapping:
             if key in stage_options:
                 raise ConfigError(f"{where}: option {key!r} belongs below 'stage'")
+        for key, flag in (("source", "--input"), ("sink", "--output")):
+            if key not in mapping:
+                raise ConfigError(f"{where}: {key!r} is missing; set it, or {flag} in a shell")
         stage = mapping.get("stage")
         if not isinstance(stage, Mapping) or "model" not in stage:
             raise ConfigError(f"{where}: 'stage' must hold the options of the stage with a 'model'")
@@ -110,12 +112,12 @@ class Job:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Build a job from a YAML file."""
-        with fsspec.open(str(path), "r") as file:
-            mapping = yaml.safe_load(file)
-        if not isinstance(mapping, Mapping):
-            raise ConfigError(f"{path}: a job file must be a mapping of options")
-        return cls.from_mapping(mapping, where=path)
+        """Build a job from a YAML file.
+
+        Raises:
+            ConfigError: the file cannot be read, or an option is unknown, missing or wrong.
+        """
+        return cls.from_mapping(read_job_file(path), where=path)
 
     def run(self, *, progress: ProgressCallback | None = None) -> RunReport:
         """Read, generate, write, and count what was written.
@@ -131,10 +133,11 @@ class Job:
             ConfigError: found before any work starts, where it can be.
             RowError: a row failed and the stage has on_error="raise".
         """
-        clock = _Clock()
+        clock = RunClock()
         source = scan_source(self.config.source)
         output = self.config.stage.output
         self._check(source, output)
+        check_outside(self.config.sink, self.config.source)
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
@@ -142,15 +145,12 @@ class Job:
         )
         schema = pa.schema([f for f in source.schema if f.name != output.prefix + "row_id"])
         schema = pa.schema([*schema, *output.arrow()], metadata=source.schema.metadata)
-        stage, row_id_column = self._identified_stage(output)
-        restarts_before = stage.stats().num_restarts
+        restarts_before = self._stage.stats().num_restarts
         if source.num_rows:
-            sink = PartSink(self.config.sink, schema)
-            with _progress(progress) as callback, _Watch(stage, source.num_rows, callback, clock):
-                _execute(source.dataset(row_id_column=row_id_column), stage, sink)
+            self._execute(source, PartSink(self.config.sink, schema), progress, clock)
         else:
             write_part(self.config.sink, "part-000000.parquet", schema.empty_table())
-        stats = stage.stats()
+        stats = self._stage.stats()
         # an idle pool that has stopped since counts from 0 again
         restarts = max(0, stats.num_restarts - restarts_before)
         report = self._report(source, output, replace(stats, num_restarts=restarts), clock)
@@ -160,36 +160,35 @@ class Job:
     def _check(self, source: Source, output: OutputSchema) -> None:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
-        has_prompt = stage.prompt or stage.messages or stage.tokenized_prompt
-        if not has_prompt and not set(stage.conventional_columns) & set(source.schema.names):
-            raise ConfigError(
-                "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
-                f"column so; the source has {', '.join(source.schema.names)}"
-            )
-        for name in referenced_columns(stage):
-            if name not in source.schema.names:
-                known = source.schema.names
-                raise ConfigError(
-                    f"the stage reads a column {name!r}{did_you_mean(name, known)}; the source has "
-                    f"{', '.join(known)}"
-                )
+        check_inputs(source.schema, stage)
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)
         check_local_model(stage)
 
-    def _identified_stage(self, output: OutputSchema) -> tuple[type[StageFeeder], str | None]:
-        if self.config.stage.id_column is not None:
-            return self._stage, None
-        column = output.prefix + "row_id"
-        return self._stage.with_id_column(column), column
+    def _row_id_column(self, output: OutputSchema) -> str | None:
+        """Return the column to make for the ids; None where the user has one."""
+        return None if self.config.stage.id_column is not None else output.prefix + "row_id"
+
+    def _execute(
+        self, source: Source, sink: PartSink, progress: ProgressCallback | None, clock: RunClock
+    ) -> None:
+        row_id_column = self._row_id_column(self.config.stage.output)
+        counts = RowCounts.start()
+        stage = self._stage.of_run(id_column=row_id_column, counts=counts)
+        watch_with = partial(PoolWatch, stage.stats, source.num_rows, clock=clock)
+        try:
+            with shown(progress) as callback, watch_with(callback=callback):
+                _map(source.dataset(row_id_column=row_id_column), stage, sink)
+        finally:
+            counts.stop()
 
     def _report(
-        self, source: Source, output: OutputSchema, stats: PoolStats, clock: "_Clock"
+        self, source: Source, output: OutputSchema, stats: PoolStats, clock: RunClock
     ) -> RunReport:
         files = output_files(self.config.sink)
-        tally, tokens = RowTally(), _TokenTally(output)
+        tally, tokens = RowTally(), TokenTally(output)
         for path in files:
-            table = _read_outputs(path, output)
+            table = read_outputs(path, output)
             tally.add(table)
             tokens.add(table)
         distinct = tally.rows_distinct()
@@ -220,7 +219,25 @@ class Job:
         )
 
 
-def _execute(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noqa: ANN401
+def read_job_file(path: str | Path) -> dict[str, Any]:
+    """Return the options in a YAML file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no options.
+    """
+    try:
+        with fsspec.open(str(path), "r", encoding="utf-8") as file:
+            mapping = yaml.safe_load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such job file") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")
+    return mapping
+
+
+def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noqa: ANN401
     # Engines load their weights while Ray starts feeders and reads the first rows.
     stage.pool.start()
     # A run of long outputs may finish no block for half an hour, and progress is shown here.
@@ -236,122 +253,19 @@ def _execute(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  #
         raise _own_cause(error) or error from None
 
 
-class _Clock:
-    """The moments of one run, in seconds since its start."""
-
-    def __init__(self) -> None:
-        self._origin_s = time.monotonic()
-        self.started_s: float | None = None
-        self.ended_s: float | None = None
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._origin_s
-
-
-class _Watch:
-    """Polls the pool in a thread while the dataset runs; owns the clock's two moments."""
-
-    def __init__(
-        self, stage: type[StageFeeder], num_rows: int, callback: ProgressCallback, clock: _Clock
-    ) -> None:
-        self._stage = stage
-        self._num_rows = num_rows
-        self._callback = callback
-        self._clock = clock
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._before = self._stage.stats()
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-        if kind is None:
-            self._callback(self._stage.stats(), self._num_rows)
-
-    def _poll(self) -> None:
-        next_callback_s = 0.0
-        while not self._is_done.wait(_POLL_S):
-            try:
-                stats = self._stage.stats()
-            except Exception:  # the run itself reports what is wrong with the pool
-                logger.debug("the pool's state could not be read", exc_info=True)
-                continue
-            now_s = self._clock.elapsed_s()
-            self._note(stats, now_s)
-            if now_s >= next_callback_s:
-                self._callback(stats, self._num_rows)
-                next_callback_s = now_s + _PROGRESS_EVERY_S
-
-    def _note(self, stats: PoolStats, now_s: float) -> None:
-        is_working = stats.num_ready > 0 and stats.rows_received > self._before.rows_received
-        if is_working and self._clock.started_s is None:
-            self._clock.started_s = now_s
-        if stats.rows_done < stats.rows_received:
-            self._clock.ended_s = None
-        elif is_working and self._clock.ended_s is None:
-            self._clock.ended_s = now_s
-
-
-class _TokenTally:
-    """Sums of tokens over output tables."""
-
-    def __init__(self, output: OutputSchema) -> None:
-        self._is_list = output.num_samples > 1
-        self.prompt = self.cached = self.generated = 0
-
-    def add(self, table: pa.Table) -> None:
-        asked = table.filter(pc.greater(table.column("attempts"), 0))
-        generated = table.column("num_generated_tokens")
-        self.prompt += _sum(asked.column("num_input_tokens"))
-        self.cached += _sum(asked.column("num_cached_tokens"))
-        self.generated += _sum(pc.list_flatten(generated) if self._is_list else generated)
-
-
-def _sum(column: pa.ChunkedArray) -> int:
-    return int(pc.sum(column).as_py() or 0)
-
-
-def _read_outputs(path: str, output: OutputSchema) -> pa.Table:
-    """Return the counted columns of one part under their plain names, one reason per row."""
-    names = (
-        "row_id",
-        "finish_reason",
-        ERROR_COLUMN,
-        "num_input_tokens",
-        "num_cached_tokens",
-        "num_generated_tokens",
-        "attempts",
-    )
-    with fsspec.open(path, "rb") as file:
-        table = pq.read_table(file, columns=[output.prefix + name for name in names])
-    table = table.select([output.prefix + name for name in names]).rename_columns(list(names))
-    if output.num_samples > 1:
-        reasons = pc.list_element(table.column("finish_reason"), 0)
-        table = table.set_column(1, "finish_reason", reasons)
-    return table
-
-
-@contextmanager
-def _progress(callback: ProgressCallback | None) -> Iterator[ProgressCallback]:
-    if callback is not None:
-        yield callback
-        return
-    with ProgressPrinter() as printer:
-        yield printer.update
-
-
 def _own_cause(error: BaseException) -> RaybatchError | None:
-    """Return the exception of this library that Ray has wrapped; None if there is none."""
+    """Return the exception of this library that Ray has wrapped, with the message it had.
+
+    None if there is none.
+    """
     seen: BaseException | None = error
     while seen is not None:
         # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
         if isinstance(seen, RayTaskError):
             seen = seen.cause
         elif isinstance(seen, RaybatchError):
+            told = vars(seen).get("told")
+            seen.args = seen.args if told is None else (told, *seen.args[1:])
             return seen
         else:
             seen = getattr(seen, "cause", None) or seen.__cause__

@@ -6,7 +6,8 @@ the stream.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TextIO
@@ -16,6 +17,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
+from raybatch.stages.pool_watch import ProgressCallback
 from raybatch.types import PoolStats
 
 WINDOW_S = 60.0
@@ -158,6 +160,16 @@ class ProgressPrinter:
         for name, value in _cells(measure(self._history)):
             grid.add_row(name, value)
         return Panel(grid, title=self._title, expand=False, safe_box=True)
+
+
+@contextmanager
+def shown(callback: ProgressCallback | None) -> Iterator[ProgressCallback]:
+    """Return `callback`, or that of a display that lasts as long as the context."""
+    if callback is not None:
+        yield callback
+        return
+    with ProgressPrinter() as printer:
+        yield printer.update
 
 
 def _work_start(history: Sequence[Snapshot]) -> Snapshot:

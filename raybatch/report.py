@@ -1,7 +1,7 @@
 """The account of one run: what went in, what came out, what failed, how fast it was.
 
-`RowTally` counts the output columns, `RunReport` is the frozen result as text and JSON. Nothing
-here decides whether rows are complete; it states what was counted.
+`RunReport` is the frozen result as text and JSON. Nothing here decides whether rows are complete;
+it states what was counted (see `raybatch.stages.tally`).
 """
 
 import dataclasses
@@ -13,81 +13,14 @@ from importlib import metadata
 from typing import Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.config import from_mapping
 from raybatch.errors import ConfigError
-from raybatch.stages.schema import ERROR_COLUMN, error_class, row_status
+from raybatch.stages.tally import ErrorCount
 
 REPORT_PATH = "_raybatch/report.json"
-MAX_ROW_IDS_PER_ERROR = 3
 
 _GOOD_STATUSES = ("ok", "truncated", "filtered")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorCount:
-    """How often one class of row error happened.
-
-    Args:
-        error_class: the part of `__inference_error__` before the colon.
-        rows: rows that carry it.
-        row_ids: the first few of them.
-        message: the whole error of the first one.
-    """
-
-    error_class: str
-    rows: int
-    row_ids: tuple[str, ...] = ()
-    message: str = ""
-
-
-class RowTally:
-    """Counts output rows, one Arrow table after the other.
-
-    Memory: the row ids of all tables, because lost and repeated rows are counted from them.
-    """
-
-    def __init__(self) -> None:
-        self._row_ids: list[pa.Array] = []
-        self._statuses: dict[str, int] = {}
-        self._errors: dict[str, ErrorCount] = {}
-        self.rows_out = 0
-
-    def add(self, table: pa.Table) -> None:
-        """Count the rows of `table` by its row_id, finish_reason and __inference_error__."""
-        self.rows_out += table.num_rows
-        self._row_ids.extend(table.column("row_id").cast(pa.string()).chunks)
-        keys = table.select(["finish_reason", ERROR_COLUMN])
-        for group in keys.group_by(keys.column_names).aggregate([([], "count_all")]).to_pylist():
-            reason, error = group["finish_reason"] or "", group[ERROR_COLUMN] or ""
-            status = row_status(reason, error)
-            self._statuses[status] = self._statuses.get(status, 0) + group["count_all"]
-        failed = table.select(["row_id", ERROR_COLUMN])
-        failed = failed.filter(pc.not_equal(failed.column(ERROR_COLUMN), ""))
-        for row in failed.to_pylist():
-            self._count_error(str(row["row_id"]), row[ERROR_COLUMN])
-
-    def _count_error(self, row_id: str, error: str) -> None:
-        name = error_class(error)
-        known = self._errors.get(name) or ErrorCount(error_class=name, rows=0, message=error)
-        ids = known.row_ids
-        if len(ids) < MAX_ROW_IDS_PER_ERROR:
-            ids = (*ids, row_id)
-        self._errors[name] = dataclasses.replace(known, rows=known.rows + 1, row_ids=ids)
-
-    def rows_distinct(self) -> int:
-        """Return the number of different row ids seen."""
-        return int(pc.count_distinct(pa.chunked_array(self._row_ids, pa.string())).as_py())
-
-    def statuses(self) -> dict[str, int]:
-        """Return status to number of rows, the most frequent first."""
-        return dict(sorted(self._statuses.items(), key=lambda item: (-item[1], item[0])))
-
-    def errors(self) -> tuple[ErrorCount, ...]:
-        """Return the error classes, the most frequent first."""
-        return tuple(sorted(self._errors.values(), key=lambda e: (-e.rows, e.error_class)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,8 +173,7 @@ def _text_lines(report: RunReport) -> list[str]:
     lines += [
         f"tokens: {report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
         f"{report.generated_tokens} generated",
-        f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
-        f"{report.generated_tokens_per_s:.0f} output tokens/s",
+        _speed(report),
         f"time: {report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)",
         f"replicas: {report.replicas}, {_count(report.restarts, 'restart')}",
@@ -249,6 +181,15 @@ def _text_lines(report: RunReport) -> list[str]:
         f"report: {report_path(report.sink)}",
     ]
     return lines
+
+
+def _speed(report: RunReport) -> str:
+    if not report.engines_s:
+        return "speed: not measured, too little work"
+    return (
+        f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+        f"{report.generated_tokens_per_s:.0f} output tokens/s"
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -28,6 +28,8 @@ def demo_rows(num_rows: int) -> pa.Table:
             "whole": pa.array([None if i % 3 else i for i in range(num_rows)], pa.int16()),
             "nested": pa.array([[[i, None], []] for i in range(num_rows)]),
             "moment": pa.array([moment] * num_rows, pa.timestamp("us", "Asia/Tokyo")),
+            "nowhere": pa.array(range(num_rows), pa.timestamp("us", "Nowhere/City")),
+            "label": pa.array([f"l{i % 3}" for i in range(num_rows)]).dictionary_encode(),
             "blob": pa.array([bytes([i % 256]) for i in range(num_rows)]),
         }
     )
@@ -122,8 +124,14 @@ def test_progress_is_called_with_the_number_of_rows(run):
 
 @pytest.mark.ray
 def test_last_progress_is_of_the_finished_run(run):
-    # two bad rows never reach the pool
-    assert run.progress[-1][0].rows_done == NUM_ROWS - 2
+    stats, _ = run.progress[-1]
+    assert (stats.rows_received, stats.rows_done) == (NUM_ROWS, NUM_ROWS)
+
+
+@pytest.mark.ray
+def test_errors_of_the_last_progress_are_those_of_the_report(run):
+    # the two bad rows never reach the pool
+    assert run.progress[-1][0].errors == {e.error_class: e.rows for e in run.report.errors}
 
 
 @pytest.mark.ray
@@ -149,8 +157,11 @@ def test_on_error_raise_ends_the_job_with_the_row(cluster, model, tmp_path):
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}", on_error="raise")
     job = Job(tmp_path / "a.parquet", tmp_path / "out", stage)
-    with pytest.raises(RowError, match=r"row 'a\.parquet:3': InvalidPrompt"):
+    with pytest.raises(RowError) as caught:
         job.run(progress=lambda *_: None)
+    # and without the advice that Ray adds
+    expected = "row 'a.parquet:3': InvalidPrompt: column 'text' is not valid UTF-8"
+    assert str(caught.value) == expected
 
 
 @pytest.mark.ray
@@ -168,6 +179,26 @@ def test_collision_with_a_source_column_is_found_before_any_work(model, tmp_path
     job = Job(tmp_path / "a.parquet", tmp_path / "out", fake_stage(model, prompt="{text}"))
     with pytest.raises(ConfigError, match="already has a column 'finish_reason'"):
         job.run()
+
+
+@pytest.mark.parametrize(
+    ("column", "options", "message"),
+    [
+        (pa.array([b"a"]), {"prompt": "{x}"}, "column 'x' is of type binary, .* cast it to string"),
+        (pa.array([[1]]), {"prompt": "{x}"}, "'x' is of type list.* set tokenized_prompt"),
+        (pa.array([{"a": 1}]), {"prompt": "{x}"}, "'x' is of type struct"),
+        (pa.array(["a"]), {"tokenized_prompt": "x"}, "'x' is of type string, .* whole numbers"),
+        (pa.array([1]), {"messages": "x"}, "'x' is of type int64, and messages are a list"),
+    ],
+)
+def test_column_that_can_be_no_prompt_is_refused_before_any_work(
+    model, tmp_path, column, options, message
+):
+    pq.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    job = Job(tmp_path / "a.parquet", tmp_path / "out", fake_stage(model, **options))
+    with pytest.raises(ConfigError, match=message):
+        job.run()
+    assert not (tmp_path / "out").exists()
 
 
 def test_template_field_that_is_no_column_is_found_before_any_work(model, tmp_path):
@@ -225,6 +256,17 @@ def test_yaml_file_builds_a_job(tmp_path):
     assert Job.from_yaml(path).config.stage.prompt == "{text}"
 
 
+@pytest.mark.parametrize("source", [["a.parquet", "b.parquet"], "", None])
+def test_source_that_is_no_path_is_refused_with_the_way_out(source):
+    with pytest.raises(ConfigError, match=r"source must be a path .* a folder or a glob"):
+        Job(source, "out", LLMStage("m", prompt="{text}"))
+
+
+def test_missing_job_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such job file"):
+        Job.from_yaml(tmp_path / "job.yaml")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -232,7 +274,8 @@ def test_yaml_file_builds_a_job(tmp_path):
         (job_options(prompt="x"), "option 'prompt' belongs below 'stage'"),
         (job_options(stage={"prompt": "x"}), "'stage' must hold .* a 'model'"),
         (job_options(stage={"model": "m", "promt": "x"}), r"stage: unknown option 'promt'"),
-        ({"stage": {"model": "m"}}, "source"),
+        ({"stage": {"model": "m"}}, "job: 'source' is missing; set it, or --input in a shell"),
+        ({"source": "a", "stage": {"model": "m"}}, "'sink' is missing; set it, or --output"),
     ],
 )
 def test_wrong_job_option_is_refused_with_the_way_out(options, message):

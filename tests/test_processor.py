@@ -131,6 +131,15 @@ def test_second_processor_answers_the_rows_of_a_first(model):
     assert [row[ERROR_COLUMN] for row in rows] == ["", "InvalidPrompt: column 'prompt' is null"]
 
 
+def test_rows_that_all_fail_in_preprocess_need_no_prompt(model):
+    config = ProcessorConfig(model_source=str(model), backend="fake")
+    stage = local(build_processor(config).get_stage_by_name("LLMStage"))
+    table = Preprocess(lambda row: {"prompt": row["nothing"]})(pa.table({"text": ["a"]}))
+    assert answer(stage, table).column(ERROR_COLUMN).to_pylist() == [
+        "PreprocessError: KeyError: 'nothing'"
+    ]
+
+
 @pytest.fixture(scope="module")
 def processed(model) -> list[dict]:
     def preprocess(row):

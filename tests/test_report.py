@@ -8,11 +8,11 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.report import (
     ErrorCount,
-    RowTally,
     RunReport,
     read_report,
     report_path,
 )
+from raybatch.stages.tally import RowTally
 
 
 def output_table(rows):
@@ -95,10 +95,6 @@ def test_text_states_rates_over_engine_time():
     assert "speed: 500 prompt tokens/s, 25 output tokens/s" in text
 
 
-def test_text_of_a_run_without_engine_time_has_no_division_error():
-    assert "speed: 0 prompt tokens/s, 0 output tokens/s" in make_report().to_text()
-
-
 def test_text_escapes_terminal_codes_in_row_ids():
     error = ErrorCount(error_class="InvalidPrompt", rows=1, row_ids=("\x1b[2Jé",))
     assert "(rows \\x1b[2J\\xe9)" in make_report(errors=(error,)).to_text()
@@ -133,3 +129,8 @@ def test_foreign_report_is_a_config_error(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"report\.json"):
         read_report(str(tmp_path))
+
+
+def test_speed_of_a_run_too_short_to_be_measured_is_not_zero():
+    lines = make_report(prompt_tokens=20, engines_s=0.0).to_text().splitlines()
+    assert "speed: not measured, too little work" in lines

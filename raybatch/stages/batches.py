@@ -6,15 +6,16 @@ objects, time zones are gone, and strings that are not UTF-8 stop the job in Ray
 `LLMStage.apply` asks for Arrow, therefore.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from ray.data.block import BlockAccessor
 
-_T = TypeVar("_T")
+# texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
+UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
 
 
 def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands over
@@ -57,18 +58,20 @@ def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
     return pa.array(column, pa.map_(keys.type, items.type))
 
 
-def python_values(column: pa.ChunkedArray) -> list[Any]:
+def python_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     """Return the values of a column; a value that Python cannot hold becomes its exception."""
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
-    except (UnicodeDecodeError, ValueError, OverflowError):
-        return [_or_error(scalar.as_py) for scalar in column]
+    except UNREADABLE:
+        return [_value_or_error(scalar) for scalar in column]
 
 
-def _or_error(read: Callable[[], _T]) -> _T | Exception:
+def _value_or_error(scalar: pa.Scalar) -> Any:  # noqa: ANN401 - any value
     try:
-        return read()
-    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        return scalar.as_py()
+    except UNREADABLE as error:
+        if pa.types.is_timestamp(scalar.type):
+            return ValueError(f"{scalar.type}: {error}")
         return error
 
 

@@ -1,5 +1,6 @@
 """The options of one stage as a frozen, validated record; nothing heavy is imported for it."""
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -101,7 +102,7 @@ def build_stage_config(model: str, options: Mapping[str, Any], *, where: str) ->
     known = {f.name for f in fields(StageConfig)} | {"seed"}
     for name in options:
         if name not in known:
-            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(name, known)}")
+            raise ConfigError(f"{where}: unknown option {name!r}{_suggestion(name, known)}")
     values = {name: value for name, value in options.items() if value is not None}
     seed = values.pop("seed", None)
     values["sampling"] = _nested(Sampling, values.get("sampling"), where=f"{where}: sampling")
@@ -114,6 +115,17 @@ def build_stage_config(model: str, options: Mapping[str, Any], *, where: str) ->
     if seed is not None:
         values["sampling"] = replace(values["sampling"], seed=seed)
     return from_mapping(StageConfig, {"model": model, **values}, where=where)
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    """Say which option may be meant; those that lie deeper are named with where they lie."""
+    nested = {
+        f.name: f"{option}.{f.name}"
+        for option, cls in (("pool", PoolConfig), ("engine", EngineConfig), ("sampling", Sampling))
+        for f in fields(cls)
+    }
+    matches = difflib.get_close_matches(name, [*nested, *known], n=1, cutoff=0.6)
+    return f" (did you mean {nested.get(matches[0], matches[0])!r}?)" if matches else ""
 
 
 def _nested(cls: type[_T], value: object, *, where: str) -> _T:
@@ -137,6 +149,8 @@ def _check_inputs(config: StageConfig) -> None:
         raise ConfigError(f"give one of prompt, messages and tokenized_prompt, got {given}")
     if config.prompt is not None and not isinstance(config.prompt, str):
         raise ConfigError(f"prompt must be a template text, got {config.prompt!r}")
+    if config.prompt == "":
+        raise ConfigError("prompt is empty; name a column in it, such as prompt='{text}'")
     if config.tokenized_prompt is not None and not isinstance(config.tokenized_prompt, str):
         raise ConfigError(
             f"tokenized_prompt must be the name of a column, got {config.tokenized_prompt!r}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +14,9 @@ from raybatch.stages.schema import describe_error
 from raybatch.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
 
 _NAMES = tuple(f.name for f in dataclasses.fields(Sampling))
+# options beside which any other that is valid alone is valid
+_ALONE = Sampling()
+_NO_BOUND = 1 << 62
 
 
 def row_samplings(
@@ -35,45 +38,55 @@ def row_samplings(
     """
     if not overrides and sampling_column is None:
         return [sampling] * table.num_rows
+    readers: list[tuple[str, str | None]] = [(column, name) for name, column in overrides.items()]
+    if sampling_column is not None:
+        readers.insert(0, (sampling_column, None))
+    values = [python_values(table.column(column)) for column, _ in readers]
     known: dict[object, Sampling | str] = {}
     samplings: list[Sampling | str] = []
-    for changes in _row_changes(table, overrides, sampling_column):
-        key = repr(changes)
+    for row in zip(*values, strict=True):
+        key = repr(row)
         if key not in known:
-            known[key] = _replace(sampling, changes)
+            known[key] = _replaced(sampling, readers, row)
         samplings.append(known[key])
     return samplings
 
 
-def _row_changes(
-    table: pa.Table, overrides: Mapping[str, str], sampling_column: str | None
-) -> Iterator[list[Any]]:
-    """Yield per row the JSON value first and then (option, value) pairs of the typed columns."""
-    columns = [python_values(table.column(column)) for column in overrides.values()]
-    texts = (
-        [None] * table.num_rows
-        if sampling_column is None
-        else python_values(table.column(sampling_column))
-    )
-    for row, text in enumerate(texts):
-        typed = zip(overrides, (values[row] for values in columns), strict=True)
-        yield [text, *typed]
-
-
-def _replace(sampling: Sampling, changes: Sequence[Any]) -> Sampling | str:
-    text, *typed = changes
+def _replaced(
+    sampling: Sampling, readers: Sequence[tuple[str, str | None]], values: Sequence[Any]
+) -> Sampling | str:
+    """Return the stage's options with those of one row, the typed columns last."""
+    changes: dict[str, Any] = {}
+    for (column, name), value in zip(readers, values, strict=True):
+        try:
+            changes.update(_changes(sampling, name, value))
+        except (ConfigError, ValueError, TypeError) as error:
+            return describe_error("InvalidSampling", f"column {column!r}: {error}")
     try:
-        merged = {**_parse(text), **{name: v for name, v in typed if v is not None}}
-        values = {name: _coerce(name, value) for name, value in merged.items()}
-        for name in FIXED_PER_STAGE:
-            if name in values and values[name] != getattr(sampling, name):
-                raise ConfigError(
-                    f"{name} is one value for the whole stage ({getattr(sampling, name)!r}), "
-                    f"the row asks for {values[name]!r}"
-                )
-        return dataclasses.replace(sampling, **values) if values else sampling
-    except (ConfigError, ValueError, TypeError) as error:
-        return describe_error("InvalidSampling", error)
+        return dataclasses.replace(sampling, **changes) if changes else sampling
+    except ConfigError as error:  # of two options that do not fit together
+        columns = ", ".join(repr(column) for column, _ in readers)
+        return describe_error("InvalidSampling", f"columns {columns}: {error}")
+
+
+def _changes(sampling: Sampling, name: str | None, value: object) -> dict[str, Any]:
+    """Return the options that one value of a row sets; `name` is None for a JSON value.
+
+    Raises:
+        ConfigError: an option is unknown or out of range on its own.
+    """
+    options = _parse(value) if name is None else {} if value is None else {name: value}
+    changes = {option: _coerce(option, item) for option, item in options.items()}
+    for option in FIXED_PER_STAGE:
+        if option in changes and changes[option] != getattr(sampling, option):
+            raise ConfigError(
+                f"{option} is one value for the whole stage ({getattr(sampling, option)!r}), "
+                f"the row asks for {changes[option]!r}"
+            )
+    for option, item in changes.items():
+        bound = {} if option == "max_tokens" else {"max_tokens": _NO_BOUND}
+        dataclasses.replace(_ALONE, **{**bound, option: item})
+    return changes
 
 
 def _parse(value: object) -> dict[str, Any]:

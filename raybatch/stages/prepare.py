@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire import request_table
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.model_source import is_local_model, resolve_model
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
+from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
-from raybatch.stages.render import Prompt, PromptReader, column_of, fit_prompt
+from raybatch.stages.render import Prompt, PromptReader, fit_prompt
 from raybatch.types import Sampling
 
 
@@ -58,15 +60,7 @@ def prepare(
     Raises:
         ConfigError: a column that the stage reads is not there.
     """
-    prompts = reader.read(table)
-    if input_errors is not None:
-        prompts = [
-            Prompt(None, error) if error else prompt
-            for prompt, error in zip(prompts, input_errors, strict=True)
-        ]
-    for column in (*config.overrides.values(), config.sampling_column):
-        if column is not None:
-            column_of(table, column)
+    prompts = _read(table, reader, input_errors)
     samplings = row_samplings(
         table,
         config.sampling,
@@ -91,13 +85,29 @@ def prepare(
         requests=request_table(
             [row_ids[row] for row in rows],
             [ids for row in rows if (ids := prompts[row].token_ids) is not None],
-            seeds=np.array(
-                [row_seed(s.seed, row_ids[row]) for s, row in zip(asked, rows, strict=True)],
-                np.uint64,
-            ),
+            seeds=_seeds(asked, [row_ids[row] for row in rows]),
             sampling=np.array([index[s] for s in asked], np.int32),
         ),
     )
+
+
+def _read(
+    table: pa.Table, reader: PromptReader, input_errors: Sequence[str] | None
+) -> list[Prompt]:
+    if input_errors is None:
+        return reader.read(table)
+    if all(input_errors):
+        # nothing says which columns the rows would have had
+        return [Prompt(None, error) for error in input_errors]
+    return [
+        Prompt(None, error) if error else prompt
+        for prompt, error in zip(reader.read(table), input_errors, strict=True)
+    ]
+
+
+def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.uint64]:
+    seeds = [row_seed(s.seed, row_id) for s, row_id in zip(asked, row_ids, strict=True)]
+    return np.array(seeds, np.uint64)
 
 
 def find_model(config: StageConfig) -> Path:

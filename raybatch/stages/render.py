@@ -15,8 +15,9 @@ import pyarrow as pa
 from raybatch.config import SpecialTokens
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import ConfigError, did_you_mean, error_text
+from raybatch.errors import ConfigError, error_text
 from raybatch.stages.batches import python_rows, python_values
+from raybatch.stages.inputs import check_inputs, column_of, conventional_column
 from raybatch.stages.options import OnTooLong, StageConfig
 from raybatch.stages.schema import describe_error
 from raybatch.stages.template import PromptTemplate
@@ -79,9 +80,10 @@ class PromptReader:
         """Return the prompt of each row.
 
         Raises:
-            ConfigError: a column that the stage reads is not there.
+            ConfigError: a column that the stage reads is not there, or of no use as a prompt.
         """
         config = self._config
+        check_inputs(table.schema, config)
         if config.prompt is not None:
             template = PromptTemplate(config.prompt)
             return self._from_template(template, table, config.special_tokens)
@@ -89,13 +91,9 @@ class PromptReader:
             return self._from_messages(table)
         if config.tokenized_prompt is not None:
             return self._from_ids(table, config.tokenized_prompt)
-        for name in config.conventional_columns:
-            if name in table.column_names:
-                return self._from_convention(table, name)
-        raise ConfigError(
-            "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
-            f"column so; the dataset has {', '.join(table.column_names) or 'no columns'}"
-        )
+        name = conventional_column(table.schema, config)
+        assert name is not None, "check_inputs has refused a table without prompts"
+        return self._from_convention(table, name)
 
     def _from_convention(self, table: pa.Table, name: str) -> list[Prompt]:
         if name == "prompt":
@@ -111,6 +109,8 @@ class PromptReader:
         def encode(text: str) -> TokenIds:
             if self._is_chat:
                 return self._encode_messages([{"role": "user", "content": text}])
+            if not text:  # the tokens that some tokenizers put around it ask nothing
+                raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
             return self._tokenizer.encode(text, special_tokens=special_tokens)
 
         texts, errors = template.render_column(table)
@@ -127,8 +127,6 @@ class PromptReader:
         assert messages is not None, "read() asks for messages only where they are set"
         templates = [(m, PromptTemplate(m["content"])) for m in messages]
         fields = sorted(set().union(*(t.fields for _, t in templates)))
-        for name in fields:
-            column_of(table, name)
         return _each(
             python_rows(table.select(fields)),
             lambda row: self._encode_messages(
@@ -199,38 +197,6 @@ def fit_prompt(
         return prompt._replace(error=error)
     room = max_model_len - max_tokens if max_tokens < max_model_len else 1
     return Prompt(ids[-room:] if on_too_long == "truncate_left" else ids[:room])
-
-
-def referenced_columns(config: StageConfig) -> list[str]:
-    """Return the columns that the options name, as far as they can be known before the data."""
-    names: list[str] = []
-    if config.prompt is not None:
-        names.extend(PromptTemplate(config.prompt).fields)
-    messages = config.messages
-    if isinstance(messages, str):
-        names.append(messages)
-    elif messages is not None and not callable(messages):
-        for message in messages:
-            names.extend(PromptTemplate(message["content"]).fields)
-    if config.tokenized_prompt is not None:
-        names.append(config.tokenized_prompt)
-    names.extend(config.overrides.values())
-    if config.sampling_column is not None:
-        names.append(config.sampling_column)
-    if config.id_column is not None:
-        names.append(config.id_column)
-    return list(dict.fromkeys(names))
-
-
-def column_of(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column; raise ConfigError with the known names where there is none."""
-    if name in table.column_names:
-        return table.column(name)
-    known = table.column_names
-    raise ConfigError(
-        f"no column {name!r}{did_you_mean(name, known)}; the dataset has "
-        f"{', '.join(known) or 'no columns'}"
-    )
 
 
 def _each(values: Iterable[Any], make: Callable[[Any], TokenIds]) -> list[Prompt]:

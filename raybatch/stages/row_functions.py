@@ -11,12 +11,12 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, error_text
 from raybatch.stages.batches import python_rows, python_values
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
+from raybatch.stages.chaining import SAMPLING_COLUMN, drop_leftovers
+from raybatch.stages.schema import ERROR_COLUMN, describe_error
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 INPUT_ERROR_COLUMN = "__rb_input_error__"
-SAMPLING_COLUMN = "sampling_params"
 
 # Columns that ray.data.llm acts on and that nothing here reads.
 _UNSUPPORTED_COLUMNS: Mapping[str, str] = {
@@ -45,8 +45,9 @@ class Preprocess:
     the errors of the function, and the sampling options as JSON texts (as Arrow structs they
     would turn ints into floats and absent into null).
 
-    After an earlier processor, which `__inference_error__` shows, its output columns make room for
-    those of this one: the function sees them, and can return their values under other names.
+    After an earlier processor, which `__inference_error__` shows, its columns make room for those
+    of this one: its outputs, and the inputs that the function does not return. The function sees
+    them all, and can return their values, under other names or under the same.
 
     Args:
         function: of the user; None merges nothing.
@@ -61,19 +62,22 @@ class Preprocess:
         """Return the table with the merged columns.
 
         Raises:
-            ConfigError: a row asks for something that there is not.
+            ConfigError: a row asks for something that there is not, or the rows of an earlier
+                processor come with its prompts and no new ones.
         """
         is_chained = ERROR_COLUMN in table.column_names
         errors = [""] * table.num_rows
         if is_chained:
             errors = [error or "" for error in table.column(ERROR_COLUMN).to_pylist()]
             table = table.drop_columns([ERROR_COLUMN])
+        before = table
+        returned: list[Mapping[str, Any] | None] = []
         if self._function is not None:
             returned, errors = _map_good(table, errors, self._function, "PreprocessError")
             table = _merge(table, returned)
         if is_chained:
-            written = OutputSchema(has_logprobs=True).arrow().names
-            table = table.drop_columns([n for n in written if n in table.column_names])
+            is_asking = not all(errors)
+            table = drop_leftovers(table, before, _names(returned), is_asking=is_asking)
         self._check_supported(table)
         if SAMPLING_COLUMN not in table.column_names:
             table = table.append_column(SAMPLING_COLUMN, pa.nulls(table.num_rows, pa.string()))

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from ray.data import Datasink
 
 from raybatch.errors import ConfigError
+from raybatch.stages.storage import told_as
 
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
@@ -34,10 +35,17 @@ def prepare_sink(
 
     Raises:
         ConfigError: there are files in it and `is_overwrite` is not set, files but no mark of an
-            earlier run, or files that are read.
+            earlier run, or files that are read; or the folder cannot be written.
     """
+    with told_as(f"sink {sink!r} cannot be used; choose a folder that can be written"):
+        _prepare(sink, is_overwrite, source_paths)
+
+
+def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> None:
     fs, root = fsspec.core.url_to_fs(sink)
     root = root.rstrip("/")
+    if fs.isfile(root):
+        raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
     below = fs.unstrip_protocol(root).rstrip("/") + "/"
     for path in source_paths:
         if path.startswith(below):

@@ -3,27 +3,25 @@
 import glob
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json as paj
 import pyarrow.parquet as pq
 import ray
-from ray.data import Datasource, ReadTask
-from ray.data.block import BlockMetadata
 
 from raybatch.errors import ConfigError
+from raybatch.stages.batches import python_values
+from raybatch.stages.json_lines import read_json_lines
+from raybatch.stages.storage import told_as
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Ray's type for pickled Python objects: reading its values runs code from the file.
 _PICKLED_TYPE = "ray.data.arrow_pickled_object"
-_ROWS_PER_SLICE = 1024
-_SLICES_PER_ROW_GROUP = 8
+_ROWS_PER_BLOCK = 1024
+_READ_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,19 +32,15 @@ class FileSlice:
         path: with its protocol.
         name: relative to the root of the source; part of the row ids.
         row_group: of a Parquet file; None reads a whole JSONL file.
-        group_first_row: position in the file of the row group's first row.
         first_row: position in the file of the slice's first row.
         num_rows: of the slice.
-        num_bytes: estimate of its size in memory.
     """
 
     path: str
     name: str
     row_group: int | None
-    group_first_row: int
     first_row: int
     num_rows: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +58,22 @@ class Source:
     num_rows: int
 
     def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked."""
-        return ray.data.read_datasource(
-            _SliceDatasource(self, row_id_column), override_num_blocks=len(self.slices)
+        """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked.
+
+        A slice is decoded once, by one task that hands over small blocks while it reads: what is
+        in one block is fed through one call of a feeder.
+        """
+
+        def read(batch: pa.Table) -> Iterator[pa.Table]:
+            for index in batch.column("slice").to_pylist():
+                yield from _read_blocks(self.slices[index], self.schema, row_id_column)
+
+        slices = ray.data.from_items(
+            [{"slice": index} for index in range(len(self.slices))],
+            override_num_blocks=len(self.slices),
         )
+        blocks = slices.map_batches(read, batch_size=1, batch_format="pyarrow")
+        return blocks.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK)
 
 
 def scan_source(source: str) -> Source:
@@ -81,11 +87,30 @@ def scan_source(source: str) -> Source:
         ConfigError: no file, files whose schemas differ, a broken file, or a column of pickled
             Python objects.
     """
-    files = _list_files(source)
+    with told_as(f"source {source!r} cannot be listed"):
+        files = _list_files(source)
     scanned = [_scan_file(path, name) for path, name in files]
     schema = _common_schema([(path, s) for (path, _), (s, _) in zip(files, scanned, strict=True)])
     slices = tuple(s for _, parts in scanned for s in parts if s.num_rows)
     return Source(schema=schema, slices=slices, num_rows=sum(s.num_rows for s in slices))
+
+
+def check_outside(sink: str, source: str) -> None:
+    """Raise ConfigError if `sink` lies in the folder `source`, where the next run would read it."""
+    with told_as(f"source {source!r} cannot be listed"):
+        fs, root = fsspec.core.url_to_fs(source)
+        is_folder = not glob.has_magic(root) and fs.isdir(root)
+        root = fs.unstrip_protocol(root).rstrip("/") + "/"
+    if not is_folder:
+        return
+    with told_as(f"sink {sink!r} cannot be used"):
+        fs, path = fsspec.core.url_to_fs(sink)
+        path = fs.unstrip_protocol(path)
+    if path.startswith(root) and not _is_hidden(path.removeprefix(root)):
+        raise ConfigError(
+            f"the sink {sink!r} lies in the source folder {source!r}, where the next run would "
+            "take it for input; choose a folder beside it, or one whose name begins with '_'"
+        )
 
 
 def check_unique_ids(source: Source, column: str) -> None:
@@ -95,95 +120,61 @@ def check_unique_ids(source: Source, column: str) -> None:
     """
     if column not in source.schema.names:
         raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
-    parts = [read_slice(s, columns=[column]).column(0).combine_chunks() for s in source.slices]
-    ids = pa.chunked_array(parts, source.schema.field(column).type)
+    schema = pa.schema([source.schema.field(column)])
+    tables = [t for part in source.slices for t in read_slice(part, columns=[column])]
+    tables = [schema.empty_table(), *(_with_schema(t, schema) for t in tables)]
+    ids = pa.concat_tables(tables).column(0)
     if ids.null_count:
         raise ConfigError(f"id_column {column!r} is null in {ids.null_count} rows of the source")
-    counts = pc.value_counts(ids)
+    try:
+        counts = pc.value_counts(ids)
+    except pa.ArrowNotImplementedError as error:
+        raise ConfigError(
+            f"id_column {column!r} is a column of {ids.type}, which cannot be compared; take one "
+            "of texts or whole numbers"
+        ) from error
     repeated = counts.filter(pc.greater(counts.field(1), 1)).field(0)
     if len(repeated):
         raise ConfigError(
             f"id_column {column!r} has {len(repeated)} ids on more than one row, for example "
-            f"{', '.join(str(value) for value in repeated[:3])}; leave id_column out to use file "
+            f"{', '.join(map(str, python_values(repeated[:3])))}; leave id_column out to use file "
             "and position"
         )
 
 
-def read_slice(part: FileSlice, *, columns: list[str] | None = None) -> pa.Table:
-    """Return the rows of one slice."""
+def read_slice(part: FileSlice, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Yield the rows of one slice in order, a small table at a time.
+
+    Memory: of Parquet, one table and a buffer per column; of JSONL, the whole file.
+    """
+    if part.row_group is None:
+        rows = read_json_lines(part.path)
+        if columns is not None:
+            rows = rows.select([name for name in columns if name in rows.column_names])
+        for start in range(0, rows.num_rows, _ROWS_PER_BLOCK):
+            # a table without columns does not know where it ends
+            yield rows.slice(start, min(_ROWS_PER_BLOCK, rows.num_rows - start))
+        return
     with fsspec.open(part.path, "rb") as file:
-        if part.row_group is None:
-            table = _read_json(file)
-            return table if columns is None else table.select(columns)
-        table = pq.ParquetFile(file).read_row_group(part.row_group, columns=columns)
-        return table.slice(part.first_row - part.group_first_row, part.num_rows)
-
-
-def _read_json(file: Any) -> pa.Table:  # noqa: ANN401 - fsspec has no types
-    """Read JSON lines; a text that looks like a date stays the text that it is."""
-    table = paj.read_json(file)
-    schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
-    if schema.equals(table.schema):
-        return table
-    file.seek(0)
-    return paj.read_json(file, parse_options=paj.ParseOptions(explicit_schema=schema))
-
-
-def _without_dates(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_temporal(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_without_dates(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([f.with_type(_without_dates(f.type)) for f in kind])
-    return kind
-
-
-class _SliceDatasource(Datasource):  # type: ignore[misc]
-    """One read task per slice."""
-
-    def __init__(self, source: Source, row_id_column: str | None) -> None:
-        super().__init__()
-        self._source = source
-        self._row_id_column = row_id_column
-
-    def get_name(self) -> str:
-        return "raybatch"
-
-    def estimate_inmemory_data_size(self) -> int:
-        return sum(s.num_bytes for s in self._source.slices)
-
-    def get_read_tasks(
-        self,
-        parallelism: int,
-        per_task_row_limit: int | None = None,
-        data_context: object = None,
-    ) -> list[ReadTask]:
-        schema = self._source.schema
-        return [
-            ReadTask(
-                partial(_read_blocks, part, schema, self._row_id_column),
-                BlockMetadata(
-                    num_rows=part.num_rows,
-                    size_bytes=part.num_bytes,
-                    exec_stats=None,
-                    input_files=(part.path,),
-                ),
-                per_task_row_limit=per_task_row_limit,
-            )
-            for part in self._source.slices
-        ]
+        parquet = pq.ParquetFile(file, buffer_size=_READ_BUFFER_BYTES)
+        for batch in parquet.iter_batches(
+            _ROWS_PER_BLOCK, row_groups=[part.row_group], columns=columns, use_threads=False
+        ):
+            yield pa.Table.from_batches([batch])
 
 
 def _read_blocks(
     part: FileSlice, schema: pa.Schema, row_id_column: str | None
 ) -> Iterator[pa.Table]:
-    table = _with_schema(read_slice(part), schema)
-    if row_id_column is not None:
-        positions = range(part.first_row, part.first_row + part.num_rows)
-        ids = pa.array([f"{part.name}:{position}" for position in positions], pa.string())
-        table = table.add_column(0, row_id_column, ids)
-    yield table
+    position = part.first_row
+    for rows in read_slice(part):
+        table = _with_schema(rows, schema)
+        if row_id_column is not None:
+            positions = range(position, position + rows.num_rows)
+            ids = pa.array([f"{part.name}:{i}" for i in positions], pa.string())
+            table = table.add_column(0, row_id_column, ids)
+        position += rows.num_rows
+        yield table
 
 
 def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -217,57 +208,47 @@ def _list_files(source: str) -> list[tuple[str, str]]:
     files = sorted(
         (name, path)
         for path, name in names.items()
-        if name.lower().endswith(suffixes)
-        and not any(part.startswith(("_", ".")) for part in name.split("/"))
+        if name.lower().endswith(suffixes) and not _is_hidden(name)
     )
     if not files:
         raise ConfigError(f"source {source!r} holds no file that ends in {', '.join(suffixes)}")
     return [(fs.unstrip_protocol(path), name) for name, path in files]
 
 
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(("_", ".")) for part in name.split("/"))
+
+
 def _scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
-    try:
+    with told_as(f"source file {path} cannot be read; write it again, or leave it out"):
+        if path.lower().endswith(JSON_SUFFIXES):
+            table = read_json_lines(path)
+            whole = FileSlice(
+                path=path, name=name, row_group=None, first_row=0, num_rows=table.num_rows
+            )
+            return table.schema, [whole]
         with fsspec.open(path, "rb") as file:
-            if path.lower().endswith(JSON_SUFFIXES):
-                table = _read_json(file)
-                return table.schema, [
-                    FileSlice(
-                        path=path,
-                        name=name,
-                        row_group=None,
-                        group_first_row=0,
-                        first_row=0,
-                        num_rows=table.num_rows,
-                        num_bytes=table.nbytes,
-                    )
-                ]
             parquet = pq.ParquetFile(file)
             return parquet.schema_arrow, list(_parquet_slices(path, name, parquet.metadata))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"source file {path} cannot be read: {error}") from error
 
 
 def _parquet_slices(path: str, name: str, footer: pq.FileMetaData) -> Iterator[FileSlice]:
-    """Cut large row groups: what one read task yields is fed through one call of a feeder."""
-    group_first_row = 0
+    first_row = 0
     for index in range(footer.num_row_groups):
-        group = footer.row_group(index)
-        pieces = max(1, min(_SLICES_PER_ROW_GROUP, group.num_rows // _ROWS_PER_SLICE))
-        bounds = [group.num_rows * piece // pieces for piece in range(pieces + 1)]
-        for start, end in pairwise(bounds):
-            yield FileSlice(
-                path=path,
-                name=name,
-                row_group=index,
-                group_first_row=group_first_row,
-                first_row=group_first_row + start,
-                num_rows=end - start,
-                num_bytes=max(1, group.total_byte_size // pieces),
-            )
-        group_first_row += group.num_rows
+        num_rows = footer.row_group(index).num_rows
+        yield FileSlice(
+            path=path, name=name, row_group=index, first_row=first_row, num_rows=num_rows
+        )
+        first_row += num_rows
 
 
 def _common_schema(schemas: list[tuple[str, pa.Schema]]) -> pa.Schema:
+    for path, schema in schemas:
+        if twice := sorted({n for n in schema.names if schema.names.count(n) > 1}):
+            raise ConfigError(
+                f"source file {path} has several columns named {', '.join(map(repr, twice))}; "
+                "rename them, so that a name stands for one column"
+            )
     first_path, first = schemas[0]
     for field in first:
         metadata = field.metadata or {}

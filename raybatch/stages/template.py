@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError
 from raybatch.errors import ConfigError, did_you_mean, error_text
-from raybatch.stages.batches import python_values
+from raybatch.stages.batches import UNREADABLE, python_values
 
 _CONVERTIBLE = (
     str,
@@ -139,23 +139,25 @@ class _Unread:
 def _read_column(column: pa.ChunkedArray) -> list[object]:
     """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
 
-    A date that Python cannot hold comes back as its exception.
+    A date that Python cannot hold, or whose time zone it does not know, comes back as its
+    exception.
     Only plain types are decoded: decoding a value of an extension type can run code.
     """
-    if pa.types.is_dictionary(column.type) and _is_plain(column.type.value_type):
+    if pa.types.is_dictionary(column.type) and is_text_like(column.type.value_type):
         column = column.cast(column.type.value_type)
-    if not _is_plain(column.type):
+    if not is_text_like(column.type):
         unread = _Unread(str(column.type))
         return [unread if is_valid else None for is_valid in column.is_valid().to_pylist()]
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
         return [_text_or_bytes(raw) for raw in column.cast(pa.large_binary()).to_pylist()]
-    except (ValueError, OverflowError):  # dates that Python cannot hold
+    except UNREADABLE:
         return python_values(column)
 
 
-def _is_plain(arrow_type: pa.DataType) -> bool:
+def is_text_like(arrow_type: pa.DataType) -> bool:
+    """Return whether values of this type can be filled into a prompt."""
     return not isinstance(arrow_type, pa.BaseExtensionType) and any(
         is_kind(arrow_type)
         for is_kind in (

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from raybatch.actors.pool import PoolSpec, release_pools
 from raybatch.actors.wire import RequestReader, combine_results, encode_completions
 from raybatch.backends.fake import FakeBackend, FakeOptions
-from raybatch.stages.llm_stage import LLMStage, StageFeeder
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.llm_stage import LLMStage
 from raybatch.types import PoolStats, Sampling
 
 EOS, USER, ASSISTANT, SYSTEM = range(256, 260)
@@ -27,13 +28,17 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(folder: Path, *, has_chat_template: bool = True) -> Path:
+def make_tokenizer(folder: Path, *, has_chat_template: bool = True, has_bos: bool = False) -> Path:
     """Write a tokenizer whose first 256 ids are the bytes."""
     symbols = _byte_symbols()
     tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|eos|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    if has_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|system|> $A", special_tokens=[("<|system|>", SYSTEM)]
+        )
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     options: dict[str, Any] = {

@@ -3,6 +3,7 @@ import datetime
 import logging
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +19,6 @@ from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.types import Completion, Sampling
 from tests.stages.support import (
-    ASSISTANT,
-    EOS,
-    SYSTEM,
-    USER,
     LocalPool,
     answer,
     fake_stage,
@@ -212,92 +209,6 @@ def test_engine_error_raises_with_the_row_when_asked(model):
         answer(local(stage), table)
 
 
-def test_template_becomes_a_user_message_where_the_model_has_a_chat_template(chat_model):
-    stage = local(fake_stage(chat_model, prompt="{text}"))
-    answer(stage, pa.table({"text": ["a"]}))
-    assert prompts_asked(stage) == [[USER, ord("a"), ASSISTANT]]
-
-
-def test_chat_false_leaves_the_template_plain(chat_model):
-    stage = local(fake_stage(chat_model, prompt="{text}", chat=False))
-    answer(stage, pa.table({"text": ["a"]}))
-    assert prompts_asked(stage) == [[ord("a")]]
-
-
-def test_system_message_comes_first(chat_model):
-    stage = local(fake_stage(chat_model, prompt="{text}", system="s"))
-    answer(stage, pa.table({"text": ["a"]}))
-    assert prompts_asked(stage) == [[SYSTEM, ord("s"), USER, ord("a"), ASSISTANT]]
-
-
-def test_special_tokens_in_data_are_text(chat_model):
-    stage = local(fake_stage(chat_model, prompt="{text}"))
-    answer(stage, pa.table({"text": ["<|eos|>"]}))
-    assert EOS not in prompts_asked(stage)[0]
-
-
-def test_special_tokens_can_be_allowed(model):
-    stage = local(fake_stage(model, prompt="{text}", special_tokens="allow"))
-    answer(stage, pa.table({"text": ["<|eos|>a"]}))
-    assert prompts_asked(stage) == [[EOS, ord("a")]]
-
-
-def test_messages_come_from_a_column_a_function_or_templates(chat_model):
-    table = pa.table({"text": ["a"], "m": [[{"role": "user", "content": "a"}]]})
-    expected = [[USER, ord("a"), ASSISTANT]]
-    for messages in (
-        "m",
-        lambda row: [{"role": "user", "content": row["text"]}],
-        [{"role": "user", "content": "{text}"}],
-    ):
-        stage = local(fake_stage(chat_model, messages=messages))
-        answer(stage, table)
-        assert prompts_asked(stage) == expected
-
-
-def test_messages_may_be_json_texts(chat_model):
-    table = pa.table({"m": ['[{"role": "user", "content": "a"}]', "no json"]})
-    stage = local(fake_stage(chat_model, messages="m"))
-    out = answer(stage, table)
-    assert prompts_asked(stage) == [[USER, ord("a"), ASSISTANT]]
-    assert error_classes(out) == ["", "InvalidPrompt"]
-
-
-def test_failing_messages_function_is_a_row_error(chat_model):
-    table = pa.table({"text": ["a", "b"]})
-
-    def messages(row):
-        return [{"role": "user", "content": {"a": "x"}[row["text"]]}]
-
-    out = answer(local(fake_stage(chat_model, messages=messages)), table)
-    assert errors(out) == ["", "RenderError: KeyError: 'b'"]
-
-
-def test_messages_without_a_chat_template_name_the_model(model):
-    stage = local(fake_stage(model, messages="m"))
-    with pytest.raises(ConfigError, match="has no chat template"):
-        answer(stage, pa.table({"m": [[{"role": "user", "content": "a"}]]}))
-
-
-def test_tokenized_prompts_are_checked_per_row(model):
-    ids = pa.array([[1, 2], None, [], [1, 999], [1, None]], pa.list_(pa.int64()))
-    stage = local(fake_stage(model, tokenized_prompt="ids"))
-    out = answer(stage, pa.table({"ids": ids}))
-    assert error_classes(out) == ["", *["InvalidPrompt"] * 4]
-    assert prompts_asked(stage) == [[1, 2]]
-
-
-def test_prompt_column_is_taken_by_its_name(model):
-    stage = local(fake_stage(model))
-    answer(stage, pa.table({"prompt": ["a"]}))
-    assert prompts_asked(stage) == [[ord("a")]]
-
-
-def test_missing_column_is_named_with_a_suggestion(model):
-    with pytest.raises(ConfigError, match=r"no column 'txt' \(did you mean 'text'\?\)"):
-        answer(local(fake_stage(model, prompt="{txt}")), pa.table({"text": ["a"]}))
-
-
 def test_name_of_an_output_column_is_refused_with_the_way_out(model):
     table = pa.table({"text": ["a"], "generated_text": ["b"]})
     with pytest.raises(ConfigError, match=r"already has a column 'generated_text'.*output_prefix"):
@@ -314,16 +225,6 @@ def test_output_prefix_keeps_two_stages_apart(model):
     ]
 
 
-def test_several_samples_make_lists(model):
-    stage = fake_stage(model, prompt="{text}", sampling={"max_tokens": 3, "n": 2})
-    out = answer(local(stage), pa.table({"text": ["a", None]}))
-    good, bad = out.to_pylist()
-    assert out.schema.field("generated_tokens").type == pa.list_(pa.list_(pa.int32()))
-    assert [len(tokens) for tokens in good["generated_tokens"]] == [3, 3]
-    assert good["generated_tokens"][0] != good["generated_tokens"][1]
-    assert (good["finish_reason"], bad["finish_reason"]) == (["length"] * 2, ["error"] * 2)
-
-
 def test_logprobs_column_is_there_only_when_asked(model):
     table = pa.table({"text": ["a"]})
     plain = answer(local(fake_stage(model, prompt="{text}")), table)
@@ -338,32 +239,8 @@ def test_overrides_replace_options_per_row_and_null_keeps_the_stages(model):
     stage = fake_stage(model, prompt="{text}", overrides={"max_tokens": "m", "seed": "s"})
     out = answer(local(stage), table)
     assert out.column("num_generated_tokens").to_pylist() == [2, 4, 0]
-    assert errors(out)[2] == "InvalidSampling: max_tokens must be a whole number, got 1.5"
-
-
-@pytest.mark.parametrize(
-    ("policy", "asked", "reason"),
-    [
-        ("truncate_left", [b"efgh"], "length"),
-        ("truncate_right", [b"abcd"], "length"),
-        ("drop", [], "filtered"),
-        ("error", [], "error"),
-    ],
-)
-def test_too_long_prompts_leave_room_for_the_output_as_the_policy_says(
-    model, policy, asked, reason
-):
-    stage = local(fake_stage(model, prompt="{text}", on_too_long=policy, fake={"max_model_len": 8}))
-    out = answer(stage, pa.table({"text": ["abcdefgh"]}))
-    assert [bytes(prompt) for prompt in prompts_asked(stage)] == asked
-    assert out.column("finish_reason").to_pylist() == [reason]
-
-
-def test_output_is_bounded_by_the_context(model):
-    stage = fake_stage(model, prompt="{text}", fake={"max_model_len": 6})
-    out = answer(local(stage), pa.table({"text": ["abcd"]}))
-    assert out.column("num_generated_tokens").to_pylist() == [2]
-    assert out.column("finish_reason").to_pylist() == ["length"]
+    error = "InvalidSampling: column 'm': max_tokens must be a whole number, got 1.5"
+    assert errors(out)[2] == error
 
 
 def test_unknown_option_fails_at_once_with_a_suggestion():
@@ -372,10 +249,26 @@ def test_unknown_option_fails_at_once_with_a_suggestion():
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "sampling.max_tokens"),
+        ("temprature", "sampling.temperature"),
+        ("replicas", "pool.replicas"),
+        ("max_model_length", "engine.max_model_len"),
+        ("id_colum", "id_column"),
+    ],
+)
+def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
+    with pytest.raises(ConfigError, match=rf"unknown option '{name}' \(did you mean '{meant}'\?\)"):
+        LLMStage("m", **{name: 1})
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"prompt": "{a", "chat": False},
         {"prompt": "{a.b}"},
+        {"prompt": ""},
         {"prompt": "a", "messages": "m"},
         {"sampling": {"temprature": 1}},
         {"sampling": {"temperature": -1}},
@@ -403,6 +296,49 @@ def test_construction_loads_neither_torch_nor_transformers():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+class Counts:
+    """Keeps what a feeder counts."""
+
+    def __init__(self):
+        self.rows = 0
+        self.errors: Counter[str] = Counter()
+
+    async def add(self, num_rows, errors):
+        self.rows += num_rows
+        self.errors.update(errors)
+
+
+def counted(stage, table) -> tuple[int, dict[str, int]]:
+    stage = local(stage)
+    stage.counts = Counts()
+    answer(stage, table)
+    return stage.counts.rows, dict(stage.counts.errors)
+
+
+def test_rows_that_never_reach_the_pool_are_counted_with_their_errors(model):
+    stage = fake_stage(model, prompt="{text}", engine={"max_model_len": 9})
+    table = pa.table({"text": ["good", None, "x" * 50]})
+    assert counted(stage, table) == (2, {"InvalidPrompt": 1, "PromptTooLong": 1})
+
+
+def test_rows_that_are_dropped_are_counted_as_done(model):
+    stage = fake_stage(model, prompt="{text}", on_too_long="drop", engine={"max_model_len": 9})
+    assert counted(stage, pa.table({"text": ["good", "x" * 50]})) == (1, {})
+
+
+def test_errors_that_the_pool_counts_are_not_counted_again(model):
+    stage = fake_stage(model, prompt="{text}", fake={"error_on": ord("E")})
+    assert counted(stage, pa.table({"text": ["good", "E"]})) == (0, {})
+
+
+def test_errors_found_after_the_pool_are_counted(model):
+    spec = fake_stage(model).pool.spec
+    stage = local(fake_stage(model, prompt="{text}"))
+    stage.pool, stage.counts = FullPool(spec), Counts()
+    answer(stage, pa.table({"text": ["a"]}))
+    assert (stage.counts.rows, dict(stage.counts.errors)) == (0, {"CapacityError": 1})
 
 
 def test_few_rows_at_once_are_hinted_at_once_with_the_way_out(model, caplog):

@@ -45,7 +45,7 @@ def test_json_texts_and_vllm_spellings_are_read():
     ],
 )
 def test_bad_value_is_the_rows_error(text, message):
-    assert samplings_of(pa.array([text])) == [f"InvalidSampling: {message}"]
+    assert samplings_of(pa.array([text])) == [f"InvalidSampling: column 'p': {message}"]
 
 
 def test_broken_json_is_the_rows_error():
@@ -58,3 +58,25 @@ def test_typed_column_wins_over_the_json_column():
     table = pa.table({"p": ['{"max_tokens": 2, "seed": 9}'], "m": [3]})
     found = row_samplings(table, BASE, overrides={"max_tokens": "m"}, sampling_column="p")
     assert found == [Sampling(max_tokens=3, temperature=1.0, seed=9)]
+
+
+def test_bad_value_of_a_typed_column_names_the_column():
+    table = pa.table({"heat": [-1.0]})
+    (found,) = row_samplings(table, BASE, overrides={"temperature": "heat"}, sampling_column=None)
+    assert found == (
+        "InvalidSampling: column 'heat': Sampling.temperature must be at least 0, got -1.0"
+    )
+
+
+def test_options_of_two_columns_may_need_each_other():
+    table = pa.table({"least": [1000], "most": [2000]})
+    overrides = {"min_tokens": "least", "max_tokens": "most"}
+    found = row_samplings(table, BASE, overrides=overrides, sampling_column=None)
+    assert found == [Sampling(min_tokens=1000, max_tokens=2000, temperature=1.0)]
+
+
+def test_options_that_do_not_fit_together_name_their_columns():
+    table = pa.table({"least": [3], "most": [2]})
+    overrides = {"min_tokens": "least", "max_tokens": "most"}
+    (found,) = row_samplings(table, BASE, overrides=overrides, sampling_column=None)
+    assert found.startswith("InvalidSampling: columns 'least', 'most': Sampling.min_tokens must be")

@@ -66,6 +66,37 @@ def test_output_columns_of_an_earlier_processor_make_room():
     assert out.column_names == ["id", "tags", "first", "sampling_params", INPUT_ERROR_COLUMN]
 
 
+def after_a_processor(**inputs) -> pa.Table:
+    table = answered([""])
+    for name, value in inputs.items():
+        table = table.append_column(name, pa.array([value]))
+    return table
+
+
+def test_inputs_of_an_earlier_processor_are_not_asked_again():
+    table = after_a_processor(messages="[]", sampling_params='{"max_tokens": 1}')
+    (row,) = Preprocess(lambda row: {"prompt": "new"})(table).to_pylist()
+    assert (row["prompt"], row["sampling_params"], "messages" in row) == ("new", None, False)
+
+
+def test_prompts_that_are_handed_through_beside_new_ones_are_dropped():
+    table = after_a_processor(messages="[]")
+    out = Preprocess(lambda row: {**row, "prompt": "new"})(table)
+    assert ("prompt" in out.column_names, "messages" in out.column_names) == (True, False)
+
+
+def test_prompts_of_an_earlier_processor_are_asked_again_when_returned():
+    table = after_a_processor(messages="[]", sampling_params="{}")
+    out = Preprocess(lambda row: {n: row[n] for n in ("messages", "sampling_params")})(table)
+    assert (out["messages"].to_pylist(), out["sampling_params"].to_pylist()) == (["[]"], ["{}"])
+
+
+@pytest.mark.parametrize("function", [None, lambda row: {"topic": "x"}])
+def test_rows_with_only_prompts_of_an_earlier_processor_are_refused(function):
+    with pytest.raises(ConfigError, match="'prompt' holds what an earlier processor was asked"):
+        Preprocess(function)(after_a_processor(prompt="old"))
+
+
 def test_user_columns_with_names_of_outputs_stay_without_an_earlier_processor():
     assert "attempts" in Preprocess(None)(pa.table({"attempts": [1]})).column_names
 

@@ -6,6 +6,7 @@ import pytest
 
 from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.errors import ConfigError
+from raybatch.stages.batches import python_values
 from raybatch.stages.template import PromptTemplate
 
 
@@ -227,3 +228,31 @@ def test_a_date_that_python_cannot_hold_is_the_rows_error(column):
     prompts, errors = PromptTemplate("{x}").render_column(pa.table({"x": column}))
     assert (prompts[0] is None, prompts[1], errors[0]) == (False, None, "")
     assert errors[1].startswith("InvalidPrompt: column 'x' cannot be read")
+
+
+class Zoned(pa.ExtensionType):
+    """A type whose values cannot be read, as a time in a zone that this host does not know."""
+
+    def __init__(self):
+        super().__init__(pa.int64(), "raybatch.test.zoned")
+
+    def __arrow_ext_serialize__(self):
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type, serialized):
+        return cls()
+
+    def __arrow_ext_scalar_class__(self):
+        return ZonedScalar
+
+
+class ZonedScalar(pa.ExtensionScalar):
+    def as_py(self, **kwargs):
+        raise KeyError("No time zone found with key Nowhere/City")
+
+
+def test_a_zone_that_the_host_does_not_know_is_an_error_of_the_value():
+    column = pa.ExtensionArray.from_storage(Zoned(), pa.array([1], pa.int64()))
+    (value,) = python_values(pa.chunked_array([column]))
+    assert isinstance(value, KeyError)

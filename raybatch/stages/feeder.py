@@ -1,0 +1,197 @@
+"""`StageFeeder`: hands row batches to the pool of engines and takes its answers.
+
+Rendering, tokenizing and finishing are plain functions in their own modules.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy
+
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.wire import RESULT_SCHEMA
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.errors import RaybatchError, RowError
+from raybatch.stages.batches import to_table
+from raybatch.stages.finish import Answers, finish_rows
+from raybatch.stages.hints import FewRowsHint
+from raybatch.stages.inputs import column_of
+from raybatch.stages.options import StageConfig
+from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
+from raybatch.stages.render import PromptReader
+from raybatch.stages.row_counts import RowCounts
+from raybatch.stages.schema import ERROR_COLUMN, error_class
+from raybatch.types import PoolStats
+
+# What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
+# waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
+_CALLS_PER_FEEDER = 16
+_REPLICAS_PER_FEEDER = 8
+_ROWS_PER_CALL = 256
+_CPUS_PER_FEEDER = 0.1
+
+
+class StageFeeder:
+    """What `LLMStage(...)` returns a subclass of; Ray Data makes one object per feeder actor.
+
+    A call takes a row batch of any format and returns an Arrow table: the columns that came in,
+    and those of `raybatch.stages.schema`.
+    """
+
+    config: ClassVar[StageConfig]
+    pool: ClassVar[PoolHandle]
+    client: ClassVar[str]
+    counts: ClassVar[RowCounts | None] = None
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+        self._hint = FewRowsHint(_CALLS_PER_FEEDER)
+        self._checked_schema: pa.Schema | None = None
+        try:
+            model_dir = find_model(self.config)
+            # engines load their weights while this feeder loads its tokenizer
+            self.pool.start()
+            self._tokenizer = Tokenizer.load(model_dir)
+            self._reader = PromptReader(self.config, self._tokenizer)
+            self._max_model_len = max_model_len(self.config, model_dir)
+        except Exception as error:
+            # Ray replaces an actor whose constructor raises, again and again, and keeps the cause
+            # to itself; a call that raises ends the job at once and says why.
+            self._failure = error
+
+    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
+        """Return the row batch with the answers; one row out per row in, in the same order.
+
+        Raises:
+            ConfigError: a column is missing, or collides with an output column.
+            RowError: a row failed and the stage has on_error="raise".
+        """
+        try:
+            return await self._answer(batch)
+        except RaybatchError as error:
+            # Ray puts advice of its own behind the message of what a call raises
+            vars(error)["told"] = str(error)
+            raise
+
+    async def _answer(self, batch: Any) -> pa.Table:  # noqa: ANN401
+        if self._failure is not None:
+            raise self._failure
+        table = to_table(batch)
+        input_errors = None
+        if (column := self.config.input_error_column) is not None:
+            input_errors = column_of(table, column).to_pylist()
+            table = table.drop_columns([column])
+        self._check_columns(table.schema)
+        with self._hint.holding(table.num_rows):
+            prepared = await asyncio.to_thread(self._prepare, table, input_errors)
+            unasked = _classes([prompt.error for prompt in prepared.prompts])
+            await self._count(table.num_rows - len(prepared.rows), unasked)
+            results = RESULT_SCHEMA.empty_table()
+            if prepared.rows:
+                results = await self.pool.generate(
+                    prepared.requests, prepared.samplings, client=self.client
+                )
+            finished = await asyncio.to_thread(self._finish, table, prepared, results)
+            errors = _classes(self._errors_of(finished))
+            await self._count(0, errors - unasked - _classes(results.column("error").to_pylist()))
+            return finished
+
+    @classmethod
+    def map_options(cls) -> dict[str, Any]:
+        """Return the keyword arguments of `map_batches` that keep the engines full.
+
+        Example:
+            >>> ds.map_batches(stage, **stage.map_options())  # doctest: +SKIP
+        """
+        return {
+            "batch_format": "pyarrow",
+            "batch_size": _ROWS_PER_CALL,
+            "num_cpus": _CPUS_PER_FEEDER,
+            "compute": ActorPoolStrategy(
+                size=_num_feeders(cls.config), max_concurrent_calls_per_actor=_CALLS_PER_FEEDER
+            ),
+        }
+
+    @classmethod
+    def apply(cls, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
+        """Return the Ray dataset mapped by this stage with `map_options`."""
+        return dataset.map_batches(cls, **cls.map_options())
+
+    @classmethod
+    def stats(cls) -> PoolStats:
+        """Return the state of the pool and what it did for this stage."""
+        stats = cls.pool.stats(cls.client)
+        return stats if cls.counts is None else cls.counts.added_to(stats)
+
+    @classmethod
+    def of_run(cls, *, id_column: str | None, counts: RowCounts) -> "type[StageFeeder]":
+        """Return the same stage with the same pool, as one run needs it.
+
+        Args:
+            id_column: in place of the stage's; None keeps that.
+            counts: where rows are counted that the pool does not count.
+        """
+        config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
+        return type(cls.__name__, (cls,), {"config": config, "counts": counts})
+
+    def _check_columns(self, schema: pa.Schema) -> None:
+        if self._checked_schema is None or not schema.equals(self._checked_schema):
+            self.config.output.check_collisions(schema, id_column=self.config.id_column)
+            self._checked_schema = schema
+
+    def _prepare(self, table: pa.Table, input_errors: list[str] | None) -> Prepared:
+        prepared = prepare(
+            table,
+            config=self.config,
+            reader=self._reader,
+            max_model_len=self._max_model_len,
+            input_errors=input_errors,
+        )
+        if self.config.on_error == "raise":
+            for row_id, prompt in zip(prepared.row_ids, prepared.prompts, strict=True):
+                _raise_if(row_id, prompt.error)
+        return prepared
+
+    def _finish(self, table: pa.Table, prepared: Prepared, results: pa.Table) -> pa.Table:
+        finished = finish_rows(
+            table,
+            row_ids=prepared.row_ids,
+            prompts=prepared.prompts,
+            answers=Answers(
+                rows=prepared.rows, samplings=prepared.request_samplings, results=results
+            ),
+            tokenizer=self._tokenizer,
+            output=self.config.output,
+        )
+        if self.config.on_error == "raise":
+            for row_id, error in zip(prepared.row_ids, self._errors_of(finished), strict=True):
+                _raise_if(row_id, error)
+        return finished
+
+    def _errors_of(self, finished: pa.Table) -> list[str]:
+        return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]
+
+    async def _count(self, num_rows: int, errors: Counter[str]) -> None:
+        if self.counts is not None:
+            await self.counts.add(num_rows, errors)
+
+
+def _num_feeders(config: StageConfig) -> int:
+    num_replicas = config.pool.replicas
+    if num_replicas is None:
+        num_replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+    return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
+
+
+def _classes(errors: Sequence[str]) -> Counter[str]:
+    return Counter(error_class(error) for error in errors if error)
+
+
+def _raise_if(row_id: str, error: str) -> None:
+    if error:
+        raise RowError(f"row {row_id!r}: {error}")

@@ -1,0 +1,95 @@
+"""Polls a pool while a dataset runs, and keeps the moments at which its work began and ended."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+from raybatch.types import PoolStats
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[PoolStats, int], None]
+
+_POLL_S = 0.25
+_PROGRESS_EVERY_S = 1.0
+
+
+class RunClock:
+    """The moments of one run, in seconds since its start.
+
+    Attributes:
+        started_s: when the first row was handed to a ready engine; None before.
+        ended_s: when the last row came back; None before.
+    """
+
+    def __init__(self) -> None:
+        self._origin_s = time.monotonic()
+        self.started_s: float | None = None
+        self.ended_s: float | None = None
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run began."""
+        return time.monotonic() - self._origin_s
+
+
+class PoolWatch:
+    """Polls a pool in a thread while a dataset runs; use as a context manager.
+
+    Args:
+        read_stats: returns the state of the pool.
+        num_rows: of the source.
+        callback: called about every second, and at the end of a run without an exception.
+        clock: whose two moments are set.
+    """
+
+    def __init__(
+        self,
+        read_stats: Callable[[], PoolStats],
+        num_rows: int,
+        callback: ProgressCallback,
+        clock: RunClock,
+    ) -> None:
+        self._read_stats = read_stats
+        self._num_rows = num_rows
+        self._callback = callback
+        self._clock = clock
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = self._read_stats()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+        if kind is None:
+            self._callback(self._read_stats(), self._num_rows)
+
+    def _poll(self) -> None:
+        next_callback_s = 0.0
+        while not self._is_done.wait(_POLL_S):
+            try:
+                stats = self._read_stats()
+            except Exception:  # the run itself reports what is wrong with the pool
+                logger.debug("the pool's state could not be read", exc_info=True)
+                continue
+            now_s = self._clock.elapsed_s()
+            self._note(stats, now_s)
+            if now_s >= next_callback_s:
+                self._callback(stats, self._num_rows)
+                next_callback_s = now_s + _PROGRESS_EVERY_S
+
+    def _note(self, stats: PoolStats, now_s: float) -> None:
+        # rows without tokens never reach an engine
+        has_tokens = stats.prompt_tokens_received > self._before.prompt_tokens_received
+        is_working = stats.num_ready > 0 and has_tokens
+        if is_working and self._clock.started_s is None:
+            self._clock.started_s = now_s
+        if stats.rows_done < stats.rows_received:
+            self._clock.ended_s = None
+        elif is_working and self._clock.ended_s is None:
+            self._clock.ended_s = now_s
