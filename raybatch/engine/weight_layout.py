@@ -14,12 +14,12 @@ _MAX_OUTPUTS_ACROSS = 2048
 _LINEARS = frozenset(("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"))
 _ACROSS = ".across"
 
-# Experts with a large gate_up have it in panels, [in, P] matrices of P outputs each: products of
-# few rows with it read memory in order, which is up to twice as fast. Small ones stay in the
-# processor's cache from one step to the next.
-_PANELLED = "experts_gate_up"
-_MIN_PANELLED_BYTES = 512 << 10
-_PANEL_WIDTHS = (48, 32)
+# Large linears lie in panels (see raybatch.kernels.panels), which few rows read up to twice as
+# fast, and gate_up any number of rows; small ones stay in the processor's cache from one step to
+# the next. Experts see fewer rows than dense layers, for which narrow panels are better. gate_up
+# holds two linears, which must not share a panel.
+_PANEL_WIDTHS = {"gate_up": (128, 64), "experts_gate_up": (48, 32), "experts_down": (48, 32)}
+_MIN_PANELLED_BYTES = 256 << 10
 _PANELS = ".panels"
 
 # a shape and the function that builds the tensor
@@ -36,10 +36,9 @@ def lay_out(name: str, recipe: Recipe, dtype: torch.dtype) -> tuple[str, Recipe]
     """
     shape, build = recipe
     field = name.rpartition(".")[2]
-    if field == _PANELLED and dtype == torch.float32:
-        width = _panel_width(shape)
-        if width is not None:
-            return name + _PANELS, _in_panels(recipe, width)
+    width = _panel_width(field, shape) if dtype == torch.float32 else None
+    if width is not None:
+        return name + _PANELS, _in_panels(recipe, width)
     if field in _LINEARS and shape[-2] <= _MAX_OUTPUTS_ACROSS:
         across = (*shape[:-2], shape[-1], shape[-2])
         return name + _ACROSS, (across, lambda: build().mT.contiguous())
@@ -53,21 +52,23 @@ def view_of(prepared_name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor
     return prepared_name.removesuffix(_PANELS), tensor
 
 
-def _panel_width(shape: tuple[int, ...]) -> int | None:
-    """Return the width of the panels of a float32 [E, 2F, M]; None where it is better without."""
-    _, two_ffn, model_dim = shape
-    if two_ffn * model_dim * torch.float32.itemsize < _MIN_PANELLED_BYTES:
+def _panel_width(field: str, shape: tuple[int, ...]) -> int | None:
+    """Return the width of the panels of a float32 linear; None where it is better without."""
+    widths = _PANEL_WIDTHS.get(field, ())
+    if not widths:
         return None
-    # gate and up each take whole panels
-    return next((width for width in _PANEL_WIDTHS if (two_ffn // 2) % width == 0), None)
+    num_outputs = shape[-2] // 2 if field.endswith("gate_up") else shape[-2]
+    if num_outputs * shape[-1] * torch.float32.itemsize < _MIN_PANELLED_BYTES:
+        return None
+    return next((width for width in widths if num_outputs % width == 0), None)
 
 
 def _in_panels(recipe: Recipe, width: int) -> Recipe:
-    (num_experts, num_outputs, num_inputs), build = recipe
-    num_panels = num_outputs // width
+    shape, build = recipe
+    *experts, num_outputs, num_inputs = shape
+    panels = (*experts, num_outputs // width)
 
     def build_panels() -> torch.Tensor:
-        rows = build().view(num_experts, num_panels, width, num_inputs)
-        return rows.transpose(2, 3).contiguous()
+        return build().view(*panels, width, num_inputs).mT.contiguous()
 
-    return (num_experts, num_panels, num_inputs, width), build_panels
+    return (*panels, num_inputs, width), build_panels

@@ -24,7 +24,7 @@ from raybatch.kernels.rotary import interleave_order
 logger = logging.getLogger(__name__)
 
 # raise it whenever the layout of the prepared file changes
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

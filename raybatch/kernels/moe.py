@@ -3,6 +3,14 @@
 import torch
 from torch.nn import functional
 
+from raybatch.kernels.panels import (
+    gate_panels_,
+    gated_linear,
+    join_panels,
+    linear,
+    times_panels,
+)
+
 # from this many tokens per expert on, one expert at a time keeps the activations in cache; below
 # it, joined products and element-wise steps save the calls
 _LOOP_MIN_TOKENS_PER_EXPERT = 64
@@ -29,27 +37,27 @@ def moe_ffn(
     x: torch.Tensor,  # [T, M]
     router: torch.Tensor,  # [E, M]
     gate_up: torch.Tensor,  # [E, 2F, M], or in panels [E, 2F / P, M, P]
-    down: torch.Tensor,  # [E, M, F]
+    down: torch.Tensor,  # [E, M, F], or in panels [E, M / P, F, P]
     *,
     top_k: int,
     norm_topk_prob: bool,
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
-    With panels, `gate_up[e, p, :, j]` are the weights of output `p * P + j`; F is a multiple of P.
+    For panels see `raybatch.kernels.panels`; gate and up must not share one.
     """
     weights, experts = route(x, router, top_k, norm_topk_prob)
     expert_of_row, order = experts.view(-1).sort(stable=True)
     tokens = order // top_k
-    num_experts, is_panels = gate_up.shape[0], gate_up.dim() == 4
+    num_experts = gate_up.shape[0]
     is_small = len(order) < num_experts * _LOOP_MIN_TOKENS_PER_EXPERT
-    if is_small and not is_panels and _can_group(x, gate_up):
+    if is_small and gate_up.dim() == down.dim() == 3 and _can_group(x, gate_up):
         bounds = torch.arange(1, num_experts + 1, device=x.device)
         ends = torch.searchsorted(expert_of_row, bounds).to(torch.int32)
         outputs = _unsort(_grouped_experts(x.index_select(0, tokens), gate_up, down, ends), order)
     else:
         counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
-        if is_small and is_panels:
+        if is_small and gate_up.dim() == down.dim() == 4:
             rows = x.index_select(0, tokens)
             outputs = _unsort(_panelled_experts(rows, gate_up, down, counts), order)
         else:
@@ -87,7 +95,7 @@ def _grouped_experts(
 def _panelled_experts(
     rows: torch.Tensor,  # [T * K, M], sorted by expert
     gate_up: torch.Tensor,  # [E, 2F / P, M, P]
-    down: torch.Tensor,
+    down: torch.Tensor,  # [E, M / P, F, P]
     counts: list[int],
 ) -> torch.Tensor:
     """Compute few rows per expert: products one by one, all else over all experts at once."""
@@ -95,15 +103,10 @@ def _panelled_experts(
     if not used:
         return torch.empty_like(rows)
     sizes = [counts[expert] for expert in used]
-    hidden = torch.cat(
-        [
-            _times_panels(part, gate_up[e])
-            for part, e in zip(torch.split(rows, sizes), used, strict=True)
-        ],
-        dim=1,
-    )
-    parts = torch.split(_gated(hidden), sizes)
-    return torch.cat([part.mm(down[e].t()) for part, e in zip(parts, used, strict=True)])
+    for weight, finish in ((gate_up, gate_panels_), (down, join_panels)):
+        parts = zip(torch.split(rows, sizes), used, strict=True)
+        rows = finish(torch.cat([times_panels(part, weight[e]) for part, e in parts], dim=1))
+    return rows
 
 
 def _looped_experts(
@@ -120,23 +123,8 @@ def _looped_experts(
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            part, weight = x.index_select(0, tokens[rows]), gate_up[expert]
-            if weight.dim() == 3:
-                hidden = _gated(_times_panels(part, weight))
-            else:
-                gate, up = functional.linear(part, weight).chunk(2, dim=-1)
-                hidden = functional.silu(gate).mul_(up)
-            outputs.index_copy_(0, order[rows], hidden.mm(down[expert].t()))
+            part = x.index_select(0, tokens[rows])
+            part = linear(gated_linear(part, gate_up[expert]), down[expert])
+            outputs.index_copy_(0, order[rows], part)
             start += count
     return outputs
-
-
-def _times_panels(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [R, M] with panels [N, M, P] to [N, R, P]."""
-    return torch.bmm(rows.expand(len(weight), -1, -1), weight)
-
-
-def _gated(panels: torch.Tensor) -> torch.Tensor:
-    """Turn gate and up in panels, [2F / P, R, P], into silu(gate) * up, [R, F]."""
-    gate, up = panels.chunk(2)
-    return functional.silu(gate, inplace=True).mul_(up).transpose(0, 1).flatten(1)
