@@ -50,12 +50,17 @@ class BatchBuilder:
             ),
             self._device,
         )
+        attention = self._plans.build(schedule, self._device)
+        logits_attention = None
+        if len(logits_idx) < len(token_ids):
+            logits_attention = self._plans.build_last(schedule, self._device)
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions_tensor,
             slot_mapping=slot_mapping,
             logits_idx=logits_idx,
-            attention=self._plans.build(schedule, self._device),
+            attention=attention,
+            logits_attention=logits_attention,
         )
 
     def _chunk_tokens(self, schedule: Schedule) -> list[npt.NDArray[np.int32]]:

@@ -9,6 +9,7 @@ from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
 from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention, store_kv
+from raybatch.kernels.attention_plan import AttentionPlan
 from raybatch.kernels.mlp import add_linear_, add_mlp_
 from raybatch.kernels.moe import moe_ffn
 from raybatch.kernels.norm import rms_norm
@@ -26,6 +27,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         self._spec = spec
         self._weights = weights
+        self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
         device = weights.embed.device
         self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
@@ -38,23 +40,40 @@ class Decoder:
         rotation = rotation_table(
             batch.positions, self._inverse_frequencies, spec.rope.attention_factor
         )
-        prepared = prepare_attention(
-            batch.attention,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            pool=cache.k[0],
-            windows=self._distinct_windows,
-        )
+        prepared = self._prepare(batch, batch.attention, cache)
         last = spec.num_layers - 1
         needs_all_rows = len(batch.logits_idx) == len(batch.token_ids)
         for i, layer in enumerate(weights.layers):
-            attended = self._attend(i, layer, x, rotation, cache, prepared)
+            if i == last and batch.logits_attention is not None:
+                attended = self._attend_last(layer, x, rotation, cache, prepared, batch)
+            else:
+                attended = self._attend(i, layer, x, rotation, cache, prepared)
+                if i == last and not needs_all_rows:
+                    attended = attended.index_select(0, batch.logits_idx)
             if i == last and not needs_all_rows:
-                attended = attended.index_select(0, batch.logits_idx)
                 x = x.index_select(0, batch.logits_idx)
             add_linear_(x, attended, layer.o, layer.o_bias)
             self._add_ffn(layer, x)
         return functional.linear(rms_norm(x, weights.norm, spec.rms_eps), weights.head).float()
+
+    def _prepare(
+        self,
+        batch: ForwardBatch,
+        plan: AttentionPlan,
+        cache: KVCache,
+        rows: torch.Tensor | None = None,
+    ) -> PreparedAttention:
+        """Prepare the plan of all rows, or of the given ones."""
+        positions, slots = batch.positions, batch.slot_mapping
+        if rows is not None:
+            positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)
+        return prepare_attention(
+            plan,
+            positions=positions,
+            slot_mapping=slots,
+            pool=cache.k[0],
+            windows=self._distinct_windows,
+        )
 
     def _attend(
         self,
@@ -66,18 +85,57 @@ class Decoder:
         prepared: PreparedAttention,
     ) -> torch.Tensor:
         spec = self._spec
-        num_heads, num_qk_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
         hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
-        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(len(qkv), -1, spec.head_dim)
-        qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm, spec.rms_eps)
-        rotate_(qk, rotation)
-        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        qk, v = self._project(layer, hidden, rotation, slice(0, self._num_projected))
+        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
         store_kv(k, v, k_pool, v_pool, prepared)
         return attend(q, k, v, k_pool, v_pool, prepared, spec.windows[layer_idx])
+
+    def _attend_last(
+        self,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        cache: KVCache,
+        prepared: PreparedAttention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Attend in the last layer: all rows leave their KV, those with logits have queries."""
+        assert batch.logits_attention is not None, "the plan of the last layer"
+        spec, rows = self._spec, batch.logits_idx
+        hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
+        k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
+        k_pool, v_pool = cache.k[-1], cache.v[-1]
+        store_kv(k, v, k_pool, v_pool, prepared)
+        q, _ = self._project(
+            layer,
+            hidden.index_select(0, rows),
+            rotation.index_select(0, rows),
+            slice(0, spec.num_heads),
+        )
+        plan = self._prepare(batch, batch.logits_attention, cache, rows)
+        return attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
+
+    def _project(
+        self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some of a layer's heads of queries, keys and values, in that order.
+
+        The first result holds queries and keys, normalised and turned, the second values.
+        """
+        spec = self._spec
+        dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        bias = layer.qkv_bias[dims] if layer.qkv_bias is not None else None
+        projected = functional.linear(hidden, layer.qkv[dims], bias)
+        projected = projected.view(len(hidden), heads.stop - heads.start, spec.head_dim)
+        num_turned = min(heads.stop, spec.num_heads + spec.num_kv_heads) - heads.start
+        turned, values = projected[:, :num_turned], projected[:, num_turned:]
+        if layer.qk_norm is not None:
+            norms = layer.qk_norm[heads.start : heads.start + num_turned]
+            turned = rms_norm(turned, norms, spec.rms_eps)
+        rotate_(turned, rotation)
+        return turned, values
 
     def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
         spec = self._spec

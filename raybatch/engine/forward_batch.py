@@ -18,6 +18,9 @@ class ForwardBatch:
         logits_idx: int64 [S], rows whose logits are needed (decode rows, last rows of prompts),
             ascending.
         attention: what each row attends to.
+        logits_attention: the same for the rows of `logits_idx` alone, every one a decode row over
+            all the KV of its sequence; of the last layer, nothing else is needed. None where all
+            rows need logits or the saving is not wanted.
     """
 
     token_ids: torch.Tensor
@@ -25,3 +28,4 @@ class ForwardBatch:
     slot_mapping: torch.Tensor
     logits_idx: torch.Tensor
     attention: AttentionPlan
+    logits_attention: AttentionPlan | None = None

@@ -74,9 +74,31 @@ class PlanBuilder:
 
     def build(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
         """Return the plan of `schedule`; its readers are noted in the table."""
+        decode_lens = self._table.num_computed[schedule.decode_slots] + 1
+        return self._build(schedule, decode_lens, device)
+
+    def build_last(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
+        """Return the plan of the rows with logits, every one a decode row.
+
+        These are the decode rows of `schedule` and the last rows of the prompts that end in it.
+        """
+        table, stops = self._table, schedule.chunk_starts + schedule.chunk_lens
+        is_last = stops == table.num_tokens[schedule.chunk_slots]
+        none = np.empty(0, np.int64)
+        rows = Schedule(
+            decode_slots=np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last])),
+            chunk_slots=none,
+            chunk_starts=none,
+            chunk_lens=none,
+        )
+        lens = np.concatenate((table.num_computed[schedule.decode_slots] + 1, stops[is_last]))
+        return self._build(rows, lens, device)
+
+    def _build(
+        self, schedule: Schedule, decode_lens: Int64s, device: torch.device
+    ) -> AttentionPlan:
         table, num_decode = self._table, len(schedule.decode_slots)
         slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots))
-        decode_lens = table.num_computed[schedule.decode_slots] + 1
         targets = np.concatenate(
             (-(-decode_lens // table.block_size), schedule.chunk_starts // table.block_size)
         )

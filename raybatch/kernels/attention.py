@@ -188,7 +188,7 @@ def attend(
         for context in prepared.contexts:
             part = _attend_context(q[context.rows], k_pool, v_pool, context, window)
             _merge(output, lse, context.rows, part)
-    return output.view(q.shape[0], -1)
+    return output.flatten(1)
 
 
 def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

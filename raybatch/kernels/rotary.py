@@ -26,7 +26,7 @@ def rotate_(
     table: torch.Tensor,  # complex64 [T, 1, D / 2]
 ) -> None:
     """Turn every pair of dimensions of `x` by the angle of its token."""
-    pairs = x.view(*x.shape[:-1], -1, 2)
+    pairs = x.view(*x.shape[:-1], x.shape[-1] // 2, 2)
     if x.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(table)
     else:
