@@ -193,3 +193,33 @@ def test_shared_blocks_with_a_gap_between_them_are_two_parts():
 def test_blocks_read_by_nobody_in_this_step_are_left_out():
     parts = plan_of([[1, 2, 3], [1, 2, 4], [5, 6, 7]], [2]).contexts
     assert [part.block_ids.tolist() for part in parts] == [[5, 6, 7]]
+
+
+def logits_decode(batch):
+    part = batch.logits_attention.decode
+    return list(
+        zip(part.block_ids.tolist(), part.owners.tolist(), part.num_valid.tolist(), strict=True)
+    )
+
+
+def test_the_last_layer_sees_the_end_of_a_prompt_as_a_decode_row():
+    steps = Steps([1, 2, 3, 4, 5])
+    steps.step()
+    steps.add([8, 9])
+    batch = steps.step()
+    assert batch.logits_idx.tolist() == [0, 2]
+    assert batch.logits_attention.num_decode == 2
+    assert batch.logits_attention.prefill is None
+    assert logits_decode(batch) == [(0, 0, 4), (1, 0, 2), (2, 1, 2)]
+
+
+def test_a_chunk_that_does_not_end_its_prompt_has_no_row_in_the_last_layer():
+    batch = Steps(range(10), budget=6).step()
+    assert batch.logits_attention.num_decode == 0
+    assert batch.logits_attention.decode is None
+
+
+def test_a_step_in_which_all_rows_need_logits_has_one_plan():
+    steps = Steps([1, 2, 3])
+    steps.step()
+    assert steps.step().logits_attention is None

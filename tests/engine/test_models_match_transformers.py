@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from raybatch.engine import weight_layout
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
 from raybatch.engine.model_config import read_model_spec
@@ -64,6 +65,15 @@ def checkpoint(
 def test_whole_prompts_of_mixed_lengths_give_the_same_tokens(checkpoint):
     path, model = checkpoint
     prompts = make_prompts([1, 8, 23, 61])
+    assert reference_tokens(model, prompts) == make_driver(path).generate(prompts, NUM_TOKENS)
+
+
+def test_weights_in_panels_give_the_same_tokens(checkpoint, monkeypatch):
+    path, model = checkpoint
+    monkeypatch.setattr(weight_layout, "_MIN_PANELLED_BYTES", 0)
+    widths = dict.fromkeys(weight_layout._PANEL_WIDTHS, (8, 4))
+    monkeypatch.setattr(weight_layout, "_PANEL_WIDTHS", widths)
+    prompts = make_prompts([1, 8, 61])
     assert reference_tokens(model, prompts) == make_driver(path).generate(prompts, NUM_TOKENS)
 
 

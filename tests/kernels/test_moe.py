@@ -38,6 +38,22 @@ def test_grouped_and_looped_forms_agree(monkeypatch):
     torch.testing.assert_close(grouped, looped, rtol=1e-5, atol=1e-5)
 
 
+def in_panels(weight, width):
+    return weight.view(len(weight), -1, width, weight.shape[2]).mT.contiguous()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 40, 500])
+@pytest.mark.parametrize("panels", ["gate_up", "down", "both"])
+def test_weights_in_panels_give_what_matrices_give(num_tokens, panels):
+    router, gate_up, down = make_layer(6, 16, 8)
+    x = torch.randn(num_tokens, 16)
+    expected = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
+    gate_up = in_panels(gate_up, 4) if panels != "down" else gate_up
+    down = in_panels(down, 8) if panels != "gate_up" else down
+    actual = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_experts_without_tokens_are_skipped():
     router, gate_up, down = make_layer(6, 16, 8)
     x = torch.randn(16).expand(5, 16)

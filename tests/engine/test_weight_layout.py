@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from raybatch.engine.weight_layout import lay_out, view_of
+
+
+def prepare(name: str, tensor: torch.Tensor, dtype: torch.dtype = torch.float32):
+    prepared_name, (shape, build) = lay_out(name, (tuple(tensor.shape), lambda: tensor), dtype)
+    prepared = build()
+    assert tuple(prepared.shape) == shape
+    assert prepared.is_contiguous()
+    return prepared_name, prepared
+
+
+def test_a_large_gate_up_lies_in_panels_of_consecutive_outputs():
+    weight = torch.randn(1024, 256)
+    name, prepared = prepare("3.gate_up", weight)
+    assert (name, tuple(prepared.shape)) == ("3.gate_up.panels", (8, 256, 128))
+    assert torch.equal(prepared[2, :, 5], weight[2 * 128 + 5])
+
+
+def test_experts_get_narrower_panels():
+    weight = torch.randn(2, 384, 512)
+    name, prepared = prepare("0.experts_gate_up", weight)
+    assert (name, tuple(prepared.shape)) == ("0.experts_gate_up.panels", (2, 8, 512, 48))
+    assert torch.equal(prepared[1, 3, :, 7], weight[1, 3 * 48 + 7])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("gate_up", (128, 16)), ("gate_up", (2 * 520, 256)), ("o", (512, 512))],
+    ids=["small", "gate-and-up-would-share-a-panel", "not-fed-forward"],
+)
+def test_other_narrow_linears_lie_across(name, shape):
+    prepared_name, prepared = prepare(f"0.{name}", torch.randn(shape))
+    assert (prepared_name, tuple(prepared.shape)) == (f"0.{name}.across", shape[::-1])
+
+
+def test_half_precision_has_no_panels():
+    name, _ = prepare("0.gate_up", torch.randn(1024, 256), torch.bfloat16)
+    assert name == "0.gate_up.across"
+
+
+def test_a_wide_linear_stays_as_it_is():
+    weight = torch.randn(2049, 8)
+    assert prepare("0.qkv", weight) == ("0.qkv", weight)
+
+
+def test_norms_and_embeddings_stay_as_they_are():
+    weight = torch.randn(16)
+    assert prepare("0.ffn_norm", weight) == ("0.ffn_norm", weight)
+    assert prepare("embed", weight) == ("embed", weight)
+
+
+def test_views_have_the_plain_name_and_the_shape_of_the_decoder():
+    weight = torch.randn(6, 4)
+    name, view = view_of(*prepare("0.o", weight))
+    assert (name, view.shape) == ("0.o", weight.shape)
+    assert torch.equal(view, weight)
+    name, view = view_of(*prepare("0.gate_up", torch.randn(1024, 256)))
+    assert (name, view.dim()) == ("0.gate_up", 3)
