@@ -32,9 +32,10 @@ class LayerWeights:
     """One layer; a dense one has `gate_up` and `down`, a sparse one has the three of the experts.
 
     Linears are views of shape [out, in], whichever way they lie in memory: qkv [(H + 2G) * D, M],
-    o [M, H * D], gate_up [2F, M], down [M, F], router [E, M], experts_gate_up [E, 2F, M] or in
-    panels of P outputs [E, 2F / P, M, P], experts_down [E, M, F]. The norms of queries and keys
-    are qk_norm [H + G, D].
+    o [M, H * D], gate_up [2F, M], down [M, F], router [E, M], experts_gate_up [E, 2F, M],
+    experts_down [E, M, F]. On a CPU, gate_up and the two of the experts may be in panels of P
+    outputs instead (`raybatch.kernels.panels`): [2F / P, M, P], [E, 2F / P, M, P] and
+    [E, M / P, F, P]. The norms of queries and keys are qk_norm [H + G, D].
     """
 
     attention_norm: torch.Tensor
