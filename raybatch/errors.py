@@ -80,7 +80,14 @@ def error_text(error: BaseException) -> str:
     return encodable(f"{type(error).__name__}: {error}")
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name nearest to `name`, in letters of either case; None if none is near."""
+    folded = {other.casefold(): other for other in sorted(known)}
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the known name nearest to `name`, else ""."""
-    matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    nearest = nearest_name(name, known)
+    return "" if nearest is None else f" (did you mean {nearest!r}?)"

@@ -23,6 +23,15 @@ def test_the_nearest_name_is_suggested():
     assert " (did you mean 'temperature'?)" == did_you_mean("temprature", ["top_p", "temperature"])
 
 
+@pytest.mark.parametrize("name", ["PROMPT", "Prompt", "PROPMT"])
+def test_a_name_that_differs_in_case_is_suggested(name):
+    assert did_you_mean(name, ["prompt", "source"]) == " (did you mean 'prompt'?)"
+
+
+def test_a_suggestion_has_the_case_of_the_known_name():
+    assert did_you_mean("questionid", ["QuestionId"]) == " (did you mean 'QuestionId'?)"
+
+
 def test_a_name_near_nothing_gets_no_suggestion():
     assert did_you_mean("xyz", ["temperature"]) == ""
 

@@ -1,6 +1,5 @@
 """The options of one stage as a frozen, validated record; nothing heavy is imported for it."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -14,7 +13,7 @@ from raybatch.config import (
     check_choice,
     from_mapping,
 )
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.errors import ConfigError, did_you_mean, nearest_name
 from raybatch.stages.schema import OutputSchema
 from raybatch.types import Sampling
 
@@ -124,8 +123,8 @@ def _suggestion(name: str, known: set[str]) -> str:
         for option, cls in (("pool", PoolConfig), ("engine", EngineConfig), ("sampling", Sampling))
         for f in fields(cls)
     }
-    matches = difflib.get_close_matches(name, [*nested, *known], n=1, cutoff=0.6)
-    return f" (did you mean {nested.get(matches[0], matches[0])!r}?)" if matches else ""
+    nearest = nearest_name(name, [*nested, *known])
+    return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"
 
 
 def _nested(cls: type[_T], value: object, *, where: str) -> _T:
