@@ -71,13 +71,12 @@ class Preprocess:
             errors = [error or "" for error in table.column(ERROR_COLUMN).to_pylist()]
             table = table.drop_columns([ERROR_COLUMN])
         before = table
-        returned: list[Mapping[str, Any] | None] = []
+        returned: list[Mapping[str, Any] | None] = [None if error else {} for error in errors]
         if self._function is not None:
             returned, errors = _map_good(table, errors, self._function, "PreprocessError")
             table = _merge(table, returned)
         if is_chained:
-            is_asking = not all(errors)
-            table = drop_leftovers(table, before, _names(returned), is_asking=is_asking)
+            table = drop_leftovers(table, before, returned)
         self._check_supported(table)
         if SAMPLING_COLUMN not in table.column_names:
             table = table.append_column(SAMPLING_COLUMN, pa.nulls(table.num_rows, pa.string()))

@@ -85,6 +85,38 @@ def test_prompts_that_are_handed_through_beside_new_ones_are_dropped():
     assert ("prompt" in out.column_names, "messages" in out.column_names) == (True, False)
 
 
+@pytest.mark.parametrize("prompt", ["text", " text "], ids=["equal", "changed"])
+def test_several_prompts_of_an_earlier_processor_are_refused_whatever_their_values_are(prompt):
+    table = after_a_processor(messages="[]", prompt=prompt)
+    with pytest.raises(ConfigError, match=r"'messages' and 'prompt'.*return only that one"):
+        Preprocess(lambda row: {**row, "prompt": row["prompt"].strip()})(table)
+
+
+@pytest.mark.parametrize("prompt", ["text", " text "], ids=["equal", "changed"])
+def test_one_of_several_prompts_of_an_earlier_processor_is_asked_when_it_returns_alone(prompt):
+    table = after_a_processor(messages="[]", prompt=prompt)
+    out = Preprocess(lambda row: {"prompt": row["prompt"].strip()})(table)
+    assert (out["prompt"].to_pylist(), "messages" in out.column_names) == (["text"], False)
+
+
+def test_prompt_of_an_earlier_processor_that_is_changed_beside_a_new_one_is_refused():
+    table = after_a_processor(messages="[]")
+    with pytest.raises(ConfigError, match="returns 'prompt' and changes 'messages'"):
+        Preprocess(lambda row: {"messages": "[1]", "prompt": "new"})(table)
+
+
+def test_rows_with_different_prompts_after_an_earlier_processor_are_refused():
+    table = answered(["", ""]).append_column("prompt", pa.array(["a", "b"]))
+    with pytest.raises(ConfigError, match="no prompt for some rows, and for others 'prompt'"):
+        Preprocess(lambda row: {"prompt": "new"} if row["id"] else {})(table)
+
+
+def test_rows_that_hand_different_columns_through_ask_the_same_prompt():
+    table = answered(["", ""]).append_column("messages", pa.array(["[]", "[]"]))
+    out = Preprocess(lambda row: {**(row if row["id"] else {}), "prompt": "new"})(table)
+    assert (out["prompt"].to_pylist(), "messages" in out.column_names) == (["new"] * 2, False)
+
+
 def test_prompts_of_an_earlier_processor_are_asked_again_when_returned():
     table = after_a_processor(messages="[]", sampling_params="{}")
     out = Preprocess(lambda row: {n: row[n] for n in ("messages", "sampling_params")})(table)
