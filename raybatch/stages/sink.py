@@ -99,8 +99,13 @@ class PartSink(Datasink):  # type: ignore[misc]
         tables = [in_schema(block, self._schema) for block in blocks if block.num_rows]
         table = pa.concat_tables(tables) if tables else self._schema.empty_table()
         if table.num_rows:
-            write_part(self._sink, f"part-{ctx.task_idx:06d}.parquet", table)
+            write_part(self._sink, part_name(ctx.task_idx), table)
         return int(table.num_rows)
+
+
+def part_name(task_idx: int) -> str:
+    """Return the name of the file that a write task writes."""
+    return f"part-{task_idx:06d}.parquet"
 
 
 def write_part(sink: str, name: str, table: pa.Table) -> None:

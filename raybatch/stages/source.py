@@ -1,6 +1,7 @@
 """Parquet and JSONL files as a Ray dataset whose rows know their file and position."""
 
 import glob
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,39 +9,32 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray
+from fsspec.utils import glob_translate
 
 from raybatch.errors import ConfigError
 from raybatch.stages.batches import python_values
-from raybatch.stages.json_lines import read_json_lines
+from raybatch.stages.file_slices import (
+    JSON_SUFFIXES,
+    ROWS_PER_TABLE,
+    FileSlice,
+    Size,
+    joined,
+    pack,
+    read_slice,
+    scan_file,
+)
+from raybatch.stages.sink import part_name
 from raybatch.stages.storage import told_as
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Ray's type for pickled Python objects: reading its values runs code from the file.
 _PICKLED_TYPE = "ray.data.arrow_pickled_object"
-_ROWS_PER_BLOCK = 1024
-_READ_BUFFER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileSlice:
-    """Consecutive rows of one file, the work of one read task.
-
-    Args:
-        path: with its protocol.
-        name: relative to the root of the source; part of the row ids.
-        row_group: of a Parquet file; None reads a whole JSONL file.
-        first_row: position in the file of the slice's first row.
-        num_rows: of the slice.
-    """
-
-    path: str
-    name: str
-    row_group: int | None
-    first_row: int
-    num_rows: int
+# The driver holds a block per read task, so a large source has larger tasks, not more of them.
+_MANY_TASKS = 1024
+_TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
+# As many names of parts as tell what the last two digits in a pattern let through.
+_PARTS_TRIED = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +51,34 @@ class Source:
     slices: tuple[FileSlice, ...]
     num_rows: int
 
+    def tasks(self) -> list[range]:
+        """Return the slices of each read task: neighbours, few to a task where they are large."""
+        sizes = [part.size for part in self.slices]
+        totals = [sum(column) for column in zip(Size(0, 0, 0), *sizes, strict=True)]
+        limit = [
+            max(least, total // _MANY_TASKS)
+            for least, total in zip(_TASK_LIMIT, totals, strict=True)
+        ]
+        return list(pack(sizes, Size(*limit)))
+
+    def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
+        """Yield the rows of some neighbouring slices, a small table at a time.
+
+        Args:
+            task: positions of the slices.
+            row_id_column: holds "<file>:<position>"; None adds none.
+        """
+        for part in joined(self.slices[task.start : task.stop]):
+            position = part.first_row
+            for rows in read_slice(part):
+                table = _with_schema(rows, self.schema)
+                if row_id_column is not None:
+                    positions = range(position, position + rows.num_rows)
+                    ids = pa.array([f"{part.name}:{i}" for i in positions], pa.string())
+                    table = table.add_column(0, row_id_column, ids)
+                position += rows.num_rows
+                yield table
+
     def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
         """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked.
 
@@ -65,15 +87,14 @@ class Source:
         """
 
         def read(batch: pa.Table) -> Iterator[pa.Table]:
-            for index in batch.column("slice").to_pylist():
-                yield from _read_blocks(self.slices[index], self.schema, row_id_column)
+            for task in batch.to_pylist():
+                slices = range(task["start"], task["stop"])
+                yield from self.read(slices, row_id_column=row_id_column)
 
-        slices = ray.data.from_items(
-            [{"slice": index} for index in range(len(self.slices))],
-            override_num_blocks=len(self.slices),
-        )
-        blocks = slices.map_batches(read, batch_size=1, batch_format="pyarrow")
-        return blocks.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK)
+        tasks = [{"start": task.start, "stop": task.stop} for task in self.tasks()]
+        items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+        return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
 
 
 def scan_source(source: str) -> Source:
@@ -89,26 +110,30 @@ def scan_source(source: str) -> Source:
     """
     with told_as(f"source {source!r} cannot be listed"):
         files = _list_files(source)
-    scanned = [_scan_file(path, name) for path, name in files]
+    scanned = [scan_file(path, name) for path, name in files]
     schema = _common_schema([(path, s) for (path, _), (s, _) in zip(files, scanned, strict=True)])
     slices = tuple(s for _, parts in scanned for s in parts if s.num_rows)
     return Source(schema=schema, slices=slices, num_rows=sum(s.num_rows for s in slices))
 
 
 def check_outside(sink: str, source: str) -> None:
-    """Raise ConfigError if `sink` lies in the folder `source`, where the next run would read it."""
+    """Raise ConfigError if the next run on `source` would read what is written to `sink`."""
     with told_as(f"source {source!r} cannot be listed"):
         fs, root = fsspec.core.url_to_fs(source)
         is_folder = not glob.has_magic(root) and fs.isdir(root)
-        root = fs.unstrip_protocol(root).rstrip("/") + "/"
-    if not is_folder:
-        return
     with told_as(f"sink {sink!r} cannot be used"):
-        fs, path = fsspec.core.url_to_fs(sink)
-        path = fs.unstrip_protocol(path)
-    if path.startswith(root) and not _is_hidden(path.removeprefix(root)):
+        sink_fs, path = fsspec.core.url_to_fs(sink)
+        path = path.rstrip("/")
+    if sink_fs != fs or _is_hidden(_name_below(_fixed_folder(root), path)):
+        return
+    if is_folder:
+        is_read = path.startswith(root.rstrip("/") + "/")
+    else:
+        pattern = re.compile(glob_translate(root))
+        is_read = any(pattern.match(f"{path}/{part_name(index)}") for index in range(_PARTS_TRIED))
+    if is_read:
         raise ConfigError(
-            f"the sink {sink!r} lies in the source folder {source!r}, where the next run would "
+            f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
             "take it for input; choose a folder beside it, or one whose name begins with '_'"
         )
 
@@ -121,7 +146,7 @@ def check_unique_ids(source: Source, column: str) -> None:
     if column not in source.schema.names:
         raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
     schema = pa.schema([source.schema.field(column)])
-    tables = [t for part in source.slices for t in read_slice(part, columns=[column])]
+    tables = [t for part in joined(source.slices) for t in read_slice(part, columns=[column])]
     tables = [schema.empty_table(), *(_with_schema(t, schema) for t in tables)]
     ids = pa.concat_tables(tables).column(0)
     if ids.null_count:
@@ -142,41 +167,6 @@ def check_unique_ids(source: Source, column: str) -> None:
         )
 
 
-def read_slice(part: FileSlice, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of one slice in order, a small table at a time.
-
-    Memory: of Parquet, one table and a buffer per column; of JSONL, the whole file.
-    """
-    if part.row_group is None:
-        rows = read_json_lines(part.path)
-        if columns is not None:
-            rows = rows.select([name for name in columns if name in rows.column_names])
-        for start in range(0, rows.num_rows, _ROWS_PER_BLOCK):
-            # a table without columns does not know where it ends
-            yield rows.slice(start, min(_ROWS_PER_BLOCK, rows.num_rows - start))
-        return
-    with fsspec.open(part.path, "rb") as file:
-        parquet = pq.ParquetFile(file, buffer_size=_READ_BUFFER_BYTES)
-        for batch in parquet.iter_batches(
-            _ROWS_PER_BLOCK, row_groups=[part.row_group], columns=columns, use_threads=False
-        ):
-            yield pa.Table.from_batches([batch])
-
-
-def _read_blocks(
-    part: FileSlice, schema: pa.Schema, row_id_column: str | None
-) -> Iterator[pa.Table]:
-    position = part.first_row
-    for rows in read_slice(part):
-        table = _with_schema(rows, schema)
-        if row_id_column is not None:
-            positions = range(position, position + rows.num_rows)
-            ids = pa.array([f"{part.name}:{i}" for i in positions], pa.string())
-            table = table.add_column(0, row_id_column, ids)
-        position += rows.num_rows
-        yield table
-
-
 def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Order and cast the columns as `schema` has them; one that a JSON file lacks is null."""
     if table.schema.equals(schema):
@@ -195,15 +185,14 @@ def _list_files(source: str) -> list[tuple[str, str]]:
     fs, root = fsspec.core.url_to_fs(source)
     if glob.has_magic(root):
         paths = [path for path in fs.glob(root) if not fs.isdir(path)]
-        fixed = root[: min(root.index(c) for c in "*?[" if c in root)]
-        root = fixed.rpartition("/")[0]
     elif fs.isdir(root):
         paths = fs.find(root)
     elif fs.exists(root):
         paths, root = [root], root.rpartition("/")[0]
     else:
         raise ConfigError(f"source {source!r} does not exist")
-    names = {path: path.removeprefix(root).lstrip("/") for path in paths}
+    folder = _fixed_folder(root)
+    names = {path: _name_below(folder, path) for path in paths}
     suffixes = PARQUET_SUFFIXES + JSON_SUFFIXES
     files = sorted(
         (name, path)
@@ -215,31 +204,19 @@ def _list_files(source: str) -> list[tuple[str, str]]:
     return [(fs.unstrip_protocol(path), name) for name, path in files]
 
 
+def _fixed_folder(root: str) -> str:
+    """Return the folder itself, or the one in front of the first wildcard of a glob."""
+    if not glob.has_magic(root):
+        return root
+    return root[: min(root.index(c) for c in "*?[" if c in root)].rpartition("/")[0]
+
+
+def _name_below(folder: str, path: str) -> str:
+    return path.removeprefix(folder).lstrip("/")
+
+
 def _is_hidden(name: str) -> bool:
     return any(part.startswith(("_", ".")) for part in name.split("/"))
-
-
-def _scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
-    with told_as(f"source file {path} cannot be read; write it again, or leave it out"):
-        if path.lower().endswith(JSON_SUFFIXES):
-            table = read_json_lines(path)
-            whole = FileSlice(
-                path=path, name=name, row_group=None, first_row=0, num_rows=table.num_rows
-            )
-            return table.schema, [whole]
-        with fsspec.open(path, "rb") as file:
-            parquet = pq.ParquetFile(file)
-            return parquet.schema_arrow, list(_parquet_slices(path, name, parquet.metadata))
-
-
-def _parquet_slices(path: str, name: str, footer: pq.FileMetaData) -> Iterator[FileSlice]:
-    first_row = 0
-    for index in range(footer.num_row_groups):
-        num_rows = footer.row_group(index).num_rows
-        yield FileSlice(
-            path=path, name=name, row_group=index, first_row=first_row, num_rows=num_rows
-        )
-        first_row += num_rows
 
 
 def _common_schema(schemas: list[tuple[str, pa.Schema]]) -> pa.Schema:

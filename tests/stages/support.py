@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -18,7 +19,8 @@ from raybatch.actors.wire import RequestReader, combine_results, encode_completi
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.types import PoolStats, Sampling
+from raybatch.stages.source import Source
+from raybatch.types import Completion, PoolStats, Sampling
 
 EOS, USER, ASSISTANT, SYSTEM = range(256, 260)
 
@@ -92,6 +94,17 @@ class LocalPool:
         return PoolStats()
 
 
+class FullPool(LocalPool):
+    """Its engines cannot hold any row."""
+
+    async def generate(
+        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+    ) -> pa.Table:
+        ids = list(range(table.num_rows))
+        completions = [Completion(request_id=i, finish_reason="capacity") for i in ids]
+        return combine_results([encode_completions(ids, completions)], np.ones(len(ids), np.int16))
+
+
 def local(stage: type[StageFeeder]) -> type[StageFeeder]:
     """Return the stage with a pool inside this process."""
     return type("LocalStage", (stage,), {"pool": LocalPool(stage.pool.spec)})
@@ -107,6 +120,18 @@ def fake_stage(model: Path, *, replicas: int = 2, **options: Any) -> type[StageF
 def answer(stage: type[StageFeeder], batch: Any) -> pa.Table:
     """Return what one call of a feeder makes of a row batch."""
     return asyncio.run(stage()(batch))
+
+
+def write_parquet(path: Path, table: pa.Table, **options: Any) -> None:
+    """Write one file; `options` are those of pyarrow."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, **options)
+
+
+def rows_of(source: Source) -> list[Any]:
+    """Return the column x of all rows."""
+    tables = [table for task in source.tasks() for table in source.read(task)]
+    return [value for table in tables for value in table.column("x").to_pylist()]
 
 
 def make_data_context() -> None:

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 import ray
 
-from tests.stages.support import fake_stage, local_ray
+from raybatch.stages.source import scan_source
+from tests.stages.support import fake_stage, local_ray, write_parquet
 
 pytestmark = pytest.mark.ray
 
@@ -69,3 +70,16 @@ def test_stages_share_one_pool_that_stays_warm(runs):
 
 def test_pool_counts_the_rows_of_each_stage_apart(runs):
     assert (runs.stats.rows_received, runs.stats.rows_done) == (2 * NUM_ROWS, 2 * NUM_ROWS)
+
+
+def test_small_files_share_blocks_and_large_ones_are_cut(tmp_path):
+    for i in range(100):
+        write_parquet(tmp_path / f"{i:03d}.parquet", pa.table({"x": [i] * 10}))
+    write_parquet(tmp_path / "large.parquet", pa.table({"x": [0] * 20_000}))
+    with local_ray():
+        dataset = scan_source(str(tmp_path)).dataset(row_id_column="id")
+        blocks = ray.get(dataset.to_arrow_refs())
+    ids = pa.concat_tables(blocks).column("id").to_pylist()
+    assert len(set(ids)) == len(ids) == 21_000
+    # 64 small files, 36, and the large one in blocks of 1,024 rows
+    assert sorted(block.num_rows for block in blocks) == [360, 544, 640] + [1024] * 19
