@@ -1,5 +1,8 @@
 """JSON lines as Arrow tables; a broken line is an error that names the file and the line."""
 
+import codecs
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import fsspec
@@ -10,43 +13,76 @@ from raybatch.errors import ConfigError
 
 # what Arrow takes at most as one block
 _MAX_BLOCK_BYTES = (1 << 31) - 1
-_Failure = (pa.ArrowInvalid, pa.ArrowNotImplementedError)
+_LINE = re.compile(rb"[^\r\n]+")
+_BLANKS = b" \t"
+
+
+class _SeveralObjectsError(ValueError):
+    """Some line holds more than one object."""
+
+
+_Failure = (pa.ArrowInvalid, pa.ArrowNotImplementedError, _SeveralObjectsError)
 
 
 def read_json_lines(path: str) -> pa.Table:
     """Return the rows of one file; a text that looks like a date stays the text that it is.
 
-    A file without a line is a table without columns.
+    A line is a row, except that blank lines are none. A file without a row is a table without
+    columns.
 
     Args:
         path: with its protocol.
 
     Raises:
-        ConfigError: a line is no JSON object, or its values do not fit those of earlier lines.
+        ConfigError: a line is not one JSON object, or its values do not fit those of earlier lines.
 
     Memory: the whole file.
     """
     with fsspec.open(path, "rb") as file:
-        data = file.read()
-    if not data.strip():
+        data = file.read().removeprefix(codecs.BOM_UTF8)
+    num_rows = _count_lines(path, data)
+    if not num_rows:
         return pa.table({})
     try:
-        return _parse(data)
+        return _parse(data, num_rows)
     except _Failure as error:
         cause = error
     # a line that is longer than a block of Arrow's fails like a broken one
     try:
-        return _parse(data, block_bytes=len(data))
+        return _parse(data, num_rows, block_bytes=len(data))
     except _Failure as error:
         cause = error
     raise ConfigError(_explain(path, data.splitlines(), cause))
 
 
-def _parse(data: bytes, *, block_bytes: int | None = None) -> pa.Table:
+def _count_lines(path: str, data: bytes) -> int:
+    """Return the number of lines that are not blank, each of which has the braces of an object.
+
+    Where one line ends in a brace and the next one begins with one, no object spans both: JSON has
+    something between two braces inside of one. So that many objects are one object per line.
+
+    Raises:
+        ConfigError: a line does not begin and end with the braces of an object.
+    """
+    num_lines = 0
+    for match in _LINE.finditer(data):
+        line = match.group().strip(_BLANKS)
+        if not line:
+            continue
+        if not (line.startswith(b"{") and line.endswith(b"}")):
+            number = len(data[: match.start()].splitlines()) + 1
+            raise ConfigError(_told(path, number, match.group(), "no JSON object"))
+        num_lines += 1
+    return num_lines
+
+
+def _parse(data: bytes, num_rows: int, *, block_bytes: int | None = None) -> pa.Table:
     options = None
     if block_bytes is not None:
         options = paj.ReadOptions(block_size=min(block_bytes + 1, _MAX_BLOCK_BYTES))
     table = paj.read_json(pa.BufferReader(data), read_options=options)
+    if table.num_rows != num_rows:
+        raise _SeveralObjectsError("several JSON objects")
     schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
     if schema.equals(table.schema):
         return table
@@ -64,7 +100,7 @@ def _without_dates(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _explain(path: str, lines: list[bytes], cause: Any) -> str:  # noqa: ANN401 - Arrow has no types
+def _explain(path: str, lines: Sequence[bytes], cause: Any) -> str:  # noqa: ANN401 - of Arrow
     """Name the last line of the shortest beginning of the file that does not parse."""
     good, bad = 0, len(lines)
     while bad - good > 1:
@@ -74,21 +110,26 @@ def _explain(path: str, lines: list[bytes], cause: Any) -> str:  # noqa: ANN401 
             good = middle
         else:
             bad, cause = middle, found
-    text = lines[bad - 1].decode("utf-8", "backslashreplace")
-    shown = text if len(text) <= 80 else f"{text[:80]}..."
     # the number of a row that Arrow names is that of a block
     reason = str(cause).splitlines()[0].partition(" in row ")[0]
-    return (
-        f"source file {path}, line {bad}: {reason}: {shown!r}; every line must be one JSON object "
-        "whose values have the types of the lines before: mend or remove the line"
-    )
+    return _told(path, bad, lines[bad - 1], reason)
 
 
-def _failure_of(lines: list[bytes]) -> Exception | None:
+def _failure_of(lines: Sequence[bytes]) -> Exception | None:
     data = b"\n".join(lines)
+    num_rows = sum(1 for line in lines if line.strip(_BLANKS))
     try:
-        if data.strip():
-            _parse(data, block_bytes=len(data))
+        if num_rows:
+            _parse(data, num_rows, block_bytes=len(data))
     except _Failure as error:
-        return error  # type: ignore[no-any-return]
+        return error
     return None
+
+
+def _told(path: str, number: int, line: bytes, reason: str) -> str:
+    text = line.decode("utf-8", "backslashreplace")
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    return (
+        f"source file {path}, line {number}: {reason}: {shown!r}; every line must be one JSON "
+        "object whose values have the types of the lines before: mend or remove the line"
+    )
