@@ -1,29 +1,19 @@
 import asyncio
 import datetime
 import logging
-import subprocess
-import sys
-from collections import Counter
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from ray.data.block import BlockAccessor
 
-from raybatch.actors.wire import combine_results, encode_completions
 from raybatch.backends.fake import fake_tokens
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError, RowError
 from raybatch.stages.identity import row_seed
-from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
-from raybatch.types import Completion, Sampling
-from tests.stages.support import (
-    LocalPool,
-    answer,
-    fake_stage,
-    local,
-)
+from raybatch.types import Sampling
+from tests.stages.support import FullPool, answer, fake_stage, local
 
 OUTPUT_NAMES = OutputSchema().arrow().names
 
@@ -34,10 +24,6 @@ def errors(table: pa.Table) -> list[str]:
 
 def error_classes(table: pa.Table) -> list[str]:
     return [error.partition(":")[0] for error in errors(table)]
-
-
-def prompts_asked(stage) -> list[list[int]]:
-    return [request.prompt_token_ids.tolist() for request in stage.pool.requests]
 
 
 def user_columns() -> pa.Table:
@@ -152,15 +138,6 @@ def test_one_bad_row_of_each_kind_is_one_error_row(model):
     assert out.column("attempts").to_pylist() == [1, 0, 0, 0, 1, 0]
 
 
-class FullPool(LocalPool):
-    """Its engines cannot hold any row."""
-
-    async def generate(self, table, samplings, *, client="default"):
-        ids = list(range(table.num_rows))
-        completions = [Completion(request_id=i, finish_reason="capacity") for i in ids]
-        return combine_results([encode_completions(ids, completions)], np.ones(len(ids), np.int16))
-
-
 def test_row_that_fits_no_cache_keeps_the_engines_reason(model):
     stage = local(fake_stage(model, prompt="{t}"))
     stage.pool = FullPool(fake_stage(model, prompt="{t}").pool.spec)
@@ -241,104 +218,6 @@ def test_overrides_replace_options_per_row_and_null_keeps_the_stages(model):
     assert out.column("num_generated_tokens").to_pylist() == [2, 4, 0]
     error = "InvalidSampling: column 'm': max_tokens must be a whole number, got 1.5"
     assert errors(out)[2] == error
-
-
-def test_unknown_option_fails_at_once_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r"LLMStage: unknown option 'promt' \(did you mean"):
-        LLMStage("m", promt="{text}")
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("max_tokens", "sampling.max_tokens"),
-        ("temprature", "sampling.temperature"),
-        ("replicas", "pool.replicas"),
-        ("max_model_length", "engine.max_model_len"),
-        ("id_colum", "id_column"),
-    ],
-)
-def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
-    with pytest.raises(ConfigError, match=rf"unknown option '{name}' \(did you mean '{meant}'\?\)"):
-        LLMStage("m", **{name: 1})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prompt": "{a", "chat": False},
-        {"prompt": "{a.b}"},
-        {"prompt": ""},
-        {"prompt": "a", "messages": "m"},
-        {"sampling": {"temprature": 1}},
-        {"sampling": {"temperature": -1}},
-        {"overrides": {"n": "column"}},
-        {"overrides": {"temprature": "column"}},
-        {"engine": {"max_num_seq": 1}},
-        {"pool": {"replicas": 0}},
-        {"backend": "vlm"},
-        {"on_error": "skip"},
-        {"on_too_long": "cut"},
-        {"chat": "yes"},
-        {"messages": 3},
-        {"tokenized_prompt": "ids", "system": "s"},
-    ],
-)
-def test_wrong_option_fails_at_construction(options):
-    with pytest.raises(ConfigError):
-        LLMStage("m", **options)
-
-
-def test_construction_loads_neither_torch_nor_transformers():
-    code = (
-        "import sys; from raybatch.stages.llm_stage import LLMStage; LLMStage('m', prompt='{a}');"
-        "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
-
-
-class Counts:
-    """Keeps what a feeder counts."""
-
-    def __init__(self):
-        self.rows = 0
-        self.errors: Counter[str] = Counter()
-
-    async def add(self, num_rows, errors):
-        self.rows += num_rows
-        self.errors.update(errors)
-
-
-def counted(stage, table) -> tuple[int, dict[str, int]]:
-    stage = local(stage)
-    stage.counts = Counts()
-    answer(stage, table)
-    return stage.counts.rows, dict(stage.counts.errors)
-
-
-def test_rows_that_never_reach_the_pool_are_counted_with_their_errors(model):
-    stage = fake_stage(model, prompt="{text}", engine={"max_model_len": 9})
-    table = pa.table({"text": ["good", None, "x" * 50]})
-    assert counted(stage, table) == (2, {"InvalidPrompt": 1, "PromptTooLong": 1})
-
-
-def test_rows_that_are_dropped_are_counted_as_done(model):
-    stage = fake_stage(model, prompt="{text}", on_too_long="drop", engine={"max_model_len": 9})
-    assert counted(stage, pa.table({"text": ["good", "x" * 50]})) == (1, {})
-
-
-def test_errors_that_the_pool_counts_are_not_counted_again(model):
-    stage = fake_stage(model, prompt="{text}", fake={"error_on": ord("E")})
-    assert counted(stage, pa.table({"text": ["good", "E"]})) == (0, {})
-
-
-def test_errors_found_after_the_pool_are_counted(model):
-    spec = fake_stage(model).pool.spec
-    stage = local(fake_stage(model, prompt="{text}"))
-    stage.pool, stage.counts = FullPool(spec), Counts()
-    answer(stage, pa.table({"text": ["a"]}))
-    assert (stage.counts.rows, dict(stage.counts.errors)) == (0, {"CapacityError": 1})
 
 
 def test_few_rows_at_once_are_hinted_at_once_with_the_way_out(model, caplog):

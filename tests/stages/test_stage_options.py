@@ -1,0 +1,63 @@
+import subprocess
+import sys
+
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.stages.llm_stage import LLMStage
+
+
+def test_unknown_option_fails_at_once_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"LLMStage: unknown option 'promt' \(did you mean"):
+        LLMStage("m", promt="{text}")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "sampling.max_tokens"),
+        ("temprature", "sampling.temperature"),
+        ("replicas", "pool.replicas"),
+        ("max_model_length", "engine.max_model_len"),
+        ("id_colum", "id_column"),
+        ("MAX_TOKENS", "sampling.max_tokens"),
+    ],
+)
+def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
+    with pytest.raises(ConfigError, match=rf"unknown option '{name}' \(did you mean '{meant}'\?\)"):
+        LLMStage("m", **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": "{a", "chat": False},
+        {"prompt": "{a.b}"},
+        {"prompt": ""},
+        {"prompt": "a", "messages": "m"},
+        {"sampling": {"temprature": 1}},
+        {"sampling": {"temperature": -1}},
+        {"overrides": {"n": "column"}},
+        {"overrides": {"temprature": "column"}},
+        {"engine": {"max_num_seq": 1}},
+        {"pool": {"replicas": 0}},
+        {"backend": "vlm"},
+        {"on_error": "skip"},
+        {"on_too_long": "cut"},
+        {"chat": "yes"},
+        {"messages": 3},
+        {"tokenized_prompt": "ids", "system": "s"},
+    ],
+)
+def test_wrong_option_fails_at_construction(options):
+    with pytest.raises(ConfigError):
+        LLMStage("m", **options)
+
+
+def test_construction_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys; from raybatch.stages.llm_stage import LLMStage; LLMStage('m', prompt='{a}');"
+        "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
