@@ -129,6 +129,18 @@ def test_last_progress_is_of_the_finished_run(run):
 
 
 @pytest.mark.ray
+def test_progress_of_a_second_run_counts_that_run_alone(cluster, model, tmp_path):
+    pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}", replicas=1)
+    progress: list[tuple[PoolStats, int]] = []
+    for sink in ("first", "second"):
+        job = Job(tmp_path / "a.parquet", tmp_path / sink, stage)
+        job.run(progress=lambda *told: progress.append(told))
+    stats, num_rows = progress[-1]
+    assert (stats.rows_received, stats.rows_done, num_rows) == (3, 3, 3)
+
+
+@pytest.mark.ray
 def test_errors_of_the_last_progress_are_those_of_the_report(run):
     # the two bad rows never reach the pool
     assert run.progress[-1][0].errors == {e.error_class: e.rows for e in run.report.errors}

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ObjectLostError, RayActorError
 
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.crew import Crew, CrewPlan, Member
@@ -177,6 +177,8 @@ class Coordinator:
                 _answer_pull(future, None)
             self._pulls.clear()
             await self._crew.stop()
+            # an idle pool holds nothing in the object store
+            self._inbox.forget_good_row()
             self._is_stopping = False
 
     def _dispatch(self) -> None:
@@ -192,10 +194,15 @@ class Coordinator:
             self._steal()
 
     def _assignments(self, spans: list[Span]) -> list[Assignment]:
+        """Return the spans with their tables; rows that nobody waits for are taken out."""
         assignments = []
         for batch_id, group in itertools.groupby(spans, key=lambda span: span.batch_id):
             refs = self._inbox.refs(batch_id)
-            if refs is not None:
+            if refs is None:
+                # left in, they would count as held for ever by a replica that never sees them
+                _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
+                self._inbox.drop_rows(batch_id)
+            else:
                 assignments.append(Assignment(batch_id=batch_id, refs=refs, spans=tuple(group)))
         return assignments
 
@@ -220,7 +227,7 @@ class Coordinator:
     async def _take_back(self, replica_id: int, actor: ActorHandle, max_rows: int) -> None:
         try:
             rows = await actor.give_back.remote(max_rows)
-        except RayError:
+        except (RayActorError, ObjectLostError):
             # its death is noticed, and its rows are queued again, where it is awaited
             rows = []
         self._stealing = None
@@ -235,18 +242,21 @@ class Coordinator:
     async def _abort(self, member: Member, batch_id: int) -> None:
         try:
             await member.actor.abort.remote(batch_id)
-        except RayError:
+        except RayActorError:
             # its death is noticed, and its load forgotten, where it is awaited
             return
         self._queue.note_aborted(member.replica_id, batch_id)
         self._dispatch()
 
-    def _lose(self, member: Member, cause: str) -> bool:
-        """Queue the rows of a dead replica again; return whether it ran any."""
+    def _lose(self, member: Member, cause: str | None) -> bool:
+        """Queue the rows of a replica that ended again; return whether its death cost any."""
         _, future = self._pulls.pop(member.replica_id, (None, None))
         if future is not None:
             _answer_pull(future, None)
         self._not_worth_asking.discard(member.replica_id)
+        if cause is None:
+            self._queue.release(member.replica_id)
+            return False
         loss = self._queue.lose(member.replica_id)
         verdict = self._inbox.note_loss(loss)
         if verdict:

@@ -60,7 +60,8 @@ class Crew:
     Args:
         spec: of the pool.
         plan: size and resources.
-        on_lost: called with a replica that ended and why; returns whether it held rows.
+        on_lost: called with a replica that ended and why it died, None when it was stopped;
+            returns whether its death cost rows.
         on_exhausted: called with rank and cause when no rank is left.
     """
 
@@ -69,7 +70,7 @@ class Crew:
         spec: PoolSpec,
         plan: CrewPlan,
         *,
-        on_lost: Callable[[Member, str], bool],
+        on_lost: Callable[[Member, str | None], bool],
         on_exhausted: Callable[[int, str], None],
     ) -> None:
         self.members: dict[int, Member] = {}
@@ -120,12 +121,10 @@ class Crew:
             cause: str | None = None
             has_lost_rows = False
             try:
-                cause = await self._start(member)
-                if not cause:
-                    cause = await self._run(member, coordinator)
+                cause = await self._start(member) or await self._run(member, coordinator)
             finally:
                 self._remove(member)
-                has_lost_rows = self._on_lost(member, cause or "it was stopped")
+                has_lost_rows = self._on_lost(member, cause)
             if cause is None:
                 return
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows)

@@ -87,7 +87,7 @@ class Inbox:
         prompt, max_new = submission.prompt_tokens, submission.max_new_tokens
         if self.failure is None:
             self.queue.add(batch.batch_id, prompt, max_new)
-        self.clients[submission.client].received(prompt, max_new, now)
+            self.clients[submission.client].received(prompt, max_new, now)
         self._settle(batch)
         return batch
 
@@ -156,22 +156,16 @@ class Inbox:
         """Answer every batch, open or to come, with a failure, and take all rows out."""
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
-            self._drop_rows(batch.batch_id)
+            self._take_out(batch)
             batch.done.set()
-        if self._trials.batch_id is not None:
-            self.lose_table(self._trials.batch_id)
+        self.forget_good_row()
 
     def drop(self, batch: OpenBatch) -> None:
         """Forget a batch and its rows."""
         if self._open.pop(batch.batch_id, None) is None:
             return
-        submission = batch.submission
-        del self._ids[submission.token]
-        rows = self.queue.rows_left(batch.batch_id)
-        self.clients[submission.client].dropped(
-            submission.prompt_tokens[rows], submission.max_new_tokens[rows]
-        )
-        self._drop_rows(batch.batch_id)
+        del self._ids[batch.submission.token]
+        self._take_out(batch)
         batch.done.set()
 
     def lose_table(self, batch_id: int) -> None:
@@ -179,8 +173,20 @@ class Inbox:
         batch = self._open.get(batch_id)
         if batch is not None:
             self.drop(batch)
-        elif self._trials.forget(batch_id):
-            self._drop_rows(batch_id)
+        elif batch_id == self._trials.batch_id:
+            self.forget_good_row()
+
+    def forget_good_row(self) -> None:
+        """Let go of the row that is kept for controls; its request table fills the object store."""
+        control = self._trials.batch_id
+        self._trials.forget_good_row()
+        if control is not None:
+            self.drop_rows(control)
+
+    def drop_rows(self, batch_id: int) -> None:
+        """Take the rows of a batch, open or not, out of the queue and of the replicas."""
+        for replica_id in self.queue.drop(batch_id):
+            self.on_drop(replica_id, batch_id)
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
         """Return the batches whose feeder has not asked for so long."""
@@ -200,9 +206,13 @@ class Inbox:
         )
         self._settle(batch)
 
-    def _drop_rows(self, batch_id: int) -> None:
-        for replica_id in self.queue.drop(batch_id):
-            self.on_drop(replica_id, batch_id)
+    def _take_out(self, batch: OpenBatch) -> None:
+        submission = batch.submission
+        rows = self.queue.rows_left(batch.batch_id)
+        self.clients[submission.client].dropped(
+            submission.prompt_tokens[rows], submission.max_new_tokens[rows]
+        )
+        self.drop_rows(batch.batch_id)
 
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):

@@ -4,7 +4,8 @@ Rows are the unit of work. A row is waiting, held by one replica, or done:
 
     add -> waiting -> dispatch -> held -> finish -> done
               ^                    |
-              +--- lose, give_back-+
+              +-- lose, release, --+
+                    give_back
 
 `lose` strikes every row that its replica held. Rows with two strikes, or with one that they got
 alone, are suspects: they are handed out as a set that a replica runs alone, in halves, until the
@@ -74,23 +75,26 @@ class RowQueue:
             row: that runs; the others are done.
 
         Raises:
-            RuntimeError: another control waits.
+            RuntimeError: another control waits or runs.
         """
-        if self._control is not None:
-            raise RuntimeError(f"{self._control} already waits as the control")
+        if self.has_control():
+            raise RuntimeError(f"batch {batch_id} is a second control")
         batch = self._batches[batch_id] = RowStates.make(prompt_tokens, max_new_tokens)
         batch.close(np.delete(np.arange(batch.num_left), row))
         self._control = Span(batch_id, row, row + 1)
 
     def pick_control(self, place: float) -> bool:
-        """Make a row that waits unsuspected the control; return whether there is one.
+        """Make a row that waits unsuspected the control, unless there is one.
 
         Args:
             place: of the row between 0, the head of the queue, and 1, the last row.
+
+        Returns:
+            Whether a control waits or runs.
         """
-        if self._line and self._control is None:
+        if self._line and not self.has_control():
             self._control = self._line.take_at(place)
-        return self._control is not None
+        return self.has_control()
 
     def has_control(self) -> bool:
         """Return whether a control row waits or runs."""
@@ -134,13 +138,14 @@ class RowQueue:
     def finish(self, replica_id: int, batch_id: int, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Note that a replica is done with rows; return which of them it really held."""
         batch = self._batches.get(batch_id)
+        replica = self._replicas.get(replica_id)
         index = np.asarray(rows, np.intp)
-        if batch is None:
+        if batch is None or replica is None:
             return np.zeros(len(index), np.bool_)
         is_held = batch.is_held(replica_id, index)
         done = index[is_held]
         batch.close(done)
-        self._load(replica_id).remove(len(done), batch.cost(done))
+        replica.remove(len(done), batch.cost(done))
         return is_held
 
     def lose(self, replica_id: int) -> Loss:
@@ -179,6 +184,10 @@ class RowQueue:
 
     def give_back(self, replica_id: int, spans: Iterable[Span]) -> None:
         """Take rows that a living replica has not started, without a strike."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        has_control = replica.has_control
         returned: list[Span] = []
         for span in spans:
             batch = self._batches.get(span.batch_id)
@@ -188,12 +197,27 @@ class RowQueue:
             rows = rows[batch.is_held(replica_id, rows)]
             batch.reopen(rows)
             batch.attempts[rows] -= 1
-            self._load(replica_id).remove(len(rows), batch.cost(rows))
-            is_suspect = self._is_suspect(batch, rows)
-            returned += spans_of(span.batch_id, rows[~is_suspect])
-            if is_suspect.any():
-                self._suspects.appendleft(tuple(spans_of(span.batch_id, rows[is_suspect])))
-        self._line.put_back(returned)
+            replica.remove(len(rows), batch.cost(rows))
+            returned += spans_of(span.batch_id, rows)
+        if not replica.is_testing:
+            self._line.put_back(returned)
+        elif returned and has_control:
+            (self._control,) = returned
+        elif returned:
+            self._suspects.appendleft(tuple(returned))
+
+    def release(self, replica_id: int) -> None:
+        """Take all rows from a replica that was stopped, as if it had not got them.
+
+        Complexity: O(rows in the queue).
+        """
+        held = [
+            span
+            for batch_id, batch in self._batches.items()
+            for span in spans_of(batch_id, batch.held_by(replica_id))
+        ]
+        self.give_back(replica_id, held)
+        self._replicas.pop(replica_id, None)
 
     def drop(self, batch_id: int) -> list[int]:
         """Forget a row batch, whatever the state of its rows.

@@ -36,7 +36,7 @@ class Trials:
     """What deaths and finished rows say about the engine.
 
     Counts run from the last row that finished without an error. That row is kept for a control, and
-    its request table with it for as long as the feeder lives.
+    its request table with it, until the pool stops or the feeder is gone.
 
     Args:
         queue: where controls are put.
@@ -108,13 +108,10 @@ class Trials:
                 )
         return ""
 
-    def forget(self, batch_id: int) -> bool:
-        """Give up a control whose request table is gone; return whether it was one."""
-        is_control = batch_id == self.batch_id
-        if is_control:
-            self._good = None
-            self.batch_id = None
-        return is_control
+    def forget_good_row(self) -> None:
+        """Let go of the row that is kept for a control, and of its request table."""
+        self._good = None
+        self.batch_id = None
 
     def _queue_control(self) -> bool:
         if self._good is None:

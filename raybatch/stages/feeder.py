@@ -4,6 +4,7 @@ Rendering, tokenizing and finishing are plain functions in their own modules.
 """
 
 import asyncio
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -124,20 +125,22 @@ class StageFeeder:
 
     @classmethod
     def stats(cls) -> PoolStats:
-        """Return the state of the pool and what it did for this stage."""
+        """Return the state of the pool and what it did for this stage; jobs count by themselves."""
         stats = cls.pool.stats(cls.client)
         return stats if cls.counts is None else cls.counts.added_to(stats)
 
     @classmethod
     def of_run(cls, *, id_column: str | None, counts: RowCounts) -> "type[StageFeeder]":
-        """Return the same stage with the same pool, as one run needs it.
+        """Return the same stage with the same pool, as one run needs it: counted by itself.
 
         Args:
             id_column: in place of the stage's; None keeps that.
             counts: where rows are counted that the pool does not count.
         """
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
-        return type(cls.__name__, (cls,), {"config": config, "counts": counts})
+        client = f"run-{uuid.uuid4().hex[:12]}"
+        options = {"config": config, "client": client, "counts": counts}
+        return type(cls.__name__, (cls,), options)
 
     def _check_columns(self, schema: pa.Schema) -> None:
         if self._checked_schema is None or not schema.equals(self._checked_schema):

@@ -77,3 +77,16 @@ def test_a_dropped_batch_leaves_the_counters_of_its_client(inbox):
     counters = inbox.clients["c"]
     received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
     assert received == (0, 0, 0)
+
+
+def test_a_failed_pool_leaves_only_finished_rows_in_the_counters(inbox):
+    before = inbox.add(submission(5, "before"))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    results = encode_completions([0, 1], [Completion(request_id=0), Completion(request_id=1)])
+    inbox.take(1, before.batch_id, results)
+    inbox.fail(0, "it broke")
+    inbox.drop(before)
+    inbox.drop(inbox.add(submission(4, "after")))
+    counters = inbox.clients["c"]
+    received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
+    assert (received, counters.rows_done) == ((2, 2, 0), 2)

@@ -1,25 +1,11 @@
-"""Who gets which rows, as tables and under random deaths."""
+"""Who gets which rows, as tables."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import PoisonRow, Room, Span
-
-ROOMY = Room(tokens=10**9, rows=10**9)
-
-
-def queue_of(*num_rows, prompt=10, new=10, max_row_crashes=3):
-    queue = RowQueue(max_row_crashes)
-    for batch_id, num in enumerate(num_rows):
-        queue.add(batch_id, [prompt] * num, [new] * num)
-    return queue
-
-
-def held_rows(grants):
-    return [(s.batch_id, row) for s in grants for row in range(s.start, s.stop)]
+from tests.actors.queues import ROOMY, held_rows, queue_of
 
 
 def test_rows_are_handed_out_in_order_of_arrival_across_batches():
@@ -249,6 +235,72 @@ def test_suspects_that_come_back_unstarted_stay_suspects():
     assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0)]
 
 
+def test_suspects_that_come_back_unstarted_come_as_one_set():
+    queue = queue_of(5)
+    queue.dispatch({1: ROOMY})
+    queue.finish(1, 0, [1])
+    for replica_id in (1, 2):
+        queue.dispatch({replica_id: ROOMY})
+        queue.lose(replica_id)
+    queue.dispatch({3: ROOMY})
+    queue.give_back(3, [Span(0, 0, 1), Span(0, 2, 3)])
+    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0), (0, 2)]
+
+
+def test_a_row_that_died_alone_and_comes_back_unstarted_stays_alone():
+    queue = queue_of(3)
+    queue.pick_control(1.0)
+    queue.dispatch({1: ROOMY})
+    queue.lose(1)
+    queue.dispatch({2: ROOMY})
+    queue.give_back(2, [Span(0, 2, 3)])
+    assert held_rows(queue.dispatch({2: ROOMY})[2]) == [(0, 2)]
+
+
+def test_a_dead_replica_leaves_no_load_behind():
+    queue = queue_of(2)
+    queue.dispatch({1: ROOMY})
+    queue.lose(1)
+    queue.give_back(1, [Span(0, 0, 1)])
+    queue.finish(1, 0, [1])
+    assert list(queue._replicas) == []
+
+
+def test_rows_of_a_stopped_replica_are_queued_again_without_a_strike():
+    queue = queue_of(3, 2)
+    for replica_id in (1, 2, 3):
+        queue.dispatch({replica_id: ROOMY})
+        queue.release(replica_id)
+    assert {4: [Span(0, 0, 3), Span(1, 0, 2)]} == queue.dispatch({4: ROOMY})
+    assert queue.attempts(0).tolist() == [1, 1, 1]
+
+
+def test_a_stopped_replica_holds_nothing():
+    queue = queue_of(2, 2)
+    queue.dispatch({1: ROOMY})
+    queue.drop(0)
+    queue.release(1)
+    assert (queue.num_held(1), queue.num_waiting()) == (0, 2)
+
+
+def test_a_control_that_comes_back_unstarted_is_the_control_still():
+    queue = queue_of(3)
+    queue.add_control(7, [10] * 5, [10] * 5, 4)
+    queue.dispatch({1: ROOMY})
+    queue.give_back(1, [Span(7, 4, 5)])
+    assert queue.has_control()
+    assert {2: [Span(7, 4, 5)]} == queue.dispatch({2: ROOMY})
+    assert queue.is_testing(2)
+
+
+def test_no_second_control_is_picked_while_one_runs():
+    queue = queue_of(3)
+    queue.pick_control(1.0)
+    queue.dispatch({1: ROOMY})
+    assert queue.pick_control(1.0)
+    assert held_rows(queue.dispatch({2: ROOMY})[2]) == [(0, 0), (0, 1)]
+
+
 def test_a_control_runs_alone_before_all_others():
     queue = queue_of(6)
     assert queue.pick_control(0.5)
@@ -311,117 +363,6 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
             queue.finish(replica_id, 0, [row for _, row in rows])
     assert [(p.batch_id, p.row) for p in poison] == [(0, 77)]
     assert num_deaths <= 2 + 8
-
-
-class Model:
-    """What replicas run, kept beside the queue; every row that is not dropped has one outcome."""
-
-    def __init__(self, sizes):
-        self.queue = queue_of(*sizes)
-        self.outcomes = {}
-        self.held = {1: [], 2: [], 3: []}
-        self.dropped = set()
-        self.unconfirmed = set()
-
-    def replica(self, number):
-        return sorted(self.held)[number % 3]
-
-    def pull(self, replica_id, rows):
-        grants = self.queue.dispatch({replica_id: Room(tokens=10 * rows, rows=rows)})
-        self.held[replica_id] += held_rows(grants.get(replica_id, []))
-
-    def finish(self, replica_id, num):
-        for batch_id, row in self.held[replica_id][:num]:
-            is_wanted = batch_id not in self.dropped
-            assert self.queue.finish(replica_id, batch_id, [row]).tolist() == [is_wanted]
-            if is_wanted:
-                self.held[replica_id].remove((batch_id, row))
-                self._end(batch_id, row)
-
-    def die(self, replica_id):
-        poison = self.queue.lose(replica_id).poison
-        assert not poison or len(self.held[replica_id]) == 1
-        for batch_id, row, _ in poison:
-            self._end(batch_id, row)
-        self.held[max(self.held) + 1] = []
-        del self.held[replica_id]
-        self.unconfirmed = {pair for pair in self.unconfirmed if pair[0] != replica_id}
-
-    def give_back(self, replica_id):
-        if self.held[replica_id] and not self.queue.is_testing(replica_id):
-            batch_id, row = self.held[replica_id][-1]
-            self.queue.give_back(replica_id, [Span(batch_id, row, row + 1)])
-            if batch_id not in self.dropped:
-                self.held[replica_id].pop()
-
-    def drop(self, batch_id):
-        if batch_id not in self.dropped:
-            holders = [r for r, rows in self.held.items() if any(b == batch_id for b, _ in rows)]
-            assert sorted(holders) == sorted(self.queue.drop(batch_id))
-            self.dropped.add(batch_id)
-            self.unconfirmed |= {(replica_id, batch_id) for replica_id in holders}
-
-    def confirm(self):
-        if self.unconfirmed:
-            replica_id, batch_id = self.unconfirmed.pop()
-            self.queue.note_aborted(replica_id, batch_id)
-            kept = [row for row in self.held[replica_id] if row[0] != batch_id]
-            self.held[replica_id] = kept
-
-    def check(self):
-        assert {r: len(rows) for r, rows in self.held.items()} == {
-            r: self.queue.num_held(r) for r in self.held
-        }
-
-    def _end(self, batch_id, row):
-        self.outcomes[batch_id, row] = self.outcomes.get((batch_id, row), 0) + 1
-
-
-@st.composite
-def histories(draw):
-    sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
-    poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
-    moves = draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), max_size=60))
-    return sizes, poison, moves
-
-
-@settings(max_examples=200, deadline=None)
-@given(histories())
-def test_random_deaths_and_drops_never_lose_or_double_a_row(history):
-    sizes, poison, moves = history
-    model = Model(sizes)
-    for kind, number in moves:
-        replica_id = model.replica(number)
-        if kind == 0:
-            model.pull(replica_id, 1 + number % 7)
-        elif kind == 1:
-            model.finish(replica_id, 1 + number % 5)
-        elif kind == 2:
-            model.die(replica_id)
-        elif kind == 3:
-            model.give_back(replica_id)
-        elif kind == 4:
-            model.drop(number % len(sizes))
-        elif kind == 5:
-            model.confirm()
-        else:
-            model.queue.pick_control(number / 99)
-        model.check()
-    while model.unconfirmed:
-        model.confirm()
-    kept = [batch_id for batch_id in range(len(sizes)) if batch_id not in model.dropped]
-    for _ in range(2000):
-        if all(model.queue.is_done(batch_id) for batch_id in kept):
-            break
-        model.pull(model.replica(0), 5)
-        for replica_id in list(model.held):
-            if poison & set(model.held[replica_id]):
-                model.die(replica_id)
-            else:
-                model.finish(replica_id, 99)
-    finished = {key: count for key, count in model.outcomes.items() if key[0] in kept}
-    assert finished == {(b, row): 1 for b in kept for row in range(sizes[b])}
-    assert 0 == model.queue.num_waiting() == sum(model.queue.num_held(r) for r in model.held)
 
 
 def test_the_counts_of_attempts_are_those_of_the_rows():

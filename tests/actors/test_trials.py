@@ -14,6 +14,7 @@ from raybatch.types import Completion, Request, Sampling
 
 POISON = 999
 SAMPLING = Sampling(max_tokens=2)
+ROOM = Room(tokens=64, rows=64)
 
 
 def submission(prompts, token="t"):
@@ -56,7 +57,7 @@ class Pool:
 
     def _fill(self):
         # as many as run at once, whether or not some run already
-        hungry = {replica_id: Room(tokens=64, rows=64) for replica_id in self._backends}
+        hungry = dict.fromkeys(self._backends, ROOM)
         for replica_id, spans in self.queue.dispatch(hungry).items():
             requests = [
                 Request(
@@ -184,7 +185,7 @@ def test_a_control_that_finishes_clears_the_engine():
     pool.inbox.add(submission(prompts_of(40, set(range(40))), "b"))
     verdicts, num_controls = set(), 0
     for replica_id in range(50, 80):
-        grants = pool.queue.dispatch({replica_id: Room(tokens=64, rows=64)})
+        grants = pool.queue.dispatch({replica_id: ROOM})
         control = grants[replica_id][0]
         is_control = pool.inbox.refs(control.batch_id) == first.submission.refs
         num_controls += is_control
@@ -196,35 +197,54 @@ def test_a_control_that_finishes_clears_the_engine():
     assert (verdicts, num_controls >= 6) == ({""}, True)
 
 
-def test_a_control_whose_table_is_gone_is_forgotten():
+def pool_with_a_control():
+    """A row of the first batch is to run as the control: two deaths followed, with other rows."""
     pool = Pool()
     first = pool.inbox.add(submission(prompts_of(10), "a"))
     pool.run(first)
     pool.inbox.drop(first)
     pool.inbox.add(submission(prompts_of(20, set(range(20))), "b"))
     for replica_id in (50, 51):
-        pool.queue.dispatch({replica_id: Room(tokens=64, rows=64)})
+        pool.queue.dispatch({replica_id: ROOM})
         pool.inbox.note_loss(pool.queue.lose(replica_id))
-    grants = pool.queue.dispatch({52: Room(tokens=64, rows=64)})
-    control = grants[52][0].batch_id
-    assert pool.inbox.refs(control) == first.submission.refs
+    return pool, first.submission
+
+
+def test_a_control_whose_table_is_gone_is_forgotten():
+    pool, first = pool_with_a_control()
+    control = pool.queue.dispatch({52: ROOM})[52][0].batch_id
+    assert pool.inbox.refs(control) == first.refs
     pool.inbox.lose_table(control)
     pool.queue.note_aborted(52, control)
     assert (pool.inbox.refs(control), pool.queue.has_control()) == (None, False)
 
 
+def test_a_control_that_comes_back_unstarted_runs_after_another_death():
+    pool, first = pool_with_a_control()
+    control = pool.queue.dispatch({52: ROOM})[52]
+    pool.queue.dispatch({53: ROOM})
+    pool.queue.give_back(52, control)
+    pool.inbox.note_loss(pool.queue.lose(53))
+    assert pool.queue.dispatch({54: ROOM})[54] == control
+    assert pool.inbox.refs(control[0].batch_id) == first.refs
+
+
+def test_a_control_comes_from_another_place_once_the_kept_row_is_forgotten():
+    pool, _ = pool_with_a_control()
+    pool.inbox.forget_good_row()
+    other = pool.inbox.add(submission(prompts_of(5), "c"))
+    assert not pool.queue.has_control()
+    pool.queue.dispatch({52: ROOM})
+    pool.inbox.note_loss(pool.queue.lose(52))
+    assert pool.queue.has_control()
+    assert pool.queue.dispatch({53: ROOM})[53][0].batch_id == other.batch_id
+
+
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_failed_pool_runs_no_control(is_running):
-    pool = Pool()
-    first = pool.inbox.add(submission(prompts_of(10), "a"))
-    pool.run(first)
-    pool.inbox.drop(first)
-    pool.inbox.add(submission(prompts_of(20, set(range(20))), "b"))
-    for replica_id in (50, 51):
-        pool.queue.dispatch({replica_id: Room(tokens=64, rows=64)})
-        pool.inbox.note_loss(pool.queue.lose(replica_id))
+    pool, _ = pool_with_a_control()
     if is_running:
-        pool.queue.dispatch({52: Room(tokens=64, rows=64)})
+        pool.queue.dispatch({52: ROOM})
     pool.inbox.fail(0, "shut down")
     assert pool.queue.num_waiting() == 0
     assert pool.inbox.note_loss(pool.queue.lose(52)) == ""

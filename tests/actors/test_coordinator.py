@@ -1,0 +1,162 @@
+"""What the coordinator makes of what its replicas do; these are objects here, and no Ray runs."""
+
+import asyncio
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from raybatch.actors.coordinator import Coordinator
+from raybatch.actors.crew import CrewPlan, Member
+from raybatch.actors.records import Room, Submission
+from raybatch.actors.wire import encode_completions
+from raybatch.types import Completion, ReplicaStats
+from tests.actors.pools import handle_of
+
+ROOM = Room(tokens=64, rows=64)
+BROKEN = RayTaskError("abort", "a bug in the replica", ValueError())
+
+
+class Table:
+    """Stands for a request table in the object store."""
+
+
+class FakeMethod:
+    def __init__(self, error):
+        self._error = error
+
+    async def remote(self, *args):
+        if self._error is not None:
+            raise self._error
+
+
+class FakeActor:
+    """A replica that does what it is asked, or fails each time in the same way."""
+
+    def __init__(self, error=None):
+        self.abort = FakeMethod(error)
+        self.give_back = FakeMethod(error)
+
+
+class Bench:
+    """A coordinator whose replicas and row batches come from the test."""
+
+    def __init__(self):
+        plan = CrewPlan(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)
+        self.coordinator = Coordinator(handle_of().spec, plan)
+        self.inbox = self.coordinator._inbox
+        self.queue = self.coordinator._queue
+
+    def join(self, replica_id, error=None):
+        member = Member(replica_id=replica_id, rank=0, actor=FakeActor(error), pid=replica_id)
+        member.is_ready = True
+        self.coordinator._crew.members[replica_id] = member
+
+    def leave(self, replica_id, cause):
+        """End a replica as the crew does; without a cause it was stopped."""
+        self.coordinator._lose(self.coordinator._crew.members.pop(replica_id), cause)
+
+    def add(self, num_rows, table=None):
+        submission = Submission(
+            token=f"{num_rows} rows",
+            client="c",
+            refs=[table],
+            prompt_tokens=np.ones(num_rows, np.int32),
+            max_new_tokens=np.ones(num_rows, np.int64),
+        )
+        return self.inbox.add(submission)
+
+    async def finish_one_row(self, table):
+        """Let replica 1 finish a row of a batch that is over then."""
+        self.join(1)
+        batch = self.add(1, table)
+        await self.coordinator.pull(1, ROOM)
+        results = encode_completions([0], [Completion(request_id=0)])
+        await self.coordinator.report(1, [(batch.batch_id, results)], ReplicaStats())
+        self.inbox.drop(batch)
+
+    async def num_held(self):
+        # what is under way ends within a few turns of the loop
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return (await self.coordinator.state()).num_held_rows
+
+
+def test_stops_with_a_control_are_no_sign_of_a_broken_engine():
+    async def run():
+        bench, table = Bench(), Table()
+        await bench.finish_one_row(table)
+        bad = bench.add(20)
+        for replica_id in (2, 3):
+            bench.join(replica_id)
+            await bench.coordinator.pull(replica_id, ROOM)
+            bench.leave(replica_id, "it crashed")
+        bench.inbox.drop(bad)
+        for replica_id in (4, 5, 6):
+            bench.join(replica_id)
+            (control,) = await bench.coordinator.pull(replica_id, ROOM)
+            assert control.refs == [table]
+            bench.leave(replica_id, None)
+        return await bench.coordinator.has_failed()
+
+    assert not asyncio.run(run())
+
+
+def test_an_idle_pool_lets_go_of_the_last_request_table():
+    async def run():
+        bench, table = Bench(), Table()
+        is_there = weakref.ref(table)
+        await bench.finish_one_row(table)
+        del table
+        await bench.coordinator._stop_crew()
+        gc.collect()
+        return is_there()
+
+    assert asyncio.run(run()) is None
+
+
+def test_rows_that_nobody_waits_for_are_held_by_no_replica():
+    async def run():
+        bench = Bench()
+        bench.join(1)
+        bench.queue.add(99, [1, 1], [1, 1])
+        assert await bench.coordinator.pull(1, ROOM) == []
+        return await bench.num_held()
+
+    assert asyncio.run(run()) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "has_failed", "num_held"),
+    [(None, False, 0), (ActorDiedError(), False, 2), (BROKEN, True, 2)],
+    ids=["done", "dead", "broken"],
+)
+def test_an_abort_that_fails_in_a_living_replica_fails_the_pool(error, has_failed, num_held):
+    async def run():
+        bench = Bench()
+        bench.join(1, error)
+        batch = bench.add(2)
+        await bench.coordinator.pull(1, ROOM)
+        bench.inbox.drop(batch)
+        return await bench.num_held(), await bench.coordinator.has_failed()
+
+    assert asyncio.run(run()) == (num_held, has_failed)
+
+
+@pytest.mark.parametrize(("error", "has_failed"), [(ActorDiedError(), False), (BROKEN, True)])
+def test_a_return_of_rows_that_fails_in_a_living_replica_fails_the_pool(error, has_failed):
+    async def run():
+        bench = Bench()
+        bench.join(1, error)
+        bench.join(2)
+        bench.add(8)
+        await bench.coordinator.pull(1, ROOM)
+        await bench.coordinator.report(1, [], ReplicaStats(num_waiting=4))
+        hungry = asyncio.create_task(bench.coordinator.pull(2, ROOM))
+        assert await bench.num_held() == 8
+        hungry.cancel()
+        return await bench.coordinator.has_failed()
+
+    assert asyncio.run(run()) == has_failed
