@@ -19,7 +19,7 @@ from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RaybatchError, RowError
 from raybatch.stages.batches import to_table
 from raybatch.stages.finish import Answers, finish_rows
-from raybatch.stages.hints import FewRowsHint
+from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
@@ -51,6 +51,9 @@ class StageFeeder:
     def __init__(self) -> None:
         self._failure: Exception | None = None
         self._hint = FewRowsHint(_CALLS_PER_FEEDER)
+        self._all_failed_alarm = AllFailedAlarm()
+        self._no_cpu_hint = NoCpuHint()
+        self._no_cpu_hint.start()
         self._checked_schema: pa.Schema | None = None
         try:
             model_dir = find_model(self.config)
@@ -71,6 +74,7 @@ class StageFeeder:
             ConfigError: a column is missing, or collides with an output column.
             RowError: a row failed and the stage has on_error="raise".
         """
+        self._no_cpu_hint.stop()
         try:
             return await self._answer(batch)
         except RaybatchError as error:
@@ -89,7 +93,9 @@ class StageFeeder:
         self._check_columns(table.schema)
         with self._hint.holding(table.num_rows):
             prepared = await asyncio.to_thread(self._prepare, table, input_errors)
-            unasked = _classes([prompt.error for prompt in prepared.prompts])
+            prompt_errors = [prompt.error for prompt in prepared.prompts]
+            self._all_failed_alarm.see(prompt_errors)
+            unasked = _classes(prompt_errors)
             await self._count(table.num_rows - len(prepared.rows), unasked)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:

@@ -56,7 +56,7 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     if files and not is_overwrite:
         raise ConfigError(
             f"sink {sink!r} already holds {len(files)} files, for example {next(iter(files))}; "
-            "choose another folder or set overwrite=True"
+            "choose another folder, or set overwrite=True (--overwrite in a shell)"
         )
     if files and _MARKER not in files.values():
         raise ConfigError(
@@ -99,7 +99,8 @@ class PartSink(Datasink):  # type: ignore[misc]
         tables = [in_schema(block, self._schema) for block in blocks if block.num_rows]
         table = pa.concat_tables(tables) if tables else self._schema.empty_table()
         if table.num_rows:
-            write_part(self._sink, part_name(ctx.task_idx), table)
+            with told_as(f"sink {self._sink!r} cannot be written any more, so the job ends"):
+                write_part(self._sink, part_name(ctx.task_idx), table)
         return int(table.num_rows)
 
 
