@@ -11,10 +11,9 @@ import fsspec
 import pyarrow as pa
 import ray
 import yaml
-from ray.exceptions import RayTaskError
 
 from raybatch.config import from_mapping
-from raybatch.errors import ConfigError, RaybatchError
+from raybatch.errors import ConfigError
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, installed_versions
 from raybatch.stages.feeder import StageFeeder
@@ -23,7 +22,7 @@ from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
-from raybatch.stages.ray_logs import errors_told_once
+from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
@@ -277,23 +276,4 @@ def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noq
         with errors_told_once():
             stage.apply(dataset).write_datasink(sink)
     except Exception as error:
-        raise _own_cause(error) or error from None
-
-
-def _own_cause(error: BaseException) -> RaybatchError | None:
-    """Return the exception of this library that Ray has wrapped, with the message it had.
-
-    None if there is none.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
-        if isinstance(seen, RayTaskError):
-            seen = seen.cause
-        elif isinstance(seen, RaybatchError):
-            told = vars(seen).get("told")
-            seen.args = seen.args if told is None else (told, *seen.args[1:])
-            return seen
-        else:
-            seen = getattr(seen, "cause", None) or seen.__cause__
-    return None
+        raise own_cause(error) or error from None

@@ -16,13 +16,14 @@ from ray.data import ActorPoolStrategy
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire import RESULT_SCHEMA
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import RaybatchError, RowError
+from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
 from raybatch.stages.finish import Answers, finish_rows
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
+from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
 from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import ERROR_COLUMN, error_class
@@ -75,12 +76,8 @@ class StageFeeder:
             RowError: a row failed and the stage has on_error="raise".
         """
         self._no_cpu_hint.stop()
-        try:
+        with message_kept():
             return await self._answer(batch)
-        except RaybatchError as error:
-            # Ray puts advice of its own behind the message of what a call raises
-            vars(error)["told"] = str(error)
-            raise
 
     async def _answer(self, batch: Any) -> pa.Table:  # noqa: ANN401
         if self._failure is not None:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from ray.data import Datasink
 
 from raybatch.errors import ConfigError
+from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.storage import told_as
 
 # Its presence says that a run of this library has written the folder.
@@ -99,7 +100,8 @@ class PartSink(Datasink):  # type: ignore[misc]
         tables = [in_schema(block, self._schema) for block in blocks if block.num_rows]
         table = pa.concat_tables(tables) if tables else self._schema.empty_table()
         if table.num_rows:
-            with told_as(f"sink {self._sink!r} cannot be written any more, so the job ends"):
+            what = f"sink {self._sink!r} cannot be written any more, so the job ends"
+            with message_kept(), told_as(what):
                 write_part(self._sink, part_name(ctx.task_idx), table)
         return int(table.num_rows)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from raybatch.engine.checkpoint import weight_files
-from raybatch.engine.model_source import model_fingerprint, resolve_model
+from raybatch.engine.model_source import check_hub_model, model_fingerprint, resolve_model
 from raybatch.errors import ConfigError
 
 
@@ -113,9 +113,25 @@ def test_a_hub_id_without_network_says_how_to_get_it(monkeypatch, tmp_path):
         resolve_model("nobody/no-such-model")
 
 
-def test_what_is_neither_path_nor_id_is_refused():
-    with pytest.raises(ConfigError, match="no local folder"):
-        resolve_model("./no/such/folder")
+@pytest.mark.parametrize("path", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "./a/b", "."])
+def test_a_path_of_no_folder_is_named_and_not_taken_for_a_hub_id(path, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    message = r"no \*\.safetensors" if path == "." else f"model folder '{path}' does not exist"
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(path)
+
+
+def test_what_has_not_the_form_of_a_hub_id_is_told_in_one_line():
+    with pytest.raises(ConfigError, match="'-nope' is neither a local folder nor the form of"):
+        resolve_model("-nope")
+
+
+def test_a_hub_id_is_checked_without_its_weights(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
+        check_hub_model("nobody/no-such-model")
 
 
 def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path):
