@@ -60,14 +60,24 @@ def is_local_model(source: str) -> bool:
 
 
 def check_hub_model(source: str) -> None:
-    """Raise ConfigError where the hub, or its cache on this host, has no model of that id.
+    """Raise ConfigError where neither the cache on this host nor the hub has a model of that id.
 
-    Fetches config.json alone.
+    Asks the hub at most once, and downloads nothing.
     """
     import huggingface_hub
 
     with _hub_errors(source):
-        huggingface_hub.hf_hub_download(source, "config.json", local_files_only=is_hub_offline())
+        if isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+            return
+        if is_hub_offline():
+            raise _unreachable(source)
+        url = huggingface_hub.hf_hub_url(source, "config.json")
+        try:
+            huggingface_hub.get_hf_file_metadata(url)
+        except (OSError, ValueError):
+            raise  # the answers of the hub are among them
+        except Exception as error:  # the HTTP client below is not the same in every version
+            raise _unreachable(source) from error
 
 
 def _local_path(source: str) -> Path:

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -132,6 +133,31 @@ def test_a_hub_id_is_checked_without_its_weights(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
         check_hub_model("nobody/no-such-model")
+
+
+def test_a_hub_id_in_the_cache_is_good_without_a_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = "models--nobody--cached/snapshots/1/config.json"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: found)
+    check_hub_model("nobody/cached")
+
+
+class TransportError(Exception):
+    """What an HTTP client raises, which is no OSError."""
+
+
+def test_a_hub_id_behind_no_network_is_told_after_one_try(monkeypatch):
+    tries = []
+
+    def fail(url):
+        tries.append(url)
+        raise TransportError("Name or service not known")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
+    with pytest.raises(ConfigError, match="the hub cannot be reached"):
+        check_hub_model("nobody/no-such-model")
+    assert len(tries) == 1
 
 
 def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path):
