@@ -78,7 +78,7 @@ class NoCpuHint:
 
     def start(self) -> None:
         """Look from a thread, if this is an actor that holds a CPU."""
-        if _own_cpus() >= 1:
+        if own_cpus() >= 1:
             threading.Thread(target=self.look, name="raybatch-no-cpu-hint", daemon=True).start()
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class AllFailedAlarm:
             )
 
 
-def _own_cpus() -> float:
+def own_cpus() -> float:
     """Return the CPUs that Ray holds for this actor; 0 outside an actor."""
     if not ray.is_initialized():
         return 0.0
