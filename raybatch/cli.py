@@ -16,6 +16,10 @@ import raybatch
 from raybatch.errors import ConfigError, RaybatchError
 
 DEMO_MODEL = "demo"
+_DEMO_NOTE = (
+    "no --model given: taking the embedded demo model, which answers questions about the demo "
+    "documents and nothing else"
+)
 # every other option belongs to the stage
 JOB_OPTIONS = ("source", "sink", "stage", "overwrite")
 
@@ -59,7 +63,9 @@ def run(
     job_file: Annotated[
         str | None, typer.Argument(help="YAML job file; the options below win over it.")
     ] = None,
-    source: Annotated[str | None, typer.Option("--input", help="Parquet file or folder.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--input", help="Parquet or JSONL: a file, a folder or a glob.")
+    ] = None,
     sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Checkpoint folder, hub id or URI; demo by default.")
@@ -102,9 +108,12 @@ def run(
     }
     given = {path: value for path, value in flags.items() if value is not None}
     mapping = job_mapping(job_file, {**given, **parse_settings(settings or [])})
+    note = with_model(mapping)
     job = raybatch.Job.from_mapping(mapping, where=job_file or "raybatch run")
+    from raybatch.progress import ProgressPrinter  # slow to load, and a wrong option needs none
+
     _start_ray()
-    result = job.run()
+    result = job.run(progress=ProgressPrinter(note=note))
     typer.echo(result.to_text())
     code = result.exit_code()
     raise typer.Exit(0 if code == 2 and allow_error_rows else code)
@@ -171,15 +180,16 @@ def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, A
         _put(mapping, path, value)
     if job_file is None and "source" not in mapping:
         raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
-    stage = mapping.setdefault("stage", {})
-    if isinstance(stage, dict) and "model" not in stage:
-        stage["model"] = DEMO_MODEL
-        typer.echo(
-            "no --model given: taking the embedded demo model, which answers questions about the "
-            "demo documents and nothing else",
-            err=True,
-        )
     return mapping
+
+
+def with_model(mapping: dict[str, Any]) -> str:
+    """Put the embedded model into options that name none, and return what to tell of it, or ""."""
+    stage = mapping.setdefault("stage", {})
+    if not isinstance(stage, dict) or "model" in stage:
+        return ""
+    stage["model"] = DEMO_MODEL
+    return _DEMO_NOTE
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -8,25 +9,29 @@ from typing import Any, Self
 
 import fsspec
 import pyarrow as pa
+import ray
 import yaml
-from ray.exceptions import RayTaskError
 
 from raybatch.config import from_mapping
-from raybatch.errors import ConfigError, RaybatchError
-from raybatch.progress import shown
+from raybatch.errors import ConfigError
+from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, installed_versions
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
-from raybatch.stages.prepare import check_local_model
+from raybatch.stages.prepare import check_model
+from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+from raybatch.stages.storage import told_as
 from raybatch.stages.tally import RowTally, TokenTally, read_outputs
 from raybatch.types import PoolStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +124,13 @@ class Job:
         """
         return cls.from_mapping(read_job_file(path), where=path)
 
-    def run(self, *, progress: ProgressCallback | None = None) -> RunReport:
+    def run(self, *, progress: ProgressCallback | ProgressPrinter | None = None) -> RunReport:
         """Read, generate, write, and count what was written.
 
         Args:
             progress: called about every second with the state of the pool and the number of
-                rows; None shows a panel on a terminal and log lines elsewhere.
+                rows; None, or a printer of one's own, shows a panel on a terminal and log lines
+                elsewhere.
 
         Returns:
             The report, which also lies below the sink.
@@ -154,7 +160,8 @@ class Job:
         # an idle pool that has stopped since counts from 0 again
         restarts = max(0, stats.num_restarts - restarts_before)
         report = self._report(source, output, replace(stats, num_restarts=restarts), clock)
-        report.write()
+        with told_as(f"the report cannot be written below {self.config.sink!r}"):
+            report.write()
         return report
 
     def _check(self, source: Source, output: OutputSchema) -> None:
@@ -163,34 +170,52 @@ class Job:
         check_inputs(source.schema, stage)
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)
-        check_local_model(stage)
+        check_model(stage, is_one_host=ray.is_initialized() and len(ray.nodes()) == 1)
 
     def _row_id_column(self, output: OutputSchema) -> str | None:
         """Return the column to make for the ids; None where the user has one."""
         return None if self.config.stage.id_column is not None else output.prefix + "row_id"
 
     def _execute(
-        self, source: Source, sink: PartSink, progress: ProgressCallback | None, clock: RunClock
+        self,
+        source: Source,
+        sink: PartSink,
+        progress: ProgressCallback | ProgressPrinter | None,
+        clock: RunClock,
     ) -> None:
         row_id_column = self._row_id_column(self.config.stage.output)
         counts = RowCounts.start()
         stage = self._stage.of_run(id_column=row_id_column, counts=counts)
         watch_with = partial(PoolWatch, stage.stats, source.num_rows, clock=clock)
+        watch: PoolWatch | None = None
         try:
-            with shown(progress) as callback, watch_with(callback=callback):
+            with shown(progress) as callback, watch_with(callback=callback) as watch:
                 _map(source.dataset(row_id_column=row_id_column), stage, sink)
+        except KeyboardInterrupt:
+            self._tell_interrupted(0 if watch is None else watch.rows_done, source.num_rows)
+            raise
         finally:
             counts.stop()
+
+    def _tell_interrupted(self, rows_done: int, num_rows: int) -> None:
+        logger.warning(
+            "interrupted: %d of %d rows were done, and the output in %s is not complete; start the "
+            "job again with overwrite=True (--overwrite in a shell), or into another folder",
+            rows_done,
+            num_rows,
+            self.config.sink,
+        )
 
     def _report(
         self, source: Source, output: OutputSchema, stats: PoolStats, clock: RunClock
     ) -> RunReport:
-        files = output_files(self.config.sink)
         tally, tokens = RowTally(), TokenTally(output)
-        for path in files:
-            table = read_outputs(path, output)
-            tally.add(table)
-            tokens.add(table)
+        with told_as(f"sink {self.config.sink!r} cannot be read back"):
+            files = output_files(self.config.sink)
+            for path in files:
+                table = read_outputs(path, output)
+                tally.add(table)
+                tokens.add(table)
         distinct = tally.rows_distinct()
         total_s = clock.elapsed_s()
         started_s = clock.started_s if clock.started_s is not None else total_s
@@ -248,25 +273,7 @@ def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noq
     # Ray's wrapper of an exception loses the cause on its way to the driver.
     dataset.context.raise_original_map_exception = True
     try:
-        stage.apply(dataset).write_datasink(sink)
+        with errors_told_once():
+            stage.apply(dataset).write_datasink(sink)
     except Exception as error:
-        raise _own_cause(error) or error from None
-
-
-def _own_cause(error: BaseException) -> RaybatchError | None:
-    """Return the exception of this library that Ray has wrapped, with the message it had.
-
-    None if there is none.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
-        if isinstance(seen, RayTaskError):
-            seen = seen.cause
-        elif isinstance(seen, RaybatchError):
-            told = vars(seen).get("told")
-            seen.args = seen.args if told is None else (told, *seen.args[1:])
-            return seen
-        else:
-            seen = getattr(seen, "cause", None) or seen.__cause__
-    return None
+        raise own_cause(error) or error from None

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from raybatch.stages.pool_watch import ProgressCallback
+from raybatch.stages.pool_watch import ProgressCallback, is_working
 from raybatch.types import PoolStats
 
 WINDOW_S = 60.0
@@ -45,7 +45,7 @@ class Progress:
     Args:
         prompt_rate: prompt tokens per second in the recent window.
         output_rate: generated tokens per second in the recent window.
-        mean_prompt_rate: the same since work began, engine starts left out.
+        mean_prompt_rate: the same since a ready engine had rows, engine starts left out.
         mean_output_rate: the same since work began.
         cached_fraction: share of the prompt tokens done that came from the prefix cache.
         eta_s: seconds to the end, from remaining tokens; None while nothing is known.
@@ -94,6 +94,7 @@ class ProgressPrinter:
 
     Args:
         title: heading of the panel.
+        note: one line that is shown once, when the work begins.
         stream: where to write; standard error by default.
         interval_s: seconds between two lines where no terminal is attached.
         clock: seconds that only go forward.
@@ -103,11 +104,13 @@ class ProgressPrinter:
         self,
         title: str = "raybatch",
         *,
+        note: str = "",
         stream: TextIO | None = None,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._title = title
+        self._note = note
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
         self._interval_s = interval_s
         self._clock = clock
@@ -117,8 +120,6 @@ class ProgressPrinter:
         self._live = Live(console=self._console, refresh_per_second=4) if is_live else None
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
         return self
 
     def __exit__(
@@ -134,6 +135,8 @@ class ProgressPrinter:
 
     def update(self, stats: PoolStats, rows_total: int | None) -> None:
         """Take a new state; it is shown when it is due."""
+        if not self._history:
+            self._begin()
         self._history.append(Snapshot(time_s=self._clock(), stats=stats, rows_total=rows_total))
         self._forget()
         if self._live is not None:
@@ -142,6 +145,12 @@ class ProgressPrinter:
         now_s = self._history[-1].time_s
         if self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
             self._write_line()
+
+    def _begin(self) -> None:
+        if self._note:
+            self._console.print(self._note, soft_wrap=True)
+        if self._live is not None:
+            self._live.start()
 
     def _forget(self) -> None:
         """Keep the first snapshot, the one at which work began, and the recent window."""
@@ -163,18 +172,19 @@ class ProgressPrinter:
 
 
 @contextmanager
-def shown(callback: ProgressCallback | None) -> Iterator[ProgressCallback]:
-    """Return `callback`, or that of a display that lasts as long as the context."""
-    if callback is not None:
-        yield callback
+def shown(progress: ProgressCallback | ProgressPrinter | None) -> Iterator[ProgressCallback]:
+    """Return a callback, or that of a display that lasts as long as the context."""
+    if progress is not None and not isinstance(progress, ProgressPrinter):
+        yield progress
         return
-    with ProgressPrinter() as printer:
+    with progress or ProgressPrinter() as printer:
         yield printer.update
 
 
 def _work_start(history: Sequence[Snapshot]) -> Snapshot:
-    """The last snapshot without a finished row, else the first one."""
-    return next((s for s in reversed(history) if s.stats.prompt_tokens_done == 0), history[0])
+    """The last snapshot before a ready engine had rows, else the first; as the report counts."""
+    working = (i for i, s in enumerate(history) if is_working(s.stats))
+    return history[max(0, next(working, len(history)) - 1)]
 
 
 def _token_rates(start: Snapshot, end: Snapshot) -> tuple[float, float]:

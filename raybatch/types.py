@@ -158,7 +158,8 @@ class Completion:
         token_ids: int32, generated tokens, the stop token included when one was generated.
         finish_reason: "stop", "length", "error" or "capacity" (could not fit even alone).
         stop_reason: the stop string or stop token id that ended it, None for the end token.
-        num_cached_tokens: prompt tokens whose KV came from another request.
+        num_cached_tokens: prompt tokens whose KV came from another request; counted once per
+            request, so 0 for the samples after the first.
         text: set by backends that detokenize themselves; None leaves it to the stage.
         logprobs: per generated token a pair (token ids, log probabilities), the sampled token
             first; None unless asked for.

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import raybatch
-from raybatch.cli import app, job_mapping, main, parse_settings
+from raybatch.cli import app, job_mapping, main, parse_settings, with_model
 from raybatch.errors import ConfigError
 from raybatch.report import RunReport
 
@@ -58,10 +58,20 @@ def test_option_below_a_plain_value_is_a_config_error(job_file):
         job_mapping(job_file, {"stage.model.name": "x"})
 
 
-def test_model_defaults_to_the_embedded_one_and_says_so(capsys):
+def test_model_defaults_to_the_embedded_one_and_says_so():
     mapping = job_mapping(None, {"source": "in"})
+    assert "embedded demo model" in with_model(mapping)
     assert mapping["stage"]["model"] == "demo"
-    assert "embedded demo model" in capsys.readouterr().err
+
+
+def test_nothing_is_said_of_a_model_that_was_given():
+    assert with_model({"stage": {"model": "m"}}) == ""
+
+
+def test_a_wrong_option_is_told_without_a_note_on_the_model_before_it(monkeypatch, capsys):
+    code = run_main(monkeypatch, "run", "--input", "a", "--output", "b", "--set", "promt=x")
+    message = "error: raybatch run: stage: unknown option 'promt' (did you mean 'prompt'?)\n"
+    assert (code, capsys.readouterr().err) == (1, message)
 
 
 def test_run_without_a_source_says_what_to_give():

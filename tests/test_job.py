@@ -1,4 +1,6 @@
+import _thread
 import datetime
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,6 +179,63 @@ def test_on_error_raise_ends_the_job_with_the_row(cluster, model, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.ray
+def test_error_that_ends_a_job_is_left_to_its_exception(cluster, model, tmp_path, capfd):
+    pq.write_table(demo_rows(8), tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}", on_error="raise")
+    with pytest.raises(RowError):
+        Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=lambda *_: None)
+    told = capfd.readouterr().err
+    assert "Traceback" not in told
+    assert "issue" not in told
+
+
+@pytest.mark.ray
+def test_sink_that_vanishes_during_the_run_is_named(cluster, model, tmp_path):
+    pq.write_table(demo_rows(8), tmp_path / "a.parquet")
+    sink = tmp_path / "out"
+
+    def replace_sink(stats: PoolStats, num_rows: int) -> None:
+        if sink.is_dir():
+            shutil.rmtree(sink)
+            sink.touch()
+
+    job = Job(tmp_path / "a.parquet", sink, fake_stage(model, prompt="{text}", fake={"step_s": 1}))
+    with pytest.raises(ConfigError) as caught:
+        job.run(progress=replace_sink)
+    message = str(caught.value)
+    assert message.startswith(f"sink '{sink}' cannot be written any more, so the job ends: ")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.ray
+def test_interrupted_job_says_how_far_it_came_and_what_to_do(cluster, model, tmp_path, caplog):
+    pq.write_table(demo_rows(8), tmp_path / "a.parquet")
+    stage = fake_stage(model, prompt="{text}", fake={"step_s": 0.3})
+
+    def interrupt(stats: PoolStats, num_rows: int) -> None:
+        if stats.rows_received:
+            _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=interrupt)
+    told = [m for m in caplog.messages if m.startswith("interrupted: ")]
+    assert len(told) == 1
+    assert " of 8 rows were done" in told[0]
+    assert "--overwrite" in told[0]
+
+
+@pytest.mark.ray
+def test_hub_id_that_cannot_be_had_ends_the_job_before_any_work(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pq.write_table(demo_rows(8), tmp_path / "a.parquet")
+    stage = LLMStage("nobody/no-such-model", prompt="{text}")
+    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
+        Job(tmp_path / "a.parquet", tmp_path / "out", stage).run()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.ray
 def test_source_without_rows_leaves_one_empty_file(cluster, model, tmp_path):
     table = pa.table({"text": pa.array([], pa.string())})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -227,7 +286,7 @@ def test_old_output_survives_a_model_that_cannot_be_run(tmp_path, name):
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)
     (tmp_path / "out" / "part-000000.parquet").write_bytes(b"old")
     stage = LLMStage(str(tmp_path / name), prompt="{text}")
-    with pytest.raises(ConfigError, match=r"no local folder|no .*safetensors"):
+    with pytest.raises(ConfigError, match=r"does not exist|no .*safetensors"):
         Job(tmp_path / "a.parquet", tmp_path / "out", stage, overwrite=True).run()
     assert (tmp_path / "out" / "part-000000.parquet").read_bytes() == b"old"
 

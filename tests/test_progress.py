@@ -15,7 +15,7 @@ def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):
         "num_ready": 2,
         "rows_received": rows_received,
         "rows_done": rows_done,
-        "prompt_tokens_received": 10 * rows_received,
+        "prompt_tokens_received": max(10 * rows_received, prompt),
         "prompt_tokens_done": prompt,
         "generated_tokens": generated,
         "max_tokens_left": 1_000_000,
@@ -39,7 +39,8 @@ def test_rates_are_of_the_recent_window_and_of_the_whole_run():
 
 
 def test_mean_rates_leave_the_start_of_the_engines_out():
-    history = [snapshot(0.0), snapshot(90.0), snapshot(100.0, prompt=1000, generated=50)]
+    starting = snapshot(90.0, rows_received=100, num_ready=0)
+    history = [snapshot(0.0), starting, snapshot(100.0, prompt=1000, generated=50)]
     progress = measure(history)
     assert (progress.mean_prompt_rate, progress.mean_output_rate) == (100.0, 5.0)
 
@@ -134,6 +135,25 @@ def test_a_line_comes_every_ten_seconds_and_at_the_end():
 
 def test_the_last_state_is_not_printed_twice():
     assert len(printed_lines([0.0, 10.0])) == 2
+
+
+def test_mean_rates_count_from_the_first_row_in_an_engine_not_from_the_first_finished_one():
+    working = snapshot(60.0, rows_received=100)
+    history = [snapshot(0.0), snapshot(50.0), working, snapshot(100.0, prompt=1000)]
+    assert measure(history).mean_prompt_rate == 20.0
+
+
+def test_a_note_comes_once_before_the_first_line():
+    stream = io.StringIO()
+    with ProgressPrinter(stream=stream, note="look here") as printer:
+        assert stream.getvalue() == ""
+        printer.update(stats(), 100)
+        printer.update(stats(), 100)
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == [
+        "look here",
+        "raybatch",
+        "raybatch",
+    ]
 
 
 def test_a_job_without_updates_prints_nothing():

@@ -246,5 +246,6 @@ def _completion(sequence: _Sequence) -> Completion:
         token_ids=sequence.answer.tokens,
         finish_reason=sequence.answer.finish_reason,
         stop_reason=sequence.answer.stop_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
+        # the prompt counts once per request
+        num_cached_tokens=0 if sequence.key[1] else sequence.num_cached_tokens,
     )

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -37,15 +39,10 @@ def resolve_model(source: str) -> Path:
         path = _demo_path()
     elif "://" in source:
         path = _fetch(source)
-    elif Path(source).expanduser().exists():
-        path = Path(source).expanduser()
-    elif _HUB_ID.fullmatch(source):
-        path = _download(source)
+    elif is_local_model(source):
+        path = _local_path(source)
     else:
-        raise ConfigError(
-            f"model {source!r} is no local folder; pass a folder, a hub id such as "
-            '"Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
-        )
+        path = _download(source)
     if not path.is_dir():
         raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
     weight_files(path)
@@ -58,8 +55,39 @@ def is_local_model(source: str) -> bool:
         return True
     if "://" in source:
         return False
-    is_path = source.startswith((".", "~")) or not _HUB_ID.fullmatch(source)
+    is_path = source.startswith((".", "~", "/")) or not _HUB_ID.fullmatch(source)
     return is_path or Path(source).exists()
+
+
+def check_hub_model(source: str) -> None:
+    """Raise ConfigError where neither the cache on this host nor the hub has a model of that id.
+
+    Asks the hub at most once, and downloads nothing.
+    """
+    import huggingface_hub
+
+    with _hub_errors(source):
+        if isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+            return
+        if is_hub_offline():
+            raise _unreachable(source)
+        url = huggingface_hub.hf_hub_url(source, "config.json")
+        try:
+            huggingface_hub.get_hf_file_metadata(url)
+        except (OSError, ValueError):
+            raise  # the answers of the hub are among them
+        except Exception as error:  # the HTTP client below is not the same in every version
+            raise _unreachable(source) from error
+
+
+def _local_path(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"model folder {source!r} does not exist; pass the folder of a checkpoint, a hub id "
+            'such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
+        )
+    return path
 
 
 def _demo_path() -> Path:
@@ -74,9 +102,8 @@ def _demo_path() -> Path:
 
 def _download(source: str) -> Path:
     import huggingface_hub
-    from huggingface_hub import errors
 
-    try:
+    with _hub_errors(source):
         path = huggingface_hub.snapshot_download(
             source,
             allow_patterns=list(_PATTERNS),
@@ -84,6 +111,20 @@ def _download(source: str) -> Path:
             ignore_patterns=["consolidated*", "original/*"],
             local_files_only=is_hub_offline(),
         )
+    return Path(path)
+
+
+@contextmanager
+def _hub_errors(source: str) -> Iterator[None]:
+    """Turn what the hub's client raises into ConfigError with the way out."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise ConfigError(
+            f"model {source!r} is neither a local folder nor the form of a hub id"
+        ) from error
     except errors.GatedRepoError as error:
         raise ConfigError(
             f"model {source!r} is gated: accept its licence on the hub, then `hf auth login`"
@@ -92,12 +133,19 @@ def _download(source: str) -> Path:
         raise ConfigError(
             f"model {source!r} is neither a local folder nor a model on the hub"
         ) from error
-    except (OSError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise ConfigError(
-            f"model {source!r} is not in the local hub cache and the hub cannot be reached; pass a "
-            f"local folder, or pre-download it where there is a network: hf download {source}"
-        ) from error
-    return Path(path)
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            raise _unreachable(source) from error
+        raise ConfigError(f"model {source!r} on the hub has no config.json") from error
+    except OSError as error:
+        raise _unreachable(source) from error
+
+
+def _unreachable(source: str) -> ConfigError:
+    return ConfigError(
+        f"model {source!r} is not in the local hub cache and the hub cannot be reached; pass a "
+        f"local folder, or pre-download it where there is a network: hf download {source}"
+    )
 
 
 def _fetch(uri: str) -> Path:

@@ -72,7 +72,8 @@ class Sequence:
             token_ids=self.token_ids,
             finish_reason=reason,
             stop_reason=stop_reason,
-            num_cached_tokens=self.num_cached_tokens,
+            # the other samples take the prompt from the first one, which is no other request
+            num_cached_tokens=0 if self.sample_idx else self.num_cached_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             error=error,
         )

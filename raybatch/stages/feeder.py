@@ -17,13 +17,14 @@ from ray.data import ActorPoolStrategy
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire import RESULT_SCHEMA
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import RaybatchError, RowError
+from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
 from raybatch.stages.finish import Answers, finish_rows
-from raybatch.stages.hints import FewRowsHint
+from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
+from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
 from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import ERROR_COLUMN, error_class
@@ -52,6 +53,9 @@ class StageFeeder:
     def __init__(self) -> None:
         self._failure: Exception | None = None
         self._hint = FewRowsHint(_CALLS_PER_FEEDER)
+        self._all_failed_alarm = AllFailedAlarm()
+        self._no_cpu_hint = NoCpuHint()
+        self._no_cpu_hint.start()
         self._checked_schema: pa.Schema | None = None
         try:
             model_dir = find_model(self.config)
@@ -72,12 +76,9 @@ class StageFeeder:
             ConfigError: a column is missing, or collides with an output column.
             RowError: a row failed and the stage has on_error="raise".
         """
-        try:
+        self._no_cpu_hint.stop()
+        with message_kept():
             return await self._answer(batch)
-        except RaybatchError as error:
-            # Ray puts advice of its own behind the message of what a call raises
-            vars(error)["told"] = str(error)
-            raise
 
     async def _answer(self, batch: Any) -> pa.Table:  # noqa: ANN401
         if self._failure is not None:
@@ -90,7 +91,9 @@ class StageFeeder:
         self._check_columns(table.schema)
         with self._hint.holding(table.num_rows):
             prepared = await asyncio.to_thread(self._prepare, table, input_errors)
-            unasked = _classes([prompt.error for prompt in prepared.prompts])
+            prompt_errors = [prompt.error for prompt in prepared.prompts]
+            self._all_failed_alarm.see(prompt_errors)
+            unasked = _classes(prompt_errors)
             await self._count(table.num_rows - len(prepared.rows), unasked)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:

@@ -1,14 +1,26 @@
-"""What a feeder tells its user once."""
+"""What a feeder tells its user once.
+
+Ray forwards the log lines of its workers to the driver's terminal.
+"""
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import ray
 
 logger = logging.getLogger(__name__)
 
 # A feeder that never held more rows than this after so many calls starves an engine.
 _FEW_ROWS = 256
 _CALLS_BEFORE_HINT = 4
+
+# Read tasks may hold the CPUs for a moment, so no line comes before the first of these waits.
+_WAITS_FOR_ROWS_S = (5.0, 10.0, 20.0)
+
+_ROWS_BEFORE_ALARM = 20
+_MAX_ERROR_LENGTH = 300
 
 
 class FewRowsHint:
@@ -42,3 +54,91 @@ class FewRowsHint:
                     self._most_rows,
                     self._calls_per_feeder,
                 )
+
+
+class NoCpuHint:
+    """Logs one line where no rows come and feeders may hold the CPUs of the tasks before them.
+
+    Ray Data gives every actor of a plain `map_batches` one CPU: two such stages leave none of two
+    CPUs for reading, and the job waits for ever.
+
+    Args:
+        free_cpus: returns the CPUs of the cluster that nobody holds.
+        waits_s: seconds without rows before the first look, and between two looks.
+    """
+
+    def __init__(
+        self,
+        free_cpus: Callable[[], float] | None = None,
+        waits_s: Sequence[float] = _WAITS_FOR_ROWS_S,
+    ) -> None:
+        self._free_cpus = free_cpus or _free_cpus
+        self._waits_s = waits_s
+        self._has_rows = threading.Event()
+
+    def start(self) -> None:
+        """Look from a thread, if this is an actor that holds a CPU."""
+        if own_cpus() >= 1:
+            threading.Thread(target=self.look, name="raybatch-no-cpu-hint", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more: rows have come."""
+        self._has_rows.set()
+
+    def look(self) -> None:
+        """Wait for rows, and say so where none come and no CPU is left."""
+        for wait_s in self._waits_s:
+            if self._has_rows.wait(wait_s):
+                return
+            if self._free_cpus() < 1:
+                logger.warning(
+                    "no rows have come yet, and less than one CPU of the cluster is free: every "
+                    "plain ds.map_batches(LLMStage(...)) holds one CPU or more, which may leave "
+                    "none for reading, and then the job waits for ever. If it stays silent, use "
+                    "LLMStage(...).apply(ds), or ds.map_batches(LLMStage(...), num_cpus=0.1), for "
+                    "every stage; of two stages one needs output_prefix as well"
+                )
+                return
+
+
+class AllFailedAlarm:
+    """Logs one line where every row so far has failed: the template or function is at fault."""
+
+    def __init__(self) -> None:
+        self._is_settled = False
+        self._num_failed = 0
+        self._first_error = ""
+
+    def see(self, errors: Sequence[str]) -> None:
+        """Take the errors of the rows of one call, "" for a good row."""
+        if self._is_settled or not errors:
+            return
+        if not all(errors):
+            self._is_settled = True
+            return
+        self._first_error = self._first_error or errors[0]
+        self._num_failed += len(errors)
+        if self._num_failed >= _ROWS_BEFORE_ALARM:
+            self._is_settled = True
+            # ASCII: the message may hold data of the user, and a terminal obeys some of it
+            logger.warning(
+                "EVERY ONE of the first %d rows failed, and the job goes on; the first error: %a. "
+                "If the prompt's template, column or function is wrong, stop the job and repair "
+                "it; on_error='raise' ends a job at its first error row",
+                self._num_failed,
+                self._first_error[:_MAX_ERROR_LENGTH],
+            )
+
+
+def own_cpus() -> float:
+    """Return the CPUs that Ray holds for this actor; 0 outside an actor."""
+    if not ray.is_initialized():
+        return 0.0
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return 0.0
+    return float(context.get_assigned_resources().get("CPU", 0))
+
+
+def _free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0))

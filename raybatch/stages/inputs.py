@@ -23,8 +23,9 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
     has_prompt = config.prompt is not None or config.messages is not None
     if not has_prompt and config.tokenized_prompt is None and prompt_column is None:
         raise ConfigError(
-            "the stage has no prompt: set prompt=, messages= or tokenized_prompt=, or name a "
-            f"column so; the dataset has {_listed(schema.names)}"
+            "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "
+            "(--prompt or --messages-column in a shell), or name a column so; "
+            f"the dataset has {_listed(schema.names)}"
         )
     for name in referenced_columns(config):
         check_column(schema.names, name)

@@ -16,6 +16,17 @@ _POLL_S = 0.25
 _PROGRESS_EVERY_S = 1.0
 
 
+def is_working(stats: PoolStats, received_before: int = 0) -> bool:
+    """Return whether a ready engine has been handed rows.
+
+    Args:
+        stats: of the pool.
+        received_before: prompt tokens that had come in before the run.
+    """
+    # rows without tokens never reach an engine
+    return stats.num_ready > 0 and stats.prompt_tokens_received > received_before
+
+
 class RunClock:
     """The moments of one run, in seconds since its start.
 
@@ -42,6 +53,9 @@ class PoolWatch:
         num_rows: of the source.
         callback: called about every second, and at the end of a run without an exception.
         clock: whose two moments are set.
+
+    Attributes:
+        rows_done: of this run, when the pool was last asked.
     """
 
     def __init__(
@@ -55,6 +69,7 @@ class PoolWatch:
         self._num_rows = num_rows
         self._callback = callback
         self._clock = clock
+        self.rows_done = 0
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
 
@@ -84,12 +99,11 @@ class PoolWatch:
                 next_callback_s = now_s + _PROGRESS_EVERY_S
 
     def _note(self, stats: PoolStats, now_s: float) -> None:
-        # rows without tokens never reach an engine
-        has_tokens = stats.prompt_tokens_received > self._before.prompt_tokens_received
-        is_working = stats.num_ready > 0 and has_tokens
-        if is_working and self._clock.started_s is None:
+        self.rows_done = stats.rows_done - self._before.rows_done
+        works = is_working(stats, self._before.prompt_tokens_received)
+        if works and self._clock.started_s is None:
             self._clock.started_s = now_s
         if stats.rows_done < stats.rows_received:
             self._clock.ended_s = None
-        elif is_working and self._clock.ended_s is None:
+        elif works and self._clock.ended_s is None:
             self._clock.ended_s = now_s

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from raybatch.actors.wire import request_table
 from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.model_source import is_local_model, resolve_model
+from raybatch.engine.model_source import check_hub_model, is_local_model, resolve_model
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
@@ -121,13 +121,19 @@ def find_model(config: StageConfig) -> Path:
     return resolve_model(config.model)
 
 
-def check_local_model(config: StageConfig) -> None:
-    """Raise ConfigError where a model on this host cannot be run; download nothing."""
-    if not is_local_model(config.model):
-        return
-    model_dir = find_model(config)
-    if config.backend.kind == "native":
-        read_model_spec(model_dir)
+def check_model(config: StageConfig, *, is_one_host: bool) -> None:
+    """Raise ConfigError where a model cannot be run, as far as this host can tell quickly.
+
+    Args:
+        config: of the stage.
+        is_one_host: the engines run on this host, so what it lacks of the hub, they lack.
+    """
+    if is_local_model(config.model):
+        model_dir = find_model(config)
+        if config.backend.kind == "native":
+            read_model_spec(model_dir)
+    elif is_one_host and "://" not in config.model:
+        check_hub_model(config.model)
 
 
 def max_model_len(config: StageConfig, model_dir: Path) -> int | None:

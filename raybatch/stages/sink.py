@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from ray.data import Datasink
 
 from raybatch.errors import ConfigError
+from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.storage import told_as
 
 # Its presence says that a run of this library has written the folder.
@@ -56,7 +57,7 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     if files and not is_overwrite:
         raise ConfigError(
             f"sink {sink!r} already holds {len(files)} files, for example {next(iter(files))}; "
-            "choose another folder or set overwrite=True"
+            "choose another folder, or set overwrite=True (--overwrite in a shell)"
         )
     if files and _MARKER not in files.values():
         raise ConfigError(
@@ -99,7 +100,9 @@ class PartSink(Datasink):  # type: ignore[misc]
         tables = [in_schema(block, self._schema) for block in blocks if block.num_rows]
         table = pa.concat_tables(tables) if tables else self._schema.empty_table()
         if table.num_rows:
-            write_part(self._sink, part_name(ctx.task_idx), table)
+            what = f"sink {self._sink!r} cannot be written any more, so the job ends"
+            with message_kept(), told_as(what):
+                write_part(self._sink, part_name(ctx.task_idx), table)
         return int(table.num_rows)
 
 

@@ -330,3 +330,25 @@ def test_samples_of_one_row_differ(backend):
     backend.submit([request(1, n=3, temperature=1.5, max_tokens=10)])
     pairs = itertools.combinations(tokens_of(run(backend)).values(), 2)
     assert all(a != b for a, b in pairs)
+
+
+def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(make):
+    backend = make()
+    prompt = [5] * 16 + [6]
+    members = [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=np.array(prompt, np.int32),
+            sampling=Sampling(max_tokens=2, n=2),
+            group_id=7,
+            prefix_len=16,
+        )
+        for i in range(2)
+    ]
+    backend.submit(members[:1])
+    first = run(backend)
+    backend.submit(members[1:])
+    second = run(backend)
+    assert [first[0, i].num_cached_tokens for i in range(2)] == [0, 0]
+    assert [second[1, i].num_cached_tokens for i in range(2)] == [16, 0]

@@ -3,12 +3,13 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from raybatch.engine.checkpoint import weight_files
-from raybatch.engine.model_source import model_fingerprint, resolve_model
+from raybatch.engine.model_source import check_hub_model, model_fingerprint, resolve_model
 from raybatch.errors import ConfigError
 
 
@@ -113,9 +114,50 @@ def test_a_hub_id_without_network_says_how_to_get_it(monkeypatch, tmp_path):
         resolve_model("nobody/no-such-model")
 
 
-def test_what_is_neither_path_nor_id_is_refused():
-    with pytest.raises(ConfigError, match="no local folder"):
-        resolve_model("./no/such/folder")
+@pytest.mark.parametrize("path", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "./a/b", "."])
+def test_a_path_of_no_folder_is_named_and_not_taken_for_a_hub_id(path, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    message = r"no \*\.safetensors" if path == "." else f"model folder '{path}' does not exist"
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(path)
+
+
+def test_what_has_not_the_form_of_a_hub_id_is_told_in_one_line():
+    with pytest.raises(ConfigError, match="'-nope' is neither a local folder nor the form of"):
+        resolve_model("-nope")
+
+
+def test_a_hub_id_is_checked_without_its_weights(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
+        check_hub_model("nobody/no-such-model")
+
+
+def test_a_hub_id_in_the_cache_is_good_without_a_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = "models--nobody--cached/snapshots/1/config.json"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: found)
+    check_hub_model("nobody/cached")
+
+
+class TransportError(Exception):
+    """What an HTTP client raises, which is no OSError."""
+
+
+def test_a_hub_id_behind_no_network_is_told_after_one_try(monkeypatch):
+    tries = []
+
+    def fail(url):
+        tries.append(url)
+        raise TransportError("Name or service not known")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
+    with pytest.raises(ConfigError, match="the hub cannot be reached"):
+        check_hub_model("nobody/no-such-model")
+    assert len(tries) == 1
 
 
 def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path):

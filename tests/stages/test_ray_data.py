@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
+from raybatch.stages.hints import own_cpus
 from raybatch.stages.source import scan_source
 from tests.stages.support import fake_stage, local_ray, write_parquet
 
@@ -70,6 +71,16 @@ def test_stages_share_one_pool_that_stays_warm(runs):
 
 def test_pool_counts_the_rows_of_each_stage_apart(runs):
     assert (runs.stats.rows_received, runs.stats.rows_done) == (2 * NUM_ROWS, 2 * NUM_ROWS)
+
+
+def test_an_actor_knows_the_cpus_that_ray_holds_for_it(runs):
+    class Holder:
+        def cpus(self) -> float:
+            return own_cpus()
+
+    holders = [ray.remote(Holder).options(num_cpus=n).remote() for n in (1, 0.1)]
+    assert [ray.get(holder.cpus.remote()) for holder in holders] == [1.0, 0.1]
+    assert own_cpus() == 0.0
 
 
 def test_small_files_share_blocks_and_large_ones_are_cut(tmp_path):
