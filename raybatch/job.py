@@ -23,7 +23,6 @@ from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.ray_errors import errors_told_once, own_cause
-from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import PartSink, output_files, prepare_sink, write_part
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
@@ -184,8 +183,7 @@ class Job:
         clock: RunClock,
     ) -> None:
         row_id_column = self._row_id_column(self.config.stage.output)
-        counts = RowCounts.start()
-        stage = self._stage.of_run(id_column=row_id_column, counts=counts)
+        stage = self._stage.of_run(id_column=row_id_column)
         watch_with = partial(PoolWatch, stage.stats, source.num_rows, clock=clock)
         watch: PoolWatch | None = None
         try:
@@ -194,8 +192,6 @@ class Job:
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done, source.num_rows)
             raise
-        finally:
-            counts.stop()
 
     def _tell_interrupted(self, rows_done: int, num_rows: int) -> None:
         logger.warning(

@@ -130,6 +130,10 @@ class Coordinator:
         if replica_id in self._crew.members:
             self._crew.members[replica_id].cause = cause
 
+    async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
+        """Count rows of a client that never reach the pool, and errors found outside it."""
+        self._inbox.clients[client].outside(num_rows, errors)
+
     async def stats(self, client: str) -> PoolStats:
         """Return the counters of a client and the state of the pool."""
         ledger = self._crew.ledger

@@ -1,7 +1,7 @@
 """What a pool counts for each of its clients; no Ray, time passed in."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +50,12 @@ class ClientCounters:
         self.rows_received -= len(prompt)
         self.prompt_tokens_received -= int(prompt.sum())
         self.max_tokens_left -= int(max_new.sum())
+
+    def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
+        """Note rows that never reach the pool as handed over and done, and errors found outside."""
+        self.rows_received += num_rows
+        self.rows_done += num_rows
+        self.errors.update(errors)
 
     def results(self, results: pa.RecordBatch) -> None:
         """Note the tokens and errors of result rows."""

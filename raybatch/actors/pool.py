@@ -11,14 +11,15 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raybatch.actors.coordinator import Coordinator
@@ -119,6 +120,18 @@ class PoolHandle:
     def start(self) -> None:
         """Start the replicas ahead of the first rows; returns at once."""
         self._connect_afresh().start.remote()
+
+    async def note_outside(
+        self, num_rows: int, errors: Mapping[str, int], *, client: str = "default"
+    ) -> None:
+        """Count rows that never reach the pool, and errors found outside it, in `stats`.
+
+        They serve the progress display: a call that is done again counts again, and counts that
+        are lost raise nothing.
+        """
+        if num_rows or errors:
+            with suppress(RayError):
+                await self._connect().note_outside.remote(client, num_rows, dict(errors))
 
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""

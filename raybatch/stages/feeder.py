@@ -26,7 +26,6 @@ from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
-from raybatch.stages.row_counts import RowCounts
 from raybatch.stages.schema import ERROR_COLUMN, error_class
 from raybatch.types import PoolStats
 
@@ -48,7 +47,6 @@ class StageFeeder:
     config: ClassVar[StageConfig]
     pool: ClassVar[PoolHandle]
     client: ClassVar[str]
-    counts: ClassVar[RowCounts | None] = None
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
@@ -94,7 +92,8 @@ class StageFeeder:
             prompt_errors = [prompt.error for prompt in prepared.prompts]
             self._all_failed_alarm.see(prompt_errors)
             unasked = _classes(prompt_errors)
-            await self._count(table.num_rows - len(prepared.rows), unasked)
+            num_unasked = table.num_rows - len(prepared.rows)
+            await self.pool.note_outside(num_unasked, unasked, client=self.client)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
                 results = await self.pool.generate(
@@ -102,7 +101,8 @@ class StageFeeder:
                 )
             finished = await asyncio.to_thread(self._finish, table, prepared, results)
             errors = _classes(self._errors_of(finished))
-            await self._count(0, errors - unasked - _classes(results.column("error").to_pylist()))
+            errors -= unasked + _classes(results.column("error").to_pylist())
+            await self.pool.note_outside(0, errors, client=self.client)
             return finished
 
     @classmethod
@@ -129,21 +129,18 @@ class StageFeeder:
     @classmethod
     def stats(cls) -> PoolStats:
         """Return the state of the pool and what it did for this stage; jobs count by themselves."""
-        stats = cls.pool.stats(cls.client)
-        return stats if cls.counts is None else cls.counts.added_to(stats)
+        return cls.pool.stats(cls.client)
 
     @classmethod
-    def of_run(cls, *, id_column: str | None, counts: RowCounts) -> "type[StageFeeder]":
+    def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
         """Return the same stage with the same pool, as one run needs it: counted by itself.
 
         Args:
             id_column: in place of the stage's; None keeps that.
-            counts: where rows are counted that the pool does not count.
         """
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
         client = f"run-{uuid.uuid4().hex[:12]}"
-        options = {"config": config, "client": client, "counts": counts}
-        return type(cls.__name__, (cls,), options)
+        return type(cls.__name__, (cls,), {"config": config, "client": client})
 
     def _check_columns(self, schema: pa.Schema) -> None:
         if self._checked_schema is None or not schema.equals(self._checked_schema):
@@ -181,10 +178,6 @@ class StageFeeder:
 
     def _errors_of(self, finished: pa.Table) -> list[str]:
         return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]
-
-    async def _count(self, num_rows: int, errors: Counter[str]) -> None:
-        if self.counts is not None:
-            await self.counts.add(num_rows, errors)
 
 
 def _num_feeders(config: StageConfig) -> int:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ class LocalPool:
         self._options = FakeOptions(**spec.backend.options)
         self.batches: list[list[str]] = []
         self.requests: list[Any] = []
+        self.rows_outside = 0
+        self.errors_outside: Counter[str] = Counter()
 
     def start(self) -> None:
         """Do nothing: its backend is made per call."""
@@ -89,6 +92,12 @@ class LocalPool:
         ]
         results = encode_completions([c.request_id for c in completions], completions)
         return combine_results([results], np.ones(table.num_rows, np.int16))
+
+    async def note_outside(
+        self, num_rows: int, errors: Mapping[str, int], *, client: str = "default"
+    ) -> None:
+        self.rows_outside += num_rows
+        self.errors_outside.update(errors)
 
     def stats(self, client: str = "default") -> PoolStats:
         return PoolStats()

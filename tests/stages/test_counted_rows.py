@@ -1,27 +1,12 @@
-from collections import Counter
-
 import pyarrow as pa
 
 from tests.stages.support import FullPool, answer, fake_stage, local
 
 
-class Counts:
-    """Keeps what a feeder counts."""
-
-    def __init__(self):
-        self.rows = 0
-        self.errors: Counter[str] = Counter()
-
-    async def add(self, num_rows, errors):
-        self.rows += num_rows
-        self.errors.update(errors)
-
-
 def counted(stage, table) -> tuple[int, dict[str, int]]:
     stage = local(stage)
-    stage.counts = Counts()
     answer(stage, table)
-    return stage.counts.rows, dict(stage.counts.errors)
+    return stage.pool.rows_outside, dict(stage.pool.errors_outside)
 
 
 def test_rows_that_never_reach_the_pool_are_counted_with_their_errors(model):
@@ -43,6 +28,6 @@ def test_errors_that_the_pool_counts_are_not_counted_again(model):
 def test_errors_found_after_the_pool_are_counted(model):
     spec = fake_stage(model).pool.spec
     stage = local(fake_stage(model, prompt="{text}"))
-    stage.pool, stage.counts = FullPool(spec), Counts()
+    stage.pool = FullPool(spec)
     answer(stage, pa.table({"text": ["a"]}))
-    assert (stage.counts.rows, dict(stage.counts.errors)) == (0, {"CapacityError": 1})
+    assert (stage.pool.rows_outside, stage.pool.errors_outside) == (0, {"CapacityError": 1})
