@@ -6,12 +6,13 @@ little worse and no result wrong: an engine shares KV by its own hashes. Taking 
 identical needs a second, independent collision, in `digest`; see `find_representatives`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from numpy.lib.stride_tricks import sliding_window_view
 
 from raybatch.types import TokenIds
 
@@ -19,6 +20,8 @@ __all__ = ["BlockKeys", "find_representatives", "hash_blocks"]
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
+# of each run of tokens: its hash, and the sum of the states on the way there
+_Hashes = tuple[Uint64s, Uint64s]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # blocks hashed at a time: their tokens and the words in flight stay in the CPU's second level cache
@@ -132,18 +135,19 @@ def hash_blocks(
         ValueError: the arrays do not fit together, or the block size is below 1.
     """
     _check(token_ids, offsets, block_size, salts)
+    # little endian everywhere, so that two tokens are the same 64-bit word on all machines
+    tokens = np.ascontiguousarray(token_ids, "<i4")
     num_tokens = np.diff(offsets)
     num_blocks = num_tokens // block_size
     first = start_offsets(num_blocks)
     shifts = np.repeat(offsets[:-1] - first[:-1] * block_size, num_blocks)
     starts = shifts + np.arange(first[-1]) * block_size
-    keys, trails = _hash_runs(token_ids, starts, np.full(len(starts), block_size), block_size)
+    keys, trails = _hash_whole_blocks(tokens, starts, block_size)
     roots = np.zeros(len(num_tokens), np.uint64) if salts is None else salts
     roots = _mix(roots.astype(np.uint64) + _GOLDEN)
     _chain(keys, first, num_blocks, roots)
-    tails, tail_trails = _hash_runs(
-        token_ids, offsets[:-1] + num_blocks * block_size, num_tokens % block_size, block_size
-    )
+    tail_starts = offsets[:-1] + num_blocks * block_size
+    tails, tail_trails = _hash_tails(tokens, tail_starts, num_tokens % block_size, block_size)
     # a sum over every state on the way: two prompts whose states meet by chance differ in it
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys + trails)])
     digest = _combine(roots, sums[first[1:]] - sums[first[:-1]] + tail_trails)
@@ -202,26 +206,41 @@ def _combine(states: Uint64s, words: Uint64s) -> Uint64s:
     return _mix((states ^ words) + _GOLDEN)
 
 
-def _hash_runs(
-    token_ids: TokenIds, starts: Int64s, lengths: Int64s, block_size: int
-) -> tuple[Uint64s, Uint64s]:
-    """Hash runs of at most `block_size` tokens: their hashes, and sums of the states before."""
-    hashes = np.zeros(len(starts), np.uint64)
-    trails = np.zeros(len(starts), np.uint64)
+def _hash_whole_blocks(tokens: TokenIds, starts: Int64s, block_size: int) -> _Hashes:
+    """Hash the blocks that begin at `starts`."""
+
+    def blocks(here: slice) -> TokenIds:
+        return sliding_window_view(tokens, block_size)[starts[here]]
+
+    return _hash_chunks(blocks, len(starts))
+
+
+def _hash_tails(tokens: TokenIds, starts: Int64s, lengths: Int64s, block_size: int) -> _Hashes:
+    """Hash runs that are shorter than a block, filled up with zeros."""
     columns = np.arange(block_size)
-    padding = ((0, 0), (0, block_size % 2))
-    for chunk in range(0, len(starts), _CHUNK):
-        here = slice(chunk, chunk + _CHUNK)
-        places = starts[here, None] + columns
-        tokens = token_ids.take(places, mode="clip") if len(token_ids) else places * 0
-        tokens = np.where(columns < lengths[here, None], tokens, 0)
-        # little endian everywhere, so that the pairs of tokens are the same words on all machines
-        words = np.pad(tokens, padding).astype("<i4").view("<u8").astype(np.uint64)
-        hashes[here], trails[here] = _hash_words(words)
+
+    def blocks(here: slice) -> TokenIds:
+        is_token = columns < lengths[here, None]
+        filled = np.zeros(is_token.shape, tokens.dtype)
+        filled[is_token] = tokens[(starts[here, None] + columns)[is_token]]
+        return filled
+
+    return _hash_chunks(blocks, len(starts))
+
+
+def _hash_chunks(blocks: Callable[[slice], TokenIds], count: int) -> _Hashes:
+    hashes = np.zeros(count, np.uint64)
+    trails = np.zeros(count, np.uint64)
+    for start in range(0, count, _CHUNK):
+        here = slice(start, start + _CHUNK)
+        tokens = blocks(here)
+        if tokens.shape[1] % 2:
+            tokens = np.pad(tokens, ((0, 0), (0, 1)))
+        hashes[here], trails[here] = _hash_words(tokens.view("<u8"))
     return hashes, trails
 
 
-def _hash_words(words: Uint64s) -> tuple[Uint64s, Uint64s]:
+def _hash_words(words: Uint64s) -> _Hashes:
     states = np.zeros(len(words), np.uint64)
     trails = np.zeros(len(words), np.uint64)
     for column in words.T:
