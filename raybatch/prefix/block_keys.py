@@ -137,6 +137,7 @@ def hash_blocks(
     _check(token_ids, offsets, block_size, salts)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines
     tokens = np.ascontiguousarray(token_ids, "<i4")
+    offsets = offsets.astype(np.int64, copy=False)
     num_tokens = np.diff(offsets)
     num_blocks = num_tokens // block_size
     first = start_offsets(num_blocks)
