@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
+from raybatch.errors import ConfigError
 from raybatch.types import TokenIds
 
 __all__ = ["BlockKeys", "find_representatives", "hash_blocks"]
@@ -64,11 +65,11 @@ class BlockKeys:
         """Return the rows of all parts, in order; at least one part.
 
         Raises:
-            ValueError: there is no part, or the parts have different block sizes.
+            ConfigError: there is no part, or the parts have different block sizes.
         """
         sizes = sorted({part.block_size for part in parts})
         if len(sizes) != 1:
-            raise ValueError(f"parts of one block size can be joined, these have {sizes}")
+            raise ConfigError(f"parts of one block size can be joined, these have {sizes}")
         num_blocks = np.concatenate([part.num_blocks for part in parts])
         return cls(
             keys=np.concatenate([part.keys for part in parts]),
@@ -100,11 +101,11 @@ class BlockKeys:
         """Return what `to_table` has written; a table of one chunk is not copied.
 
         Raises:
-            ValueError: the table says no block size.
+            ConfigError: the table says no block size.
         """
         block_size = (table.schema.metadata or {}).get(b"block_size")
         if block_size is None:
-            raise ValueError("the table has no block_size in its metadata; write it by to_table")
+            raise ConfigError("the table has no block_size in its metadata; write it by to_table")
         lists = table["keys"].combine_chunks()
         offsets = lists.offsets.to_numpy()
         return cls(
@@ -132,7 +133,7 @@ def hash_blocks(
             options that change the KV); rows with different salts have no key in common.
 
     Raises:
-        ValueError: the arrays do not fit together, or the block size is below 1.
+        ConfigError: the arrays do not fit together, or the block size is below 1.
     """
     _check(token_ids, offsets, block_size, salts)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines
@@ -264,13 +265,13 @@ def _chain(keys: Uint64s, first: Int64s, num_blocks: Int64s, roots: Uint64s) -> 
 
 def _check(token_ids: TokenIds, offsets: Int64s, block_size: int, salts: Uint64s | None) -> None:
     if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        raise ConfigError(f"block_size is {block_size}; it must be at least 1")
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(token_ids):
-        raise ValueError(
+        raise ConfigError(
             f"offsets must begin with 0 and end with the number of tokens, {len(token_ids)}"
         )
     shrinking = np.flatnonzero(offsets[1:] < offsets[:-1])
     if len(shrinking):
-        raise ValueError(f"offsets must not decrease; row {shrinking[0]} has a negative length")
+        raise ConfigError(f"offsets must not decrease; row {shrinking[0]} has a negative length")
     if salts is not None and len(salts) != len(offsets) - 1:
-        raise ValueError(f"there are {len(offsets) - 1} rows and {len(salts)} salts")
+        raise ConfigError(f"there are {len(offsets) - 1} rows and {len(salts)} salts")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
 from raybatch.prefix.groups import PrefixGroups, collect_groups
 from raybatch.types import TokenIds
@@ -36,13 +37,13 @@ def flatten_nested(nested: Sequence[NestedGroup]) -> NestedRows:
     """Return the prompts of a nested input; a context may be empty.
 
     Raises:
-        ValueError: a group is not a pair of a prefix and a list of contexts.
+        ConfigError: a group is not a pair of a prefix and a list of contexts.
     """
     prompts: list[TokenIds] = []
     sizes = []
     for number, group in enumerate(nested):
         if len(group) != 2:
-            raise ValueError(
+            raise ConfigError(
                 f"group {number} has {len(group)} parts; a group is [[prefix], [context, ..]]"
             )
         prefix, contexts = group

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys, find_representatives, hash_blocks
 from tests.prefix.prompts import block_sizes, keys_of, num_common_blocks, prompt_lists
 
@@ -127,12 +128,12 @@ def test_keys_of_a_table_are_not_copied():
 
 
 def test_foreign_table_is_refused():
-    with pytest.raises(ValueError, match="no block_size"):
+    with pytest.raises(ConfigError, match="no block_size"):
         BlockKeys.from_table(pa.table({"keys": [[1]]}))
 
 
 def test_parts_of_different_block_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"these have \[2, 3\]"):
+    with pytest.raises(ConfigError, match=r"these have \[2, 3\]"):
         BlockKeys.concat([keys_of([[1]], 2), keys_of([[1]], 3)])
 
 
@@ -148,5 +149,5 @@ def test_parts_of_different_block_sizes_are_refused():
 )
 def test_arrays_that_do_not_fit_are_refused(offsets, block_size, salts, message):
     salts = None if salts is None else np.array(salts, np.uint64)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         hash_blocks(np.arange(3, dtype=np.int32), np.array(offsets), block_size, salts)

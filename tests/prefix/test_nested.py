@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import hash_blocks
 from raybatch.prefix.enlarge import exact_single_level
 from raybatch.prefix.groups import make_groups
@@ -80,5 +81,5 @@ def test_rows_that_are_alone_get_an_empty_prefix():
 
 
 def test_group_of_three_parts_is_refused():
-    with pytest.raises(ValueError, match="group 1 has 3 parts"):
+    with pytest.raises(ConfigError, match="group 1 has 3 parts"):
         flatten_nested([([1], [[2]]), ([1], [[2]], [3])])
