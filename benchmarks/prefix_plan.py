@@ -11,10 +11,13 @@ one thread; the peak is that of the whole process, the drawn keys and the sort i
 import argparse
 import json
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import conditions
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -124,6 +127,14 @@ def measure_hashing(num_rows: int, seed: int) -> dict[str, object]:
     }
 
 
+def measure_all(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    yield measure_hashing(100_000, args.seed)
+    for num_rows in args.rows:
+        for data in args.data:
+            shares, with_sort = data == "shared", not args.no_sort
+            yield measure(num_rows, shares=shares, seed=args.seed, with_sort=with_sort)
+
+
 def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -134,14 +145,19 @@ def main() -> None:
     parser.add_argument("--data", choices=["shared", "zero"], nargs="+", default=["shared", "zero"])
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--no-sort", action="store_true", help="leave the baseline out")
+    parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     args = parser.parse_args()
-    print(json.dumps(measure_hashing(100_000, args.seed)), flush=True)
-    for num_rows in args.rows:
-        for data in args.data:
-            found = measure(
-                num_rows, shares=data == "shared", seed=args.seed, with_sort=not args.no_sort
-            )
-            print(json.dumps(found), flush=True)
+    results = []
+    for found in measure_all(args):
+        results.append(found)
+        print(json.dumps(found), flush=True)
+    if args.out is not None:
+        described = conditions.gather(Path(__file__).parent.parent, sys.argv[1:])
+        arguments = " ".join(conditions.without_folders(sys.argv[1:]))
+        described["command"] = f"python benchmarks/prefix_plan.py {arguments}"
+        described["versions"] = f"numpy {np.__version__} pyarrow {pa.__version__}"
+        text = json.dumps({"conditions": described, "results": results}, indent=1)
+        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
