@@ -80,8 +80,9 @@ class BlockKeys:
         )
 
     def slice(self, start: int, stop: int) -> "BlockKeys":
-        """Return rows `start` to `stop` (exclusive); their keys are a view."""
-        bounds = self.offsets[start : stop + 1]
+        """Return rows `start` to `stop` (exclusive, cut at the last row); their keys are a view."""
+        start, stop = min(start, self.num_rows), min(stop, self.num_rows)
+        bounds = self.offsets[start : max(start, stop) + 1]
         return BlockKeys(
             keys=self.keys[bounds[0] : bounds[-1]],
             offsets=bounds - bounds[0],
@@ -106,7 +107,8 @@ class BlockKeys:
         block_size = (table.schema.metadata or {}).get(b"block_size")
         if block_size is None:
             raise ConfigError("the table has no block_size in its metadata; write it by to_table")
-        lists = table["keys"].combine_chunks()
+        lists = table["keys"]
+        lists = lists.chunk(0) if lists.num_chunks == 1 else lists.combine_chunks()
         offsets = lists.offsets.to_numpy()
         return cls(
             keys=lists.values.to_numpy()[offsets[0] : offsets[-1]],
