@@ -55,6 +55,27 @@ def test_equal_digest_alone_makes_no_duplicate():
     assert find_representatives(forged).tolist() == [0, 1]
 
 
+def mix(word):
+    """Scramble a 64-bit word as the keys do."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        word = (word ^ (word >> shift)) * factor % 2**64
+    return word ^ (word >> 31)
+
+
+def tokens_of(words):
+    return np.array(words, "<u8").view("<i4").tolist()
+
+
+def test_prompts_whose_keys_collide_are_not_identical():
+    # the second word of the other block undoes what its first word has changed
+    first, other, last = 12345, 67890, 13579
+    states = [mix((word + 0x9E3779B97F4A7C15) % 2**64) for word in (first, other)]
+    prompts = [[first, last], [other, last ^ states[0] ^ states[1]]]
+    keys = keys_of([tokens_of(words) for words in prompts], 4)
+    assert keys.keys[0] == keys.keys[1]
+    assert find_representatives(keys).tolist() == [0, 1]
+
+
 def test_trailing_zeros_are_tokens():
     keys = keys_of([[5], [5, 0], [5, 0, 0]], 4)
     assert len(set(keys.digest.tolist())) == 3

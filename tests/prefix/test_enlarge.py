@@ -123,6 +123,14 @@ def test_exact_choice_closes_a_head_that_the_greedy_keeps():
     assert costs(tree, keys) == [10 + 2 * 6 + 4, 2 * 16 + 4, 10 + 4 * 7, 10 + 4 * 7, 4 * 17]
 
 
+def test_greedy_counts_the_forward_tokens_of_covered_rows():
+    # a prefix of its own leaves each of the six rows one token of two, and costs ten tokens
+    head = [1] * 8
+    prompts = [[*head, 2, 2]] * 6 + [[*head, 3], [*head, 4]]
+    tree, keys = planned(prompts, 2)
+    assert prefixes_of(prompts, tree, greedy_single_level(tree, keys)) == [tuple(head)]
+
+
 def test_tie_opens_fewer_nodes():
     tree, keys = planned(letters(SLIDES), 1)
     assert num_computed_tokens(tree, keys, multi_level(tree)) == 32
