@@ -26,7 +26,7 @@ _Hashes = tuple[Uint64s, Uint64s]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # blocks hashed at a time: their tokens and the words in flight stay in the CPU's second level cache
-_CHUNK = 1 << 14
+_CHUNK = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ def hash_blocks(
     block_size: int,
     salts: Uint64s | None = None,
 ) -> BlockKeys:
-    """Hash the prompts of a row batch; linear in tokens.
+    """Hash the prompts of a row batch; linear in tokens, fastest for some 10,000 rows at a time.
 
     Args:
         token_ids: int32 [T], the prompts one after another, read only.
