@@ -1,0 +1,6 @@
+"""Property tests of planning have no time limit per example: the machine may be busy."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
