@@ -4,8 +4,6 @@ Pure bookkeeping over arrays: no model, no clock. Admission is bounded by KV mem
 run out, the sequence that arrived last gives its own back and is computed again later.
 """
 
-import heapq
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
+from raybatch.engine.waiting import WaitingQueue
 
 __all__ = ["Schedule", "Scheduler", "SchedulerCounters"]
 
@@ -83,33 +83,33 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._budget = max_batched_tokens
         self._has_cache = enable_prefix_caching
-        self._waiting: deque[Sequence] = deque()
-        self._resumed: list[tuple[int, Sequence]] = []
+        self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
+        self._queue = WaitingQueue()
 
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot."""
-        return len(self._waiting) + len(self._resumed)
+        return len(self._queue)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks held for prefix groups."""
+        return self._groups.num_pinned
 
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
-        if record.has_started:
-            heapq.heappush(self._resumed, (record.arrival, record))
-        else:
-            self._waiting.append(record)
+        record.group = self._groups.join(record.request)
+        self._queue.add(record)
 
     def waiting(self) -> list[Sequence]:
         """Return the sequences without a slot, in the order of their admission."""
-        return [record for _, record in sorted(self._resumed, key=_arrival)] + list(self._waiting)
+        return list(self._queue)
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take the waiting sequences that `is_wanted` accepts out of the queues."""
-        taken = [record for record in self.waiting() if is_wanted(record)]
-        if taken:
-            arrivals = {record.arrival for record in taken}
-            self._waiting = deque(r for r in self._waiting if r.arrival not in arrivals)
-            self._resumed = [item for item in self._resumed if item[0] not in arrivals]
-            heapq.heapify(self._resumed)
+        """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
+        taken = self._queue.withdraw(is_wanted)
+        for record in taken:
+            self._groups.leave(record.group)
         return taken
 
     def schedule(self) -> Schedule:
@@ -146,26 +146,34 @@ class Scheduler:
         return np.concatenate((schedule.decode_slots, done))
 
     def remove(self, slot: int, *, is_trusted: bool = True) -> Sequence:
-        """Take a running sequence out and give its blocks back.
+        """Take a running sequence out for good and give its blocks back.
 
         Args:
             slot: a running sequence's.
             is_trusted: whether others may go on using the KV that it computed.
         """
-        blocks = self.table.blocks(slot)
-        self.blocks.unreserve(int(self.table.num_reserved[slot]))
         if not is_trusted:
-            self.blocks.forget(blocks.tolist())
-        self.blocks.release(blocks, keep_cached=self._has_cache)
-        return self.table.remove(slot)
+            self.blocks.forget(self.table.blocks(slot).tolist())
+            self._groups.unpin(self.table.record(slot).group)
+        record = self._vacate(slot)
+        self._groups.leave(record.group)
+        return record
 
     def check(self) -> None:
         """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pool."""
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
-        self.blocks.check([self.table.blocks(slot) for slot in running])
+        tables = [self.table.blocks(slot) for slot in running]
+        self.blocks.check([*tables, *self._groups.tables()])
+        records = [*self._queue, *(self.table.record(slot) for slot in running)]
+        self._groups.check(record.group for record in records)
         if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
             raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
         self.table.users.check(self.table.block_table)
+
+    def _vacate(self, slot: int) -> Sequence:
+        self.blocks.unreserve(int(self.table.num_reserved[slot]))
+        self.blocks.release(self.table.blocks(slot), keep_cached=self._has_cache)
+        return self.table.remove(slot)
 
     def _grow_decodes(self) -> tuple[list[int], list[Sequence]]:
         table, preempted, ended = self.table, list[int](), list[Sequence]()
@@ -175,11 +183,13 @@ class Scheduler:
         for slot in needy[np.argsort(table.arrival[needy])].tolist():
             # a victim may be a later slot of this very loop, or the slot itself
             while table.phase[slot] == DECODE and self.blocks.num_available < 1:
-                if table.num_running == 1:
+                if table.num_running > 1:
+                    preempted.append(self._preempt_latest())
+                    continue
+                self._groups.unpin_idle()
+                if self.blocks.num_available < 1:
                     ended.append(self.remove(slot))
                     preempted.append(slot)
-                else:
-                    preempted.append(self._preempt_latest())
             if table.phase[slot] == DECODE:
                 table.add_blocks(slot, self.blocks.allocate(1))
         return preempted, ended
@@ -189,10 +199,10 @@ class Scheduler:
         running = np.flatnonzero(table.phase != EMPTY)
         slot = int(running[np.argmax(table.arrival[running])])
         num_computed = int(table.num_computed[slot])
-        record = self.remove(slot)
+        record = self._vacate(slot)
         record.num_computed_before = num_computed
         self.counters.num_preemptions += 1
-        self.add(record)
+        self._queue.add(record)
         return slot
 
     def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
@@ -206,9 +216,12 @@ class Scheduler:
         table.add_blocks(slot, self.blocks.allocate(num_new, is_reserved=True))
         table.num_reserved[slot] -= num_new
         # findable from this step on: KV is written before any row of the step attends
+        first, filled = start // block_size, table.blocks(slot)[start // block_size :].tolist()
         hashes = table.record(slot).block_hashes or []
-        for i in range(start // block_size, min(stop // block_size, len(hashes))):
-            self.blocks.register(int(table.block_table[slot, i]), hashes[i])
+        del filled[stop // block_size - first :]
+        for block, block_hash in zip(filled, hashes[first:], strict=False):
+            self.blocks.register(block, block_hash)
+        self._groups.pin(table.record(slot).group, first, filled)
         chunks.append((slot, start, length))
         return length
 
@@ -218,8 +231,8 @@ class Scheduler:
         table = self.table
         held = table.num_blocks + table.num_reserved
         num_growing = int(np.count_nonzero((table.phase != EMPTY) & (held < table.max_blocks)))
-        while budget > 0 and table.has_free_slot and self.num_waiting:
-            record = self._resumed[0][1] if self._resumed else self._waiting[0]
+        while budget > 0 and table.has_free_slot and self._queue:
+            record = self._queue.peek()
             hits = self._find_hits(record)
             num_total = -(-record.num_tokens // table.block_size)
             is_growing = record.max_blocks(table.block_size) > num_total
@@ -227,22 +240,26 @@ class Scheduler:
             # one block per running sequence is kept for growth, so that few are ever preempted
             reserve = num_growing + is_growing if table.num_running else 0
             if needed + reserve > self.blocks.num_available:
-                return [] if table.num_running else [self._pop()]
-            slot = self._place(self._pop(), hits, num_total)
+                if table.num_running:
+                    return []
+                if self._groups.num_pinned:
+                    self._groups.unpin_idle()
+                    continue
+                self._groups.leave(record.group)
+                return [self._queue.pop()]
+            slot = self._place(self._queue.pop(), hits, num_total)
             num_growing += is_growing
             admitted.append(slot)
             budget -= self._take_chunk(slot, budget, chunks)
         return []
-
-    def _pop(self) -> Sequence:
-        return heapq.heappop(self._resumed)[1] if self._resumed else self._waiting.popleft()
 
     def _find_hits(self, record: Sequence) -> list[int]:
         if record.block_hashes is None:
             record.block_hashes = self._hash(record)
         # the last known token is always computed, because its logits are needed
         max_hits = (record.num_tokens - 1) // self.table.block_size
-        return self.blocks.find_prefix(record.block_hashes[:max_hits])
+        pinned = record.group.blocks[:max_hits] if record.group else []
+        return pinned + self.blocks.find_prefix(record.block_hashes[len(pinned) : max_hits])
 
     def _hash(self, record: Sequence) -> list[bytes]:
         request = record.request
@@ -255,6 +272,7 @@ class Scheduler:
 
     def _place(self, record: Sequence, hits: list[int], num_total: int) -> int:
         self.blocks.pin(hits)
+        self._groups.pin(record.group, 0, hits)
         slot = self.table.place(record, hits)
         self.blocks.reserve(num_total - len(hits))
         self.table.num_reserved[slot] = num_total - len(hits)
@@ -268,7 +286,3 @@ class Scheduler:
             self.counters.num_prompt_tokens += len(record.request.prompt_token_ids)
             self.counters.num_cached_tokens += num_hit_tokens
         return slot
-
-
-def _arrival(item: tuple[int, Sequence]) -> int:
-    return item[0]

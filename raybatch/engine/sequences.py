@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.block_users import BlockUsers
+from raybatch.engine.groups import PrefixGroup
 from raybatch.types import Completion, FinishReason, Request, SequenceState, TokenIds
 
 __all__ = ["DECODE", "EMPTY", "PREFILL", "Sequence", "SequenceTable", "TokenLogprobs"]
@@ -34,6 +35,7 @@ class Sequence:
         arrival: order of submission; the latest is preempted first.
         max_len: tokens at which it ends by length, prompt included.
         token_ids: generated tokens while it is not running; the table holds them else.
+        group: prefix-sharing group, set by the scheduler.
         block_hashes: of the full blocks of the prompt; None before the first admission.
         num_cached_tokens: prompt tokens whose KV came from another request.
         num_computed_before: tokens whose KV was lost by preemption.
@@ -46,6 +48,7 @@ class Sequence:
     arrival: int
     max_len: int
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    group: PrefixGroup | None = None
     block_hashes: list[bytes] | None = None
     num_cached_tokens: int = 0
     num_computed_before: int = 0

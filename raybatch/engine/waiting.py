@@ -1,0 +1,94 @@
+"""The queues of sequences without a slot: who is admitted next."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from raybatch.engine.groups import PrefixGroup
+from raybatch.engine.sequences import Sequence
+
+__all__ = ["WaitingQueue"]
+
+
+class WaitingQueue:
+    """Three lines, served one after the other.
+
+    resumed: has run before, here or elsewhere; in order of arrival
+    ready:   members of groups that have started, so that a prefix lives short
+    fresh:   all others in order of arrival, a group as a whole at the place of its first member
+    """
+
+    def __init__(self) -> None:
+        self._resumed: list[tuple[int, Sequence]] = []
+        self._ready: deque[PrefixGroup] = deque()
+        self._fresh: deque[Sequence | PrefixGroup] = deque()
+        self._members: dict[int, deque[Sequence]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield the sequences in the order of their admission."""
+        for _, record in sorted(self._resumed, key=_arrival):
+            yield record
+        for unit in (*self._ready, *self._fresh):
+            if isinstance(unit, PrefixGroup):
+                yield from self._members[unit.group_id]
+            else:
+                yield unit
+
+    def add(self, record: Sequence) -> None:
+        """Put a sequence into its line; a member of a group goes to the other members."""
+        self._count += 1
+        group = record.group
+        if record.has_started:
+            heapq.heappush(self._resumed, (record.arrival, record))
+        elif group is None:
+            self._fresh.append(record)
+        elif group.group_id in self._members:
+            self._members[group.group_id].append(record)
+        else:
+            self._members[group.group_id] = deque([record])
+            (self._ready if group.has_started else self._fresh).append(group)
+
+    def peek(self) -> Sequence:
+        """Return the next sequence; the queue is not empty."""
+        if self._resumed:
+            return self._resumed[0][1]
+        unit = self._ready[0] if self._ready else self._fresh[0]
+        return self._members[unit.group_id][0] if isinstance(unit, PrefixGroup) else unit
+
+    def pop(self) -> Sequence:
+        """Take the next sequence out; the group of a fresh one is ready from then on."""
+        self._count -= 1
+        if self._resumed:
+            return heapq.heappop(self._resumed)[1]
+        unit = self._ready.popleft() if self._ready else self._fresh.popleft()
+        if not isinstance(unit, PrefixGroup):
+            return unit
+        unit.has_started = True
+        members = self._members[unit.group_id]
+        record = members.popleft()
+        if members:
+            self._ready.appendleft(unit)
+        else:
+            del self._members[unit.group_id]
+        return record
+
+    def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take the sequences that `is_wanted` accepts out, and return them by arrival."""
+        taken, kept = list[Sequence](), list[Sequence]()
+        for record in self:
+            (taken if is_wanted(record) else kept).append(record)
+        if taken:
+            for line in (self._resumed, self._ready, self._fresh, self._members):
+                line.clear()
+            self._count = 0
+            for record in kept:
+                self.add(record)
+        return sorted(taken, key=lambda record: record.arrival)
+
+
+def _arrival(item: tuple[int, Sequence]) -> int:
+    return item[0]
