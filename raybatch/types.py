@@ -137,6 +137,7 @@ class Request:
         seed: 64-bit; derived from the job's seed and `row_id`, never from the placement.
         group_id: prefix-sharing group of the plan; None without a plan.
         prefix_len: tokens of the prompt that the whole group shares.
+        expected_output_len: tokens that it is likely to generate; None where nothing is known.
     """
 
     request_id: int
@@ -146,6 +147,7 @@ class Request:
     seed: int = 0
     group_id: int | None = None
     prefix_len: int = 0
+    expected_output_len: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +213,11 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStats:
-    """Counters of one backend since it started, and its state at this moment."""
+    """Counters of one backend since it started, and its state at this moment.
+
+    `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
+    memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -222,6 +228,8 @@ class ReplicaStats:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_held_steps: int = 0
+    num_pinned_blocks: int = 0
     engine_s: float = 0.0
 
 

@@ -7,7 +7,7 @@ import torch
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.index_tensors import to_device
 from raybatch.engine.plan_builder import PlanBuilder
-from raybatch.engine.scheduler import Schedule
+from raybatch.engine.schedule import Schedule
 from raybatch.engine.sequences import SequenceTable
 
 __all__ = ["BatchBuilder"]

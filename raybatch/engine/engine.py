@@ -61,6 +61,7 @@ class Engine:
             self._table,
             max_batched_tokens=config.max_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            kv_admission_fraction=config.kv_admission_fraction,
         )
         self._builder = BatchBuilder(self._table, runner.num_blocks, runner.device)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
@@ -176,6 +177,8 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_held_steps=counters.num_held_steps,
+            num_pinned_blocks=self._scheduler.num_pinned,
             engine_s=self._engine_s,
         )
 
@@ -190,6 +193,7 @@ class Engine:
             self._failed.append(failure)
             return
         num_prompt = len(request.prompt_token_ids)
+        max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
         logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
         self._num_arrivals += 1
         self._scheduler.add(
@@ -197,7 +201,8 @@ class Engine:
                 request=request,
                 sample_idx=state.sample_idx,
                 arrival=self._num_arrivals,
-                max_len=min(num_prompt + request.sampling.max_tokens, self._max_model_len),
+                max_len=max_len,
+                expected_len=_expected_len(request, max_len),
                 token_ids=state.token_ids,
                 num_cached_tokens=state.num_cached_tokens,
                 num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
@@ -240,7 +245,7 @@ class Engine:
         finished = self._rules.find(slots, token_ids, num_generated[is_good] + 1, max_generated)
         for slot, reason, stop_reason in finished:
             self._clear_slot(slot)
-            completions.append(self._scheduler.remove(slot).completion(reason, stop_reason))
+            completions.append(self._scheduler.finish(slot).completion(reason, stop_reason))
         return completions
 
     def _fail(self, slot: int) -> Completion:
@@ -273,6 +278,15 @@ class Engine:
         self._num_open[request_id] -= 1
         if not self._num_open[request_id]:
             del self._num_open[request_id]
+
+
+def _expected_len(request: Request, max_len: int) -> int | None:
+    sampling = request.sampling
+    if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
+        return max_len
+    if request.expected_output_len is None:
+        return None
+    return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)
 
 
 def _has_all(request: Request, num_samples: dict[int, int]) -> bool:

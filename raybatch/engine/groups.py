@@ -115,10 +115,10 @@ class PrefixGroups:
         del group.blocks[keep:]
         self._manager.release(dropped, keep_cached=self._keep_cached)
 
-    def unpin_idle(self) -> None:
-        """Give up the blocks that no running member reads; for a pool that is full of them."""
+    def unpin_idle(self, used: npt.NDArray[np.int32]) -> None:
+        """Give up all but the `used` blocks of running members, where nothing else is left."""
         for group in self._groups.values():
-            is_idle = self._manager.num_refs[group.blocks] == 1
+            is_idle = ~np.isin(group.blocks, used)
             if is_idle.any():
                 self.unpin(group, keep=int(is_idle.argmax()))
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.index_tensors import to_device
-from raybatch.engine.scheduler import Schedule
+from raybatch.engine.schedule import Schedule
 from raybatch.engine.sequences import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 

@@ -1,61 +1,36 @@
 """Decides what each step computes: all decodes, then started prompts, then new ones.
 
-Pure bookkeeping over arrays: no model, no clock. Admission is bounded by KV memory; when blocks
-run out, the sequence that arrived last gives its own back and is computed again later.
+Pure bookkeeping over arrays: no model, no clock. Admission is bounded by a forecast of KV memory;
+when blocks run out all the same, the sequence that arrived last gives its own back and is computed
+again later.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.admission import Admission
 from raybatch.engine.block_manager import BlockManager, hash_blocks
 from raybatch.engine.groups import PrefixGroups
+from raybatch.engine.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
 from raybatch.engine.waiting import WaitingQueue
 
-__all__ = ["Schedule", "Scheduler", "SchedulerCounters"]
+__all__ = ["Scheduler"]
 
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """One step: a token for each decoding slot, and chunks of prompts.
+class _Need(NamedTuple):
+    """What a waiting sequence needs to start: blocks that are there, all blocks, shared ones."""
 
-    Args:
-        decode_slots: int64 [D], ascending.
-        chunk_slots: int64 [C], started prompts first, then new ones in order of submission.
-        chunk_starts: int64 [C], first position of each chunk.
-        chunk_lens: int64 [C], tokens of each chunk, at least 1.
-        admitted: slots filled for this step.
-        preempted: slots emptied for this step.
-        ended: sequences that cannot fit even alone.
-    """
-
-    decode_slots: Int64s
-    chunk_slots: Int64s
-    chunk_starts: Int64s
-    chunk_lens: Int64s
-    admitted: tuple[int, ...] = ()
-    preempted: tuple[int, ...] = ()
-    ended: tuple[Sequence, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the forward batch."""
-        return len(self.decode_slots) + int(self.chunk_lens.sum())
-
-
-@dataclass(kw_only=True, slots=True)
-class SchedulerCounters:
-    """Tokens and events since the start; meanings as in `raybatch.types.ReplicaStats`."""
-
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
+    hits: list[int]
+    num_total: int
+    num_available: int
+    num_shared: int
+    num_new_shared: int
 
 
 class Scheduler:
@@ -68,6 +43,7 @@ class Scheduler:
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
+        kv_admission_fraction: of the pool that the forecast may reach.
     """
 
     def __init__(
@@ -77,6 +53,7 @@ class Scheduler:
         *,
         max_batched_tokens: int,
         enable_prefix_caching: bool,
+        kv_admission_fraction: float = 1.0,
     ) -> None:
         self.blocks = blocks
         self.table = table
@@ -85,6 +62,7 @@ class Scheduler:
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self._queue = WaitingQueue()
+        self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
 
     @property
     def num_waiting(self) -> int:
@@ -145,6 +123,12 @@ class Scheduler:
         table.phase[done] = DECODE
         return np.concatenate((schedule.decode_slots, done))
 
+    def finish(self, slot: int) -> Sequence:
+        """Take out a running sequence that has ended by itself."""
+        length = self.table.num_tokens[slot] - self.table.num_prompt[slot]
+        self._admission.lengths.note(int(length))
+        return self.remove(slot)
+
     def remove(self, slot: int, *, is_trusted: bool = True) -> Sequence:
         """Take a running sequence out for good and give its blocks back.
 
@@ -186,7 +170,7 @@ class Scheduler:
                 if table.num_running > 1:
                     preempted.append(self._preempt_latest())
                     continue
-                self._groups.unpin_idle()
+                self._groups.unpin_idle(table.blocks(slot))
                 if self.blocks.num_available < 1:
                     ended.append(self.remove(slot))
                     preempted.append(slot)
@@ -231,27 +215,50 @@ class Scheduler:
         table = self.table
         held = table.num_blocks + table.num_reserved
         num_growing = int(np.count_nonzero((table.phase != EMPTY) & (held < table.max_blocks)))
+        self._admission.begin_step()
         while budget > 0 and table.has_free_slot and self._queue:
             record = self._queue.peek()
-            hits = self._find_hits(record)
-            num_total = -(-record.num_tokens // table.block_size)
-            is_growing = record.max_blocks(table.block_size) > num_total
-            needed = num_total - len(hits) + self.blocks.num_unused(hits)
+            need = self._need(record)
+            is_growing = record.max_blocks(table.block_size) > need.num_total
             # one block per running sequence is kept for growth, so that few are ever preempted
             reserve = num_growing + is_growing if table.num_running else 0
-            if needed + reserve > self.blocks.num_available:
+            if need.num_available + reserve > self.blocks.num_available:
                 if table.num_running:
                     return []
                 if self._groups.num_pinned:
-                    self._groups.unpin_idle()
+                    self._groups.unpin_idle(np.empty(0, np.int32))
                     continue
                 self._groups.leave(record.group)
                 return [self._queue.pop()]
-            slot = self._place(self._queue.pop(), hits, num_total)
+            if table.num_running and not self._is_forecast_to_fit(record, need):
+                self.counters.num_held_steps += 1
+                return []
+            slot = self._place(self._queue.pop(), need)
             num_growing += is_growing
             admitted.append(slot)
             budget -= self._take_chunk(slot, budget, chunks)
         return []
+
+    def _is_forecast_to_fit(self, record: Sequence, need: _Need) -> bool:
+        return self._admission.accepts(
+            record,
+            num_shared=need.num_shared,
+            num_new=need.num_new_shared,
+            num_waiting=self.num_waiting,
+        )
+
+    def _need(self, record: Sequence) -> _Need:
+        hits = self._find_hits(record)
+        num_total = -(-record.num_tokens // self.table.block_size)
+        num_unused = self.blocks.num_unused(hits)
+        num_shared = max(record.group.max_blocks if record.group else 0, len(hits))
+        return _Need(
+            hits=hits,
+            num_total=num_total,
+            num_available=num_total - len(hits) + num_unused,
+            num_shared=num_shared,
+            num_new_shared=num_shared - len(hits) + num_unused,
+        )
 
     def _find_hits(self, record: Sequence) -> list[int]:
         if record.block_hashes is None:
@@ -270,10 +277,13 @@ class Scheduler:
         root = request.request_id.to_bytes(16, "little", signed=True)
         return hash_blocks(request.prompt_token_ids, self.table.block_size, root=root)
 
-    def _place(self, record: Sequence, hits: list[int], num_total: int) -> int:
+    def _place(self, record: Sequence, need: _Need) -> int:
+        hits, num_total = need.hits, need.num_total
+        self._admission.add(record, num_shared=need.num_shared, num_new=need.num_new_shared)
         self.blocks.pin(hits)
         self._groups.pin(record.group, 0, hits)
         slot = self.table.place(record, hits)
+        self.table.num_shared[slot] = need.num_shared
         self.blocks.reserve(num_total - len(hits))
         self.table.num_reserved[slot] = num_total - len(hits)
         num_hit_tokens = len(hits) * self.table.block_size

@@ -34,6 +34,7 @@ class Sequence:
         sample_idx: 0..n-1.
         arrival: order of submission; the latest is preempted first.
         max_len: tokens at which it ends by length, prompt included.
+        expected_len: tokens at which it is likely to end; None where nothing is known.
         token_ids: generated tokens while it is not running; the table holds them else.
         group: prefix-sharing group, set by the scheduler.
         block_hashes: of the full blocks of the prompt; None before the first admission.
@@ -47,6 +48,7 @@ class Sequence:
     sample_idx: int
     arrival: int
     max_len: int
+    expected_len: int | None = None
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     group: PrefixGroup | None = None
     block_hashes: list[bytes] | None = None
@@ -118,6 +120,9 @@ class SequenceTable:
         self.max_len: Int64s = np.zeros(max_slots, np.int64)
         self.num_blocks: Int64s = np.zeros(max_slots, np.int64)
         self.num_reserved: Int64s = np.zeros(max_slots, np.int64)
+        self.num_shared: Int64s = np.zeros(max_slots, np.int64)
+        self.expected_len: Int64s = np.zeros(max_slots, np.int64)
+        self.is_expected: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.max_blocks: Int64s = np.zeros(max_slots, np.int64)
         self.last_token: Int64s = np.zeros(max_slots, np.int64)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
@@ -164,6 +169,8 @@ class SequenceTable:
         self.max_len[slot] = record.max_len
         self.max_blocks[slot] = record.max_blocks(self.block_size)
         self.num_blocks[slot] = len(blocks)
+        self.expected_len[slot] = record.expected_len or record.max_len
+        self.is_expected[slot] = record.expected_len is not None
         self.block_table[slot, : len(blocks)] = blocks
         self._grow_generated(record.max_len - num_prompt)
         self._generated[slot, :num_generated] = record.token_ids

@@ -4,7 +4,8 @@ import torch
 from raybatch.engine.batch_builder import BatchBuilder
 from raybatch.engine.block_manager import BlockManager
 from raybatch.engine.plan_builder import PlanBuilder
-from raybatch.engine.scheduler import Schedule, Scheduler
+from raybatch.engine.schedule import Schedule
+from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
