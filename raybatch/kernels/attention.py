@@ -11,6 +11,7 @@ import torch
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
 from raybatch.kernels.decode_attention import DecodeWalk, attend_decode, plan_walk
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+from raybatch.kernels.merge import merge_parts
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
@@ -213,10 +214,7 @@ def _write(
 def _merge(
     output: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor, part: _Part
 ) -> None:
-    old, old_lse = output[rows], lse[rows]
-    weight = torch.sigmoid(part[1] - old_lse).unsqueeze(-1).to(old.dtype)
-    output[rows] = torch.lerp(old, part[0], weight)
-    lse[rows] = torch.logaddexp(old_lse, part[1])
+    output[rows], lse[rows] = merge_parts(output[rows], lse[rows], *part)
 
 
 def _attend_chunk(

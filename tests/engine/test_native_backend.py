@@ -39,7 +39,7 @@ def make_backend(path, *, num_blocks, **options):
     return create(str(path), BackendConfig(), config)
 
 
-def run(backend, prompts, **sampling):
+def run(backend, prompts, *, group_ids=None, prefix_len=0, **sampling):
     options = Sampling(**({"max_tokens": NUM_TOKENS} | sampling))
     backend.submit(
         [
@@ -49,6 +49,8 @@ def run(backend, prompts, **sampling):
                 prompt_token_ids=np.array(prompt, np.int32),
                 sampling=options,
                 seed=i,
+                group_id=None if group_ids is None else group_ids[i],
+                prefix_len=prefix_len,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -86,13 +88,27 @@ def greedy_reference(model, prompts):
 def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, budget):
     path, model = checkpoint
     prompts = shared_prompts(rng)
-    backend = make_backend(path, num_blocks=num_blocks, max_batched_tokens=budget)
+    backend = make_backend(
+        path, num_blocks=num_blocks, max_batched_tokens=budget, kv_admission_fraction=100
+    )
     done = run(backend, prompts)
     assert [done[i, 0].token_ids.tolist() for i in range(len(prompts))] == greedy_reference(
         model, prompts
     )
     assert backend.stats().num_cached_tokens > 0
     assert (backend.stats().num_preemptions > 0) == (num_blocks == 24)
+
+
+def test_greedy_tokens_of_prefix_groups_equal_transformers(checkpoint, rng):
+    path, model = checkpoint
+    stems = [rng.integers(1, 211, 20).tolist() for _ in range(3)]
+    group_ids = rng.integers(0, 3, 15).tolist()
+    prompts = [stems[g] + rng.integers(1, 211, rng.integers(1, 9)).tolist() for g in group_ids]
+    backend = make_backend(path, num_blocks=40, max_batched_tokens=37, enable_prefix_caching=False)
+    done = run(backend, prompts, group_ids=group_ids, prefix_len=20)
+    expected = greedy_reference(model, prompts)
+    assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
+    assert backend.stats().num_cached_tokens == (15 - 3) * 20
 
 
 def test_random_tokens_do_not_depend_on_the_schedule(checkpoint, rng):

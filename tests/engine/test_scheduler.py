@@ -8,12 +8,20 @@ from raybatch.engine.sequences import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
 
-def make_scheduler(*, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True):
+def make_scheduler(
+    *, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True, fraction=100
+):
     table = SequenceTable(
         max_slots=max_slots, num_blocks=num_blocks, block_size=block_size, max_model_len=128
     )
     blocks = BlockManager(num_blocks, block_size)
-    return Scheduler(blocks, table, max_batched_tokens=budget, enable_prefix_caching=caching)
+    return Scheduler(
+        blocks,
+        table,
+        max_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        kv_admission_fraction=fraction,
+    )
 
 
 def add(scheduler, arrival, prompt, max_tokens=8, **sampling):

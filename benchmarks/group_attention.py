@@ -1,0 +1,147 @@
+"""CPU time of decode attention for one prefix group: read once, per member, or copied.
+
+Run: OMP_NUM_THREADS=1 python benchmarks/group_attention.py
+Three plans of the same step, 64 members with a prefix of 2,000 and 200 own tokens each (the prefix
+in whole blocks):
+
+    group    the prefix as one context of all members, merged with what each has alone
+    shared   paged decode of every member over the same blocks of the prefix
+    private  paged decode of every member over its own copy of the prefix
+
+One layer, no projections. Outputs of the three are compared before anything is timed; rounds are
+interleaved, the table shows medians of the thread's CPU clock.
+"""
+
+import argparse
+import time
+
+import torch
+
+from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+
+NAMES = ("group", "shared", "private")
+
+
+class Case:
+    """A pool with all the KV, and the three plans over it."""
+
+    def __init__(
+        self,
+        *,
+        members: int,
+        prefix: int,
+        own: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        block_size: int,
+    ) -> None:
+        torch.manual_seed(0)
+        self.members, self.block_size = members, block_size
+        num_prefix, num_own = prefix // block_size, -(-(own + 1) // block_size)
+        self.length = num_prefix * block_size + own
+        num_blocks = (members + 1) * num_prefix + members * num_own
+        shape = (num_blocks, heads[1], block_size, head_dim)
+        self.k_pool, self.v_pool = torch.randn(shape), torch.randn(shape)
+        self.prefix = torch.arange(num_prefix)
+        copies = torch.arange(num_prefix, (members + 1) * num_prefix).view(members, -1)
+        for pool in (self.k_pool, self.v_pool):
+            pool[copies.flatten()] = pool[self.prefix].repeat(members, 1, 1, 1)
+        self.own = torch.arange((members + 1) * num_prefix, num_blocks).view(members, -1)
+        self.q = torch.randn(members, heads[0], head_dim)
+        self.new = torch.randn(members, heads[1], head_dim)
+        shared = self.prefix.expand(members, -1)
+        self.prepared = {
+            "group": self._prepare(self.own, has_context=True),
+            "shared": self._prepare(torch.cat((shared, self.own), dim=1)),
+            "private": self._prepare(torch.cat((copies, self.own), dim=1)),
+        }
+
+    def _prepare(self, tables: torch.Tensor, *, has_context: bool = False) -> PreparedAttention:
+        blocks, owners = tables.flatten(), torch.arange(self.members)
+        owners = owners.repeat_interleave(tables.shape[1])
+        skipped = len(self.prefix) if has_context else 0
+        first = (torch.arange(tables.shape[1]) + skipped).repeat(self.members) * self.block_size
+        order = blocks.argsort(stable=True)
+        decode = DecodePart(
+            block_ids=blocks[order],
+            owners=owners[order],
+            num_valid=(self.length + 1 - first).clamp(max=self.block_size)[order],
+            is_contiguous=bool((blocks[order].diff() == 1).all()),
+            first_positions=first[order],
+        )
+        context = ContextPart(
+            query_idx=torch.arange(self.members),
+            block_ids=self.prefix,
+            num_tokens=skipped * self.block_size,
+        )
+        plan = AttentionPlan(
+            num_decode=self.members,
+            decode=decode,
+            prefill=None,
+            contexts=(context,) if has_context else (),
+        )
+        last = self.own[:, -1] * self.block_size + self.length % self.block_size
+        return prepare_attention(
+            plan,
+            positions=torch.full((self.members,), self.length),
+            slot_mapping=last,
+            pool=self.k_pool,
+            windows=(None,),
+        )
+
+    def attend(self, name: str) -> torch.Tensor:
+        """Run one layer's attention of the named plan."""
+        pools = (self.k_pool, self.v_pool)
+        return attend(self.q, self.new, self.new, *pools, self.prepared[name], None)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the three plans agree."""
+        expected = self.attend("private")
+        for name in NAMES:
+            torch.testing.assert_close(self.attend(name), expected, rtol=1e-5, atol=1e-5)
+
+
+def measure(case: Case, rounds: int) -> dict[str, float]:
+    """Return the median CPU milliseconds of each plan."""
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    for _ in range(rounds):
+        for name in NAMES:
+            began = time.thread_time()
+            case.attend(name)
+            times[name].append((time.thread_time() - began) * 1e3)
+    return {name: sorted(values)[rounds // 2] for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--members", type=int, default=64)
+    parser.add_argument("--prefix", type=int, default=2000)
+    parser.add_argument("--own", type=int, default=200)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{options.members} members, prefix {options.prefix}, own {options.own} tokens")
+    print("query heads, KV heads, head dim: " + ", ".join(f"{name} ms" for name in NAMES))
+    for heads, head_dim in (((8, 2), 64), ((16, 2), 64), ((8, 2), 128), ((8, 8), 64)):
+        case = Case(
+            members=options.members,
+            prefix=options.prefix,
+            own=options.own,
+            heads=heads,
+            head_dim=head_dim,
+            block_size=options.block_size,
+        )
+        case.check()
+        times = measure(case, options.rounds)
+        cells = " ".join(f"{times[name]:8.2f}" for name in NAMES)
+        print(
+            f"{heads[0]:3} {heads[1]:3} {head_dim:4}: {cells}   private / group "
+            f"{times['private'] / times['group']:.1f}, shared / group "
+            f"{times['shared'] / times['group']:.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
