@@ -1,8 +1,7 @@
 """Decides what each step computes: all decodes, then started prompts, then new ones.
 
 Pure bookkeeping over arrays: no model, no clock. Admission is bounded by a forecast of KV memory;
-when blocks run out all the same, the sequence that arrived last gives its own back and is computed
-again later.
+when blocks run out all the same, the latest sequence gives its own back and is computed again.
 """
 
 from collections.abc import Callable
@@ -21,6 +20,9 @@ from raybatch.engine.waiting import WaitingQueue
 __all__ = ["Scheduler"]
 
 Int64s = npt.NDArray[np.int64]
+
+# growing sequences per block that admission leaves free
+_GROWING_PER_SPARE = 8
 
 
 class _Need(NamedTuple):
@@ -220,8 +222,8 @@ class Scheduler:
             record = self._queue.peek()
             need = self._need(record)
             is_growing = record.max_blocks(table.block_size) > need.num_total
-            # one block per running sequence is kept for growth, so that few are ever preempted
-            reserve = num_growing + is_growing if table.num_running else 0
+            # the forecast counts half a block more for each; these are for chance
+            reserve = (num_growing + is_growing) // _GROWING_PER_SPARE if table.num_running else 0
             if need.num_available + reserve > self.blocks.num_available:
                 if table.num_running:
                     return []

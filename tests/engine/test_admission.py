@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.engine.admission import KVForecast
+from raybatch.engine.output_lengths import OutputLengths
+from raybatch.engine.sequences import Sequence
+from tests.engine.fakes import make_request
+from tests.engine.test_scheduler import make_scheduler
+
+
+def lengths_after(ended, running=()):
+    lengths = OutputLengths()
+    for length in ended:
+        lengths.note(length)
+    lengths.update(np.array(running, np.int64))
+    return lengths
+
+
+def expect(lengths, num_generated, max_generated=100):
+    return float(lengths.expect(np.array([num_generated]), np.array([max_generated]))[0])
+
+
+def test_an_output_is_expected_to_reach_its_bound_while_nothing_has_ended():
+    assert expect(lengths_after([]), 0) == 100
+
+
+def test_an_output_is_expected_to_be_like_those_that_ended():
+    assert expect(lengths_after([10, 20, 30]), 0) == pytest.approx(20)
+
+
+def test_an_output_is_expected_to_be_like_those_that_were_longer():
+    assert expect(lengths_after([10, 20, 30]), 15) == pytest.approx(25)
+
+
+def test_an_output_longer_than_all_is_expected_to_reach_its_bound():
+    assert expect(lengths_after([10, 20, 30]), 30) == 100
+
+
+def test_running_outputs_count_as_longer_than_they_are():
+    # one of two has ended; the other is taken to reach the bound
+    assert expect(lengths_after([10], running=[40]), 0) == pytest.approx((10 + 100) / 2)
+
+
+def test_running_outputs_shorter_than_an_ended_one_say_nothing_about_it():
+    assert expect(lengths_after([10], running=[9]), 0) == pytest.approx(10)
+
+
+def test_lengths_are_known_once_most_outputs_have_ended():
+    assert not lengths_after([5, 6], running=[9, 9]).is_known
+    assert lengths_after([5, 6, 7], running=[9, 9]).is_known
+
+
+SEQUENCE = st.tuples(st.floats(0.5, 20), st.integers(1, 30))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SEQUENCE, max_size=8), SEQUENCE, st.integers(0, 3))
+def test_the_peak_is_that_of_a_step_by_step_simulation(sequences, more, count):
+    block_size, shared = 4, 7
+    sizes, remaining = (np.array([s[i] for s in sequences], float) for i in (0, 1))
+    forecast = KVForecast(shared, sizes, remaining, block_size)
+    every = sequences + [more] * count
+    peak = max(
+        (sum(size + t / block_size for size, r in every if r >= t) for t in range(1, 31)),
+        default=0,
+    )
+    assert forecast.peak(*more, count) == pytest.approx(shared + peak)
+    for _ in range(count):
+        forecast.add(*more, 0)
+    assert forecast.peak() == pytest.approx(shared + peak)
+
+
+def simulate(lengths, *, fraction, max_tokens=100, prompt=12):
+    """Run to the end; return the counters and the mean number of decodes per step."""
+    num_blocks = 20 * (prompt + max_tokens) // 4
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, budget=256, max_slots=128, caching=False, fraction=fraction
+    )
+    for i in range(len(lengths)):
+        request = make_request(i, np.full(prompt, 1), max_tokens=max_tokens)
+        scheduler.add(
+            Sequence(request=request, sample_idx=0, arrival=i, max_len=prompt + max_tokens)
+        )
+    table, num_decodes = scheduler.table, []
+    while scheduler.num_waiting or table.num_running:
+        schedule = scheduler.schedule()
+        slots = scheduler.advance(schedule)
+        table.append_tokens(slots, np.zeros(len(slots), np.int64))
+        num_decodes.append(len(schedule.decode_slots))
+        num_generated = table.num_tokens[slots] - table.num_prompt[slots]
+        for slot, count in zip(slots.tolist(), num_generated.tolist(), strict=True):
+            if count >= lengths[table.record(slot).request.request_id]:
+                scheduler.finish(slot)
+    scheduler.check()
+    return scheduler.counters, float(np.mean(num_decodes))
+
+
+@pytest.mark.parametrize("kind", ["equal", "uniform"])
+def test_few_tokens_are_computed_again_at_a_batch_of_nearly_the_same_size(rng, kind):
+    count = 300
+    lengths = np.full(count, 100) if kind == "equal" else rng.integers(1, 101, count)
+    eager, eager_decodes = simulate(lengths, fraction=100)
+    counters, decodes = simulate(lengths, fraction=1.0)
+    assert eager.num_recomputed_tokens > 0.03 * lengths.sum()
+    assert counters.num_recomputed_tokens < 0.02 * lengths.sum()
+    assert decodes > 0.8 * eager_decodes
+
+
+def test_steps_that_keep_a_sequence_waiting_are_counted():
+    counters, _ = simulate(np.full(60, 100), fraction=1.0)
+    assert counters.num_held_steps > 0
