@@ -19,7 +19,7 @@ Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 
 # steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
-_MAX_CREDIT_STEPS = 16
+_MAX_CREDIT_STEPS = 2
 
 
 class KVForecast:

@@ -98,14 +98,14 @@ def simulate(lengths, *, fraction, max_tokens=100, prompt=12):
 
 
 @pytest.mark.parametrize("kind", ["equal", "uniform"])
-def test_few_tokens_are_computed_again_at_a_batch_of_nearly_the_same_size(rng, kind):
+def test_few_tokens_are_computed_again_while_the_batch_stays_large(rng, kind):
     count = 300
     lengths = np.full(count, 100) if kind == "equal" else rng.integers(1, 101, count)
     eager, eager_decodes = simulate(lengths, fraction=100)
     counters, decodes = simulate(lengths, fraction=1.0)
-    assert eager.num_recomputed_tokens > 0.03 * lengths.sum()
+    assert eager.num_recomputed_tokens > 0.3 * lengths.sum()
     assert counters.num_recomputed_tokens < 0.02 * lengths.sum()
-    assert decodes > 0.8 * eager_decodes
+    assert decodes > 0.7 * eager_decodes
 
 
 def test_steps_that_keep_a_sequence_waiting_are_counted():
