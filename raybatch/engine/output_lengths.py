@@ -54,4 +54,5 @@ class OutputLengths:
         alive = self._survival[first]
         total = self._tail[first] + self._survival[-1] * max_generated
         mean = np.divide(total, alive, out=max_generated.astype(np.float64), where=alive > 0)
-        return np.minimum(mean, max_generated)
+        bounded: Float64s = np.minimum(mean, max_generated)
+        return bounded

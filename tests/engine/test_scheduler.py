@@ -73,16 +73,17 @@ def test_admission_ends_where_the_cache_is_full():
     scheduler = make_scheduler(num_blocks=6, budget=64)
     for arrival in range(4):
         add(scheduler, arrival, 6)
-    # two blocks of prompt each, and one to grow for each running sequence
-    assert step(scheduler) == ([], [(0, 0, 6), (1, 0, 6)])
-    assert scheduler.num_waiting == 2
-
-
-def test_a_sequence_that_does_not_grow_keeps_no_block_for_growth():
-    scheduler = make_scheduler(num_blocks=6, budget=64)
-    for arrival in range(4):
-        add(scheduler, arrival, 6, max_tokens=2)
     assert step(scheduler) == ([], [(0, 0, 6), (1, 0, 6), (2, 0, 6)])
+    assert scheduler.num_waiting == 1
+
+
+@pytest.mark.parametrize(("max_tokens", "num_running"), [(8, 9), (2, 10)], ids=["grow", "stay"])
+def test_a_block_is_kept_for_every_eight_sequences_that_grow(max_tokens, num_running):
+    scheduler = make_scheduler(num_blocks=10, budget=64, max_slots=16)
+    for arrival in range(12):
+        add(scheduler, arrival, 3, max_tokens=max_tokens)
+    step(scheduler)
+    assert scheduler.table.num_running == num_running
 
 
 def test_the_last_token_needs_no_block():
