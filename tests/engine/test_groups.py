@@ -117,7 +117,7 @@ def test_members_that_are_nothing_but_their_prefix_run_one_by_one_in_a_full_pool
     requests = [member(i, i % 2, shared, [], max_tokens=2 + i) for i in range(4)]
     engine.add(requests)
     done = run_all(engine)
-    assert {c.error for c in done.values()} == {""}
+    assert {c.finish_reason for c in done.values()} == {"length"}
     assert expected(requests) == tokens_of(done)
 
 
@@ -133,7 +133,7 @@ def test_a_row_of_another_group_gets_the_memory_of_idle_prefixes(rng):
     engine.restore([state])
     done = run_all(engine)
     assert {(1, 0), (2, 0)} == set(done)
-    assert {c.error for c in done.values()} == {""}
+    assert {c.finish_reason for c in done.values()} == {"length"}
 
 
 def _states(requests):
