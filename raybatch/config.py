@@ -34,7 +34,8 @@ class EngineConfig:
         max_model_len: longest prompt plus output; None takes the model's own limit.
         enable_prefix_caching: share the KV of equal leading blocks between requests.
         kv_admission_fraction: sequences start while the KV memory in use is forecast to stay below
-            this share of the cache. Above 1 more run at once and some are computed again.
+            this share of the cache; above 1 more run at once and some are computed again. None
+            makes no forecast: sequences start while there are free blocks.
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
@@ -48,7 +49,7 @@ class EngineConfig:
     max_num_seqs: int = 1024
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
-    kv_admission_fraction: float = 1.0
+    kv_admission_fraction: float | None = None
     num_threads: int = 1
     tune_malloc: bool = True
 
@@ -56,10 +57,11 @@ class EngineConfig:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_min(self, name, 1)
-        check_min(self, "kv_admission_fraction", 0.01)
         for name in ("kv_cache_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 check_min(self, name, 1)
+        if self.kv_admission_fraction is not None:
+            check_min(self, "kv_admission_fraction", 0.01)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

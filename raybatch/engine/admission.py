@@ -6,6 +6,8 @@ the limit. Where lengths are alike, sequences that start together also end toget
 the pool is empty on average; so starts are spread over time as well.
 """
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -74,14 +76,16 @@ class Admission:
     Args:
         table: running sequences.
         blocks: the KV pool's books.
-        fraction: of the pool that a forecast may reach.
+        fraction: of the pool that a forecast may reach; None lets every sequence start.
     """
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, *, fraction: float) -> None:
+    def __init__(
+        self, table: SequenceTable, blocks: BlockManager, *, fraction: float | None
+    ) -> None:
         self.lengths = OutputLengths()
         self._table = table
         self._blocks = blocks
-        self._limit = fraction * blocks.num_blocks
+        self._limit = math.inf if fraction is None else fraction * blocks.num_blocks
         self._credit = 0.0
         self._forecast: KVForecast | None = None
 
@@ -100,6 +104,8 @@ class Admission:
             num_new: of these, blocks that nobody uses yet.
             num_waiting: sequences in the queue; if all fit there is no reason to wait.
         """
+        if math.isinf(self._limit):
+            return True
         forecast = self._current()
         size, remaining = self._measure(record, num_shared)
         if forecast.peak(size, remaining, 1) + num_new > self._limit:
@@ -110,6 +116,8 @@ class Admission:
 
     def add(self, record: Sequence, *, num_shared: int, num_new: int) -> None:
         """Count in a sequence that starts; the arguments are those of `accepts`."""
+        if math.isinf(self._limit):
+            return
         size, remaining = self._measure(record, num_shared)
         if self._is_known(record):
             # what it takes from the pool: blocks times steps

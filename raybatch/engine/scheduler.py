@@ -45,7 +45,7 @@ class Scheduler:
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
-        kv_admission_fraction: of the pool that the forecast may reach.
+        kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Scheduler:
         *,
         max_batched_tokens: int,
         enable_prefix_caching: bool,
-        kv_admission_fraction: float = 1.0,
+        kv_admission_fraction: float | None = None,
     ) -> None:
         self.blocks = blocks
         self.table = table
