@@ -158,7 +158,7 @@ def test_the_prefix_of_a_row_with_bad_logits_is_computed_again(rng):
     num_blocks=st.integers(14, 60),
     budget=st.integers(6, 60),
     caching=st.booleans(),
-    fraction=st.sampled_from([1.0, 100.0]),
+    fraction=st.sampled_from([None, 1.0, 100.0]),
     events=st.lists(st.integers(0, 7), max_size=40),
 )
 def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, fraction, events):
@@ -222,6 +222,7 @@ def test_computed_prefill_tokens_are_those_of_the_closed_form(rng, degree, cachi
         max_batched_tokens=512,
         max_num_seqs=256,
         enable_prefix_caching=caching,
+        kv_admission_fraction=1.0,
     )
     engine.add(
         groups(rng, count=num_groups, size=degree, prefix=prefix, suffix=distinct, max_tokens=16)
