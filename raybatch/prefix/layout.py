@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 from raybatch.prefix.load import Ints
@@ -83,9 +84,10 @@ def advise_layout(
     tail_tokens: int = 0,
     block_size: int = 1,
 ) -> LayoutAdvice:
-    """Find the order of fields that shares most. O(2^n R log R), greedy above six fields.
+    """Find the order of fields that shares most. O(2^n R log R) time, O(R) memory.
 
-    Exact because what a leading set of fields shares does not depend on the order inside the set.
+    Exact up to six fields, because what a leading set of fields shares does not depend on the
+    order inside the set; above, greedy and then improved by moving single fields.
 
     Args:
         fields: in the order of the template, at least one.
@@ -119,38 +121,20 @@ class _Sharing:
     ) -> None:
         _check(fields)
         self.head_tokens, self.tail_tokens, self.block_size = head_tokens, tail_tokens, block_size
-        self.num_fields, self.num_rows = len(fields), len(fields[0].value_ids)
-        self.values = [
-            np.unique(field.value_ids, return_inverse=True)[1].astype(np.int64) for field in fields
-        ]
+        self.num_rows = len(fields[0].value_ids)
+        self.keys = [_mix(field.value_ids, salt) for salt, field in enumerate(fields)]
         self.tokens = [field.num_tokens.astype(np.int64) + field.label_tokens for field in fields]
         self.labels = [field.label_tokens for field in fields]
-        alike = np.zeros(self.num_rows, np.int64)
-        self.combinations: dict[frozenset[int], tuple[Ints, Ints]] = {
-            frozenset(): (alike, alike[:1])
-        }
-        self.added: dict[tuple[frozenset[int], int], int] = {}
+        self.label_blocks: dict[tuple[frozenset[int], int], int] = {}
+        self.value_blocks: dict[tuple[frozenset[int], int], int] = {}
 
     def added_blocks(self, before: frozenset[int], field: int) -> int:
-        """Return the distinct blocks that end inside `field` when it follows the set `before`.
-
-        Its label is the same for all rows with the same values before it.
-        """
-        known = self.added.get((before, field))
-        if known is None:
-            together = before | {field}
-            start = self._tokens(before)
-            blocks = [
-                tokens // self.block_size
-                for tokens in (start, start + self.labels[field], self._tokens(together))
-            ]
-            first = [self._combination(members)[1] for members in (before, together)]
-            label, value = (
-                np.maximum(blocks[i + 1] - blocks[i], 0)[first[i]].sum() for i in range(2)
-            )
-            known = int(label + value)
-            self.added[before, field] = known
-        return known
+        """Return the distinct blocks that end inside `field` when it follows the set `before`."""
+        together = before | {field}
+        for members, known in ((before, self.label_blocks), (together, self.value_blocks)):
+            if (members, field) not in known:
+                self._measure(members)
+        return self.label_blocks[before, field] + self.value_blocks[together, field]
 
     def unique_blocks(self, order: Sequence[int]) -> int:
         """Return the distinct blocks behind the head when fields come in `order`."""
@@ -158,40 +142,61 @@ class _Sharing:
 
     def saved_blocks(self, before: frozenset[int], field: int) -> int:
         """Return the blocks of `field` that rows find when it follows the set `before`."""
-        end, start = self._tokens(before | {field}), self._tokens(before)
+        rows = np.arange(self.num_rows)
+        end, start = self._tokens(before | {field}, rows), self._tokens(before, rows)
         blocks = end // self.block_size - start // self.block_size
         return int(blocks.sum()) - self.added_blocks(before, field)
 
     def hit_rate(self, order: Sequence[int]) -> float:
         """Return the share of prompt tokens that a cache of any size would give."""
-        prompts = self._tokens(frozenset(range(self.num_fields)))
+        if not self.num_rows:
+            return 0.0
+        prompts = self._tokens(frozenset(order), np.arange(self.num_rows))
         computed = self.head_tokens // self.block_size + self.unique_blocks(order)
         cached = int((prompts // self.block_size).sum()) - computed
         num_tokens = self.num_rows * (self.head_tokens + self.tail_tokens)
         num_tokens += sum(int(tokens.sum()) for tokens in self.tokens)
         return cached * self.block_size / max(num_tokens, 1)
 
-    def _combination(self, members: frozenset[int]) -> tuple[Ints, Ints]:
-        """Return an id per row for its values of `members`, and the first row of each id."""
-        known = self.combinations.get(members)
-        if known is None:
-            last = max(members)
-            values = self.values[last]
-            # both factors are at most the number of rows
-            pairs = self._combination(members - {last})[0] * (values.max(initial=0) + 1) + values
-            _, first, ids = np.unique(pairs, return_index=True, return_inverse=True)
-            known = self.combinations[members] = (ids.astype(np.int64), first.astype(np.int64))
-        return known
+    def _measure(self, members: frozenset[int]) -> None:
+        """Count what each field adds as the last of `members`, and its label behind them.
 
-    def _tokens(self, members: frozenset[int]) -> Ints:
-        """Return the length of each row's prompt up to the end of the last of `members`."""
-        tokens = np.full(self.num_rows, self.head_tokens, np.int64)
+        The label of the next field is the same for all rows with the same values before it.
+        """
+        key = np.zeros(self.num_rows, np.uint64)
         for field in members:
-            tokens += self.tokens[field]
-        if len(members) == self.num_fields:
+            key += self.keys[field]
+        rows = np.unique(key, return_index=True)[1]
+        end = self._tokens(members, rows)
+        for field, label in enumerate(self.labels):
+            if field in members:
+                start = self._tokens(members - {field}, rows) + label
+                blocks = end // self.block_size - start // self.block_size
+                self.value_blocks[members, field] = int(np.maximum(blocks, 0).sum())
+            else:
+                blocks = (end + label) // self.block_size - end // self.block_size
+                self.label_blocks[members, field] = int(blocks.sum())
+
+    def _tokens(self, members: frozenset[int], rows: Ints) -> Ints:
+        """Return the prompt lengths of `rows` up to the end of the last of `members`."""
+        tokens = np.full(len(rows), self.head_tokens, np.int64)
+        for field in members:
+            tokens += self.tokens[field][rows]
+        if len(members) == len(self.keys):
             # the last token of a prompt is always computed
             tokens += self.tail_tokens - 1
         return np.maximum(tokens, 0)
+
+
+def _mix(value_ids: Ints, salt: int) -> npt.NDArray[np.uint64]:
+    """Return pseudorandom keys; their sum over fields names a combination of values.
+
+    Two of n combinations collide with probability n^2 / 2^65. Source: splitmix64.
+    """
+    key = value_ids.astype(np.uint64) + np.uint64((salt + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
+    return key ^ (key >> np.uint64(31))
 
 
 def _best_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
