@@ -57,6 +57,12 @@ def w2(seed: int, max_rows: int = 1 << 30) -> Workload:
     return Workload(rows=rows, kind=kind % 2, device=device)
 
 
+def w2_full(seed: int, max_rows: int = 1 << 30) -> Workload:
+    rows, kind = classes([(1, 16, 400, 100, 400), (1, 16, 4000, 200, 40)] * 100)
+    device = Device(token_budget=2048, kv_tokens=400_000, max_rows=max_rows)
+    return Workload(rows=rows, kind=kind % 2, device=device)
+
+
 def w3(seed: int, num_b: int, num_c: int, sigma: float = 0.0) -> Workload:
     """Lengths are a tenth of the published ones and KV bytes ten times, so densities are kept."""
     random = np.random.default_rng([3, seed])
@@ -87,6 +93,8 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "W1 zero share": lambda seed: w1(seed, members=1),
     "W2": w2,
     "W2 64 rows": lambda seed: w2(seed, max_rows=64),
+    "W2 full": w2_full,
+    "W2 full 256 rows": lambda seed: w2_full(seed, max_rows=256),
     "W3 .9/.35": lambda seed: w3(seed, 190, 138),
     "W3 1.4/.35": lambda seed: w3(seed, 197, 52),
     "W3 .9/.05": lambda seed: w3(seed, 2107, 1404),

@@ -48,13 +48,14 @@ class DensityModel:
         pairs = prefix_squared + load.num_rows * (prompt_squared - prefix_squared)
         tokens = load.prefill_tokens + _outputs(load)
         attention = 4.0 * self.hidden_size * self.num_layers * pairs
-        return (2.0 * self.active_params * tokens + attention) / self.flops_per_s
+        flops: Floats = 2.0 * self.active_params * tokens + attention
+        return flops / self.flops_per_s
 
     def memory_s(self, load: GroupLoad) -> Floats:
         """Return seconds of reading the KV cache per group; every member reads its own prefix."""
         outputs = _outputs(load) / load.num_rows
         prompts = load.prefix_tokens + load.distinct_tokens / load.num_rows
-        reads = load.num_rows * (prompts * outputs + outputs**2 / 2)
+        reads: Floats = load.num_rows * (prompts * outputs + outputs**2 / 2)
         return reads * (self.kv_bytes_per_token / self.bytes_per_s)
 
 

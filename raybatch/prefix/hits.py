@@ -136,8 +136,8 @@ def estimate_hit_rate(
         CapacityError: a simulated row does not fit the empty cache.
     """
     if len(order) <= max_rows:
-        hits = int(simulate_hits(load, order, size).sum())
-        return HitEstimate(rate=hits / max(int(load.num_tokens[order].sum()), 1))
+        num_cached = int(simulate_hits(load, order, size).sum())
+        return HitEstimate(rate=num_cached / max(int(load.num_tokens[order].sum()), 1))
     length = max_rows // NUM_WINDOWS
     starts = np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)
     hits, tokens = np.zeros(NUM_WINDOWS), np.zeros(NUM_WINDOWS)

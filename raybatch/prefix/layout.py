@@ -227,7 +227,7 @@ def _greedy_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
 
 def _moves(order: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the orders in which one field stands elsewhere."""
-    moves = []
+    moves: list[tuple[int, ...]] = []
     for field in order:
         rest = tuple(other for other in order if other != field)
         moves.extend((*rest[:i], field, *rest[i:]) for i in range(len(order)))

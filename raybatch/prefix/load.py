@@ -84,9 +84,9 @@ class TokenCost:
 
     def of_prefixes(self, load: GroupLoad) -> Floats:
         """Return the cost of each group's prefix, paid once per replica that gets a piece."""
-        return self.prefill * load.prefix_tokens
+        return self.prefill * load.prefix_tokens.astype(float)
 
     def of_members(self, load: GroupLoad) -> Floats:
         """Return the cost of each group's members without their prefix."""
-        cost = self.prefill * load.distinct_tokens
+        cost: Floats = self.prefill * load.distinct_tokens.astype(float)
         return cost if load.output_tokens is None else cost + self.decode * load.output_tokens

@@ -154,7 +154,7 @@ def _pieces(load: GroupLoad, order: Ints, line: _Line, cuts: Ints, num_parts: in
         first_member=first_member,
         end_member=ends - line.rows[place],
         part=part,
-        part_cost=np.bincount(part, weights=piece_cost, minlength=num_parts),
+        part_cost=np.bincount(part, weights=piece_cost, minlength=num_parts).astype(float),
         extra_prefill_tokens=int(load.prefix_tokens[group[first_member > 0]].sum()),
     )
 
