@@ -57,13 +57,18 @@ def w2(seed: int, max_rows: int = 1 << 30) -> Workload:
     return Workload(rows=rows, kind=kind % 2, device=device)
 
 
-def w2_full(seed: int, max_rows: int = 1 << 30) -> Workload:
+def w2_full(seed: int, *, reserves_outputs: bool, max_rows: int = 1 << 30) -> Workload:
     rows, kind = classes([(1, 16, 400, 100, 400), (1, 16, 4000, 200, 40)] * 100)
-    device = Device(token_budget=2048, kv_tokens=400_000, max_rows=max_rows)
+    device = Device(
+        token_budget=2048,
+        kv_tokens=400_000,
+        max_rows=max_rows,
+        reserves_outputs=reserves_outputs,
+    )
     return Workload(rows=rows, kind=kind % 2, device=device)
 
 
-def w3(seed: int, num_b: int, num_c: int, sigma: float = 0.0) -> Workload:
+def w3(seed: int, num_b: int, num_c: int, *, sigma: float = 0.0, scale: int = 1) -> Workload:
     """Lengths are a tenth of the published ones and KV bytes ten times, so densities are kept."""
     random = np.random.default_rng([3, seed])
 
@@ -71,8 +76,11 @@ def w3(seed: int, num_b: int, num_c: int, sigma: float = 0.0) -> Workload:
         noise = np.exp(random.normal(-(sigma**2) / 2, sigma, len(mean)))
         return np.maximum(np.rint(mean * noise), 1).astype(np.int64)
 
-    rows, kind = classes([(4, 60, 60, 8, 2), (num_b, 1, 0, 120, 12), (num_c, 1, 0, 10, 300)], draw)
-    device = Device(token_budget=256, kv_tokens=40_000, kv_bytes=1_310_720)
+    counts = [(4, 60, 60, 8, 2), (num_b, 1, 0, 120, 12), (num_c, 1, 0, 10, 300)]
+    rows, kind = classes([(scale * groups, *rest) for groups, *rest in counts], draw)
+    device = Device(
+        token_budget=256, kv_tokens=40_000, kv_bytes=1_310_720, reserves_outputs=scale > 1
+    )
     return Workload(rows=rows, kind=kind, device=device)
 
 
@@ -93,12 +101,15 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "W1 zero share": lambda seed: w1(seed, members=1),
     "W2": w2,
     "W2 64 rows": lambda seed: w2(seed, max_rows=64),
-    "W2 full": w2_full,
-    "W2 full 256 rows": lambda seed: w2_full(seed, max_rows=256),
+    "W2 full": lambda seed: w2_full(seed, reserves_outputs=False),
+    "W2 full reserving": lambda seed: w2_full(seed, reserves_outputs=True),
+    "W2 full 256 rows": lambda seed: w2_full(seed, reserves_outputs=True, max_rows=256),
     "W3 .9/.35": lambda seed: w3(seed, 190, 138),
     "W3 1.4/.35": lambda seed: w3(seed, 197, 52),
-    "W3 .9/.05": lambda seed: w3(seed, 2107, 1404),
     "W3 .9/.35 spread": lambda seed: w3(seed, 190, 138, sigma=1.0),
+    "W3 .9/.35 x6": lambda seed: w3(seed, 190, 138, scale=6),
+    "W3 1.4/.35 x6": lambda seed: w3(seed, 197, 52, scale=6),
+    "W3 .9/.35 x6 spread": lambda seed: w3(seed, 190, 138, sigma=1.0, scale=6),
     "W4": w4,
 }
 CASES: tuple[tuple[OrderName, str], ...] = (
@@ -110,7 +121,6 @@ CASES: tuple[tuple[OrderName, str], ...] = (
     ("ratio", "true"),
     ("ascending", "max"),
     ("dual_scan", "max"),
-    ("dual_scan", "probe"),
     ("dual_scan", "true"),
 )
 

@@ -40,12 +40,15 @@ class Device:
         token_budget: tokens of one step.
         kv_tokens: size of the cache.
         max_rows: running rows at most.
+        reserves_outputs: admit a row only if the outputs of all running rows fit too; else one
+            token of growth per running row is kept free.
         kv_bytes: per token.
     """
 
     token_budget: int
     kv_tokens: int
     max_rows: int = 1 << 30
+    reserves_outputs: bool = False
     kv_bytes: float = 131_072
     params: float = 8e9
     weight_bytes: float = 16e9
@@ -148,13 +151,17 @@ class StepSimulator:
         chunks = []
         for row in [r for r in self.running if self.todo[r]]:
             budget -= self._chunk(row, budget, chunks)
+        growth = int((self.rows.output - self.generated)[self.running].sum())
         while budget > 0 and self.waiting and len(self.running) < self.device.max_rows:
             row = self.waiting[0]
+            new = int(self.rows.output[row] - self.generated[row])
+            reserve = growth + new if self.device.reserves_outputs else len(self.running)
             group = self.rows.group[row]
             prefix = 0 if self.is_live[group] else int(self.rows.prefix[row])
             own = int(self.rows.distinct[row] + self.generated[row])
-            if self.used + prefix + own + len(self.running) > self.device.kv_tokens:
+            if self.used + prefix + own + reserve > self.device.kv_tokens:
                 break
+            growth += new
             self.waiting.popleft()
             self.running.append(row)
             self.is_live[group] = True
