@@ -1,0 +1,268 @@
+"""Which order of a prompt template's fields would share most; advice, never applied by itself.
+
+Fields are opaque values: two rows share a field if they have the same value, not if two values
+begin alike. Only whole KV blocks are shared, counted for a cache that holds everything.
+
+    head  [label value] [label value] [label value]  tail
+          `------- fields, in any order ----------'
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.errors import ConfigError
+from raybatch.prefix.load import Ints
+
+__all__ = ["MAX_EXACT_FIELDS", "Layout", "LayoutAdvice", "TemplateField", "advise_layout"]
+
+# up to here all 2^n sets of fields are tried; 64 sorts of the rows at six fields
+MAX_EXACT_FIELDS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateField:
+    """One field of a template over all rows; arrays are read only.
+
+    Args:
+        name: as in the template, without braces.
+        value_ids: int64 [R], equal where the values are equal.
+        num_tokens: int64 [R], length of each value.
+        label_tokens: fixed text that moves with the field, such as "Question: ".
+    """
+
+    name: str
+    value_ids: Ints
+    num_tokens: Ints
+    label_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """An order of fields and what it shares.
+
+    Args:
+        fields: names in order.
+        hit_rate: share of all prompt tokens that come from a cache that holds everything.
+    """
+
+    fields: tuple[str, ...]
+    hit_rate: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutAdvice:
+    """The order in use beside the best one found.
+
+    Args:
+        used: the order of the template.
+        best: the order with the highest hit rate; `used` if none is better.
+        is_exact: whether all orders were considered.
+    """
+
+    used: Layout
+    best: Layout
+    is_exact: bool
+
+    @property
+    def text(self) -> str:
+        """One sentence for the user."""
+        used, best = (f"{100 * layout.hit_rate:.0f} %" for layout in (self.used, self.best))
+        if self.best.hit_rate <= self.used.hit_rate:
+            return f"the order of the fields is the best one, with a hit rate of {used}"
+        change = _change(self.used.fields, self.best.fields)
+        return f"{change} raises the hit rate from {used} to {best}"
+
+
+def advise_layout(
+    fields: Sequence[TemplateField],
+    *,
+    head_tokens: int = 0,
+    tail_tokens: int = 0,
+    block_size: int = 1,
+) -> LayoutAdvice:
+    """Find the order of fields that shares most. O(2^n R log R) time, O(R) memory.
+
+    Exact up to six fields, because what a leading set of fields shares does not depend on the
+    order inside the set; above, greedy and then improved by moving single fields.
+
+    Args:
+        fields: in the order of the template, at least one.
+        head_tokens: fixed text before all fields.
+        tail_tokens: fixed text after all fields.
+        block_size: tokens of a KV block.
+
+    Raises:
+        ConfigError: fields differ in their number of rows, or one value has two lengths.
+    """
+    sharing = _Sharing(fields, head_tokens, tail_tokens, block_size)
+    used = tuple(range(len(fields)))
+    is_exact = len(fields) <= MAX_EXACT_FIELDS
+    found = _best_order(sharing, len(fields)) if is_exact else _greedy_order(sharing, len(fields))
+    best = found if sharing.unique_blocks(found) < sharing.unique_blocks(used) else used
+    layouts = [
+        Layout(
+            fields=tuple(fields[i].name for i in order),
+            hit_rate=sharing.hit_rate(order),
+        )
+        for order in (used, best)
+    ]
+    return LayoutAdvice(used=layouts[0], best=layouts[1], is_exact=is_exact)
+
+
+class _Sharing:
+    """Counts the distinct KV blocks that each field adds behind each set of fields."""
+
+    def __init__(
+        self, fields: Sequence[TemplateField], head_tokens: int, tail_tokens: int, block_size: int
+    ) -> None:
+        _check(fields)
+        self.head_tokens, self.tail_tokens, self.block_size = head_tokens, tail_tokens, block_size
+        self.num_rows = len(fields[0].value_ids)
+        self.keys = [_mix(field.value_ids, salt) for salt, field in enumerate(fields)]
+        self.tokens = [field.num_tokens.astype(np.int64) + field.label_tokens for field in fields]
+        self.labels = [field.label_tokens for field in fields]
+        self.label_blocks: dict[tuple[frozenset[int], int], int] = {}
+        self.value_blocks: dict[tuple[frozenset[int], int], int] = {}
+
+    def added_blocks(self, before: frozenset[int], field: int) -> int:
+        """Return the distinct blocks that end inside `field` when it follows the set `before`."""
+        together = before | {field}
+        for members, known in ((before, self.label_blocks), (together, self.value_blocks)):
+            if (members, field) not in known:
+                self._measure(members)
+        return self.label_blocks[before, field] + self.value_blocks[together, field]
+
+    def unique_blocks(self, order: Sequence[int]) -> int:
+        """Return the distinct blocks behind the head when fields come in `order`."""
+        return sum(self.added_blocks(frozenset(order[:i]), field) for i, field in enumerate(order))
+
+    def saved_blocks(self, before: frozenset[int], field: int) -> int:
+        """Return the blocks of `field` that rows find when it follows the set `before`."""
+        rows = np.arange(self.num_rows)
+        end, start = self._tokens(before | {field}, rows), self._tokens(before, rows)
+        blocks = end // self.block_size - start // self.block_size
+        return int(blocks.sum()) - self.added_blocks(before, field)
+
+    def hit_rate(self, order: Sequence[int]) -> float:
+        """Return the share of prompt tokens that a cache of any size would give."""
+        if not self.num_rows:
+            return 0.0
+        prompts = self._tokens(frozenset(order), np.arange(self.num_rows))
+        computed = self.head_tokens // self.block_size + self.unique_blocks(order)
+        cached = int((prompts // self.block_size).sum()) - computed
+        num_tokens = self.num_rows * (self.head_tokens + self.tail_tokens)
+        num_tokens += sum(int(tokens.sum()) for tokens in self.tokens)
+        return cached * self.block_size / max(num_tokens, 1)
+
+    def _measure(self, members: frozenset[int]) -> None:
+        """Count what each field adds as the last of `members`, and its label behind them.
+
+        The label of the next field is the same for all rows with the same values before it.
+        """
+        key = np.zeros(self.num_rows, np.uint64)
+        for field in members:
+            key += self.keys[field]
+        rows = np.unique(key, return_index=True)[1]
+        end = self._tokens(members, rows)
+        for field, label in enumerate(self.labels):
+            if field in members:
+                start = self._tokens(members - {field}, rows) + label
+                blocks = end // self.block_size - start // self.block_size
+                self.value_blocks[members, field] = int(np.maximum(blocks, 0).sum())
+            else:
+                blocks = (end + label) // self.block_size - end // self.block_size
+                self.label_blocks[members, field] = int(blocks.sum())
+
+    def _tokens(self, members: frozenset[int], rows: Ints) -> Ints:
+        """Return the prompt lengths of `rows` up to the end of the last of `members`."""
+        tokens = np.full(len(rows), self.head_tokens, np.int64)
+        for field in members:
+            tokens += self.tokens[field][rows]
+        if len(members) == len(self.keys):
+            # the last token of a prompt is always computed
+            tokens += self.tail_tokens - 1
+        return np.maximum(tokens, 0)
+
+
+def _mix(value_ids: Ints, salt: int) -> npt.NDArray[np.uint64]:
+    """Return pseudorandom keys; their sum over fields names a combination of values.
+
+    Two of n combinations collide with probability n^2 / 2^65. Source: splitmix64.
+    """
+    key = value_ids.astype(np.uint64) + np.uint64((salt + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
+    return key ^ (key >> np.uint64(31))
+
+
+def _best_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
+    best: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {frozenset(): (0, ())}
+    for size in range(1, num_fields + 1):
+        for subset in itertools.combinations(range(num_fields), size):
+            members = frozenset(subset)
+            best[members] = min(
+                (best[rest][0] + sharing.added_blocks(rest, field), (*best[rest][1], field))
+                for field, rest in ((field, members - {field}) for field in subset)
+            )
+    return best[frozenset(range(num_fields))][1]
+
+
+def _greedy_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
+    """Put next the field that saves most, then move single fields while that helps."""
+    order: tuple[int, ...] = ()
+    while len(order) < num_fields:
+        placed = frozenset(order)
+        left = [field for field in range(num_fields) if field not in placed]
+        order += (max(left, key=lambda field: (sharing.saved_blocks(placed, field), -field)),)
+    while True:
+        better = min(_moves(order), key=lambda moved: (sharing.unique_blocks(moved), moved))
+        if sharing.unique_blocks(better) >= sharing.unique_blocks(order):
+            return order
+        order = better
+
+
+def _moves(order: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the orders in which one field stands elsewhere."""
+    moves: list[tuple[int, ...]] = []
+    for field in order:
+        rest = tuple(other for other in order if other != field)
+        moves.extend((*rest[:i], field, *rest[i:]) for i in range(len(order)))
+    return moves
+
+
+def _change(used: tuple[str, ...], best: tuple[str, ...]) -> str:
+    """Say in words how to get from one order to the other."""
+    moved = [
+        name for name in used if [u for u in used if u != name] == [b for b in best if b != name]
+    ]
+    for name in moved:
+        if best.index(name) < used.index(name):
+            return f"putting {{{name}}} before {{{best[best.index(name) + 1]}}}"
+    for name in moved:
+        return f"putting {{{name}}} after {{{best[best.index(name) - 1]}}}"
+    return "the order " + ", ".join(f"{{{name}}}" for name in best)
+
+
+def _check(fields: Sequence[TemplateField]) -> None:
+    if not fields:
+        raise ConfigError("a template without fields has no order to advise on")
+    num_rows = len(fields[0].value_ids)
+    for field in fields:
+        if {len(field.value_ids), len(field.num_tokens)} != {num_rows}:
+            raise ConfigError(
+                f"field {{{field.name}}} has {len(field.value_ids)} values and "
+                f"{len(field.num_tokens)} lengths, {{{fields[0].name}}} has {num_rows} values"
+            )
+        _, first, value = np.unique(field.value_ids, return_index=True, return_inverse=True)
+        differs = field.num_tokens != field.num_tokens[first[value]]
+        if differs.any():
+            row = int(np.argmax(differs))
+            raise ConfigError(
+                f"field {{{field.name}}}: rows {int(first[value[row]])} and {row} have the same "
+                "value id, but lengths "
+                f"{field.num_tokens[first[value[row]]]} and {field.num_tokens[row]}"
+            )

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raybatch.errors import ConfigError
+from raybatch.prefix.lengths import (
+    choose_probe,
+    estimate_from_probe,
+    expected_lengths,
+    length_bands,
+)
+
+NAN = float("nan")
+ROWS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 3)), min_size=1, max_size=60)
+
+
+def ints(*values):
+    return np.array(values, np.int64)
+
+
+def test_without_a_column_max_tokens_is_expected():
+    assert [64.0, 8.0] == expected_lengths(ints(64, 8)).tolist()
+
+
+def test_a_column_is_bounded_by_one_and_max_tokens():
+    column = np.array([0.0, 30.0, 100.0, NAN])
+    assert [1.0, 30.0, 64.0, 64.0] == expected_lengths(ints(64, 64, 64, 64), column).tolist()
+
+
+@pytest.mark.parametrize("length", [-1.0, float("inf")])
+def test_an_impossible_length_names_its_row(length):
+    with pytest.raises(ConfigError, match=f"row 1 is {length}"):
+        expected_lengths(ints(9, 9), np.array([3.0, length]))
+
+
+def test_a_column_of_another_length_is_refused():
+    with pytest.raises(ConfigError, match="1 expected lengths for 2 rows"):
+        expected_lengths(ints(9, 9), np.array([3.0]))
+
+
+@given(ROWS, st.floats(0.01, 1), st.integers(0, 5))
+def test_every_stratum_gives_its_share_of_distinct_rows(rows, fraction, seed):
+    group, strata = np.array(rows, np.int64).T
+    probe = choose_probe(group, strata, fraction=fraction, seed=seed)
+    assert probe.tolist() == sorted(set(probe.tolist()))
+    for stratum in set(strata.tolist()):
+        expected = int(np.ceil(fraction * np.count_nonzero(strata == stratum)))
+        assert expected == np.count_nonzero(strata[probe] == stratum)
+
+
+def test_a_probe_is_spread_over_the_groups():
+    group = np.repeat(np.arange(10), 100)
+    probe = choose_probe(group, np.zeros(1000, np.int64), fraction=0.02, seed=3)
+    assert [2] * 10 == np.bincount(group[probe]).tolist()
+
+
+def test_a_probe_depends_on_its_seed_alone():
+    group, strata = np.full(1000, -1), np.zeros(1000, np.int64)
+    first, again, other = (choose_probe(group, strata, seed=s).tolist() for s in (1, 1, 2))
+    assert (True, False) == (first == again, first == other)
+
+
+def test_every_row_is_as_likely_as_the_others():
+    group, strata = np.repeat(np.arange(4), 5), np.zeros(20, np.int64)
+    counts = np.zeros(20)
+    for seed in range(2000):
+        counts[choose_probe(group, strata, fraction=0.1, seed=seed)] += 1
+    assert counts.mean() == 200
+    assert np.abs(counts - 200).max() < 75
+
+
+def test_no_rows_have_no_probe():
+    assert [] == choose_probe(ints(), ints()).tolist()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_share_out_of_range_is_refused(fraction):
+    with pytest.raises(ConfigError, match=f"a probe of {fraction}"):
+        choose_probe(ints(1), ints(1), fraction=fraction)
+
+
+def test_a_group_counts_before_its_stratum_and_the_stratum_before_all():
+    group, strata = ints(7, 7, 7, 8, 8, 9), ints(0, 0, 0, 0, 1, 2)
+    estimate = estimate_from_probe(ints(0, 1, 4), ints(10, 20, 60), group, strata)
+    assert [10, 20, 15, 60, 60, 30] == estimate.tolist()
+
+
+def test_rows_that_are_alone_do_not_speak_for_each_other():
+    group, strata = ints(-1, -1, -1), ints(0, 0, 1)
+    estimate = estimate_from_probe(ints(0, 1), ints(10, 30), group, strata)
+    assert [10, 30, 20] == estimate.tolist()
+
+
+@given(ROWS, st.integers(0, 3), st.data())
+def test_a_probe_of_everything_gives_the_true_lengths(rows, seed, data):
+    group, strata = np.array(rows, np.int64).T
+    lengths = np.array([data.draw(st.integers(1, 9)) for _ in rows])
+    probe = choose_probe(group, strata, fraction=1.0, seed=seed)
+    assert lengths.tolist() == estimate_from_probe(probe, lengths[probe], group, strata).tolist()
+
+
+def test_an_empty_probe_is_refused():
+    with pytest.raises(ConfigError, match="a probe without rows"):
+        estimate_from_probe(ints(), ints(), ints(1), ints(1))
+
+
+def test_bands_are_quantiles():
+    bands = length_bands(np.arange(1.0, 102.0))
+    assert (6, 26, 51, 76, 96, 100) == bands.tokens
+    assert (51, pytest.approx(965 / 5151)) == (bands.mean, bands.top_tenth)
+
+
+def test_no_rows_have_no_bands():
+    with pytest.raises(ConfigError, match="no rows"):
+        length_bands(np.zeros(0))
