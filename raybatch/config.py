@@ -103,6 +103,64 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Options of the plan that a job makes of its whole input before it generates.
+
+    Args:
+        mode: "auto" makes the plan, "off" runs rows in input order.
+        order: of the prefix groups: "ratio" (most output per computed prompt token first),
+            "ascending" (the reverse), "shuffle", "depth_first" or "dual_scan".
+        sharing: "single_level" computes one prefix for each group; "multi_level" keeps the order
+            of the tree below its first level, so that prefixes of prefixes are found in the cache.
+        lengths: where expected output lengths come from: "auto" takes `expected_tokens_column`
+            where it is set and `max_tokens` where not, "probe" generates some rows first.
+        expected_tokens_column: a column of output lengths; null where nothing is known.
+        probe_fraction: share of the rows that a probe generates first; their results are kept.
+        dedup: generate identical rows once where the result cannot differ, and give it to all.
+        min_saved_fraction: rows keep the order of the input where sharing saves a smaller share
+            of the prompt tokens.
+        unit_rows: rows that are written together, if groups allow it.
+        max_unit_rows: groups with more rows are cut between two units.
+        max_driver_bytes: an input that takes less memory is planned by the driver alone; a larger
+            one by Ray tasks, on hashes of its prompts.
+        seed: of the order "shuffle" and of the probe.
+    """
+
+    mode: Literal["auto", "off"] = "auto"
+    order: Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"] = "ratio"
+    sharing: Literal["single_level", "multi_level"] = "single_level"
+    lengths: Literal["auto", "probe"] = "auto"
+    expected_tokens_column: str | None = None
+    probe_fraction: float = 0.01
+    dedup: bool = True
+    min_saved_fraction: float = 0.01
+    unit_rows: int = 1024
+    max_unit_rows: int = 4096
+    max_driver_bytes: int = 512 << 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self, "mode", ("auto", "off"))
+        orders = ("ratio", "ascending", "shuffle", "depth_first", "dual_scan")
+        check_choice(self, "order", orders)
+        check_choice(self, "sharing", ("single_level", "multi_level"))
+        check_choice(self, "lengths", ("auto", "probe"))
+        check_min(self, "min_saved_fraction", 0)
+        check_min(self, "unit_rows", 1)
+        check_min(self, "max_unit_rows", self.unit_rows)
+        check_min(self, "max_driver_bytes", 0)
+        if not 0 < self.probe_fraction <= 1:
+            raise ConfigError(
+                f"PlanConfig.probe_fraction must be above 0 and at most 1, got "
+                f"{self.probe_fraction!r}"
+            )
+        if self.lengths == "probe" and self.expected_tokens_column is not None:
+            raise ConfigError(
+                "PlanConfig: a probe measures what expected_tokens_column says; give one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackendConfig:
     """Which backend a replica runs.
 

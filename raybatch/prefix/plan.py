@@ -1,0 +1,273 @@
+"""The plan of a dataset: what each row shares, when it runs, and where units of commit begin.
+
+Pure and in memory: rows in, plan out. Rows that never reach an engine are left out of it and put
+behind all others at the end (`with_unasked`).
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.config import PlanConfig
+from raybatch.errors import ConfigError
+from raybatch.prefix.block_keys import BlockKeys, find_representatives
+from raybatch.prefix.enlarge import (
+    Bools,
+    exact_single_level,
+    multi_level,
+    nearest_open,
+    num_computed_tokens,
+)
+from raybatch.prefix.groups import PrefixGroups, make_groups
+from raybatch.prefix.load import Floats, GroupLoad, Ints
+from raybatch.prefix.order import order_groups
+from raybatch.prefix.split import cut_units
+from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
+
+__all__ = [
+    "Arrangement",
+    "PlanRows",
+    "RowPlan",
+    "arrange_rows",
+    "plan_rows",
+    "rank_entries",
+    "with_unasked",
+]
+
+_Number = TypeVar("_Number", np.int64, np.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanRows:
+    """What planning knows of the rows that engines will see; arrays are read only.
+
+    Args:
+        keys: of the prompts. An identical digest means that one result serves both rows, so what
+            else decides a result must be part of it.
+        expected_tokens: float64 [R], output that a row is expected to generate over all samples.
+
+    Raises:
+        ConfigError: the arrays differ in length.
+    """
+
+    keys: BlockKeys
+    expected_tokens: Floats
+
+    def __post_init__(self) -> None:
+        if self.keys.num_rows != len(self.expected_tokens):
+            raise ConfigError(
+                f"{self.keys.num_rows} rows have {len(self.expected_tokens)} expected lengths"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that engines will see."""
+        return self.keys.num_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arrangement:
+    """Rows in entries: what runs together. An order of entries is all that a plan still needs.
+
+    An entry is a group, or a row that is alone and its duplicates; with sharing at all levels,
+    everything below a child of the root.
+
+    Args:
+        tree: of all rows.
+        groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
+        rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
+            identical ones side by side.
+        starts: int64 [E + 1], where entries begin in `rows`.
+        load: of the entries.
+        stats: of the tree.
+        computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
+    """
+
+    tree: PrefixTree
+    groups: PrefixGroups
+    rows: Ints
+    starts: Ints
+    load: GroupLoad
+    stats: TreeStats
+    computed_tokens: int
+
+    @property
+    def saved_fraction(self) -> float:
+        """Share of the prompt tokens that engines do not compute."""
+        return max(0.0, 1 - self.computed_tokens / max(1, self.stats.logical_tokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowPlan:
+    """Where each row runs; arrays are read only.
+
+    Args:
+        order: int64 [R], the rows by rank.
+        group_id: int64 [R] by row, groups numbered by their first row; -1 for a row that is alone.
+        prefix_len: int32 [R] by row, tokens that the row's group shares.
+        unit_starts: int64 [U + 1], the ranks at which units begin, and the number of rows.
+        is_reordered: rows run in another order than that of the input.
+    """
+
+    order: Ints
+    group_id: Ints
+    prefix_len: npt.NDArray[np.int32]
+    unit_starts: Ints
+    is_reordered: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the plan."""
+        return len(self.order)
+
+    @property
+    def num_units(self) -> int:
+        """Units of commit."""
+        return len(self.unit_starts) - 1
+
+
+def plan_rows(rows: PlanRows, config: PlanConfig) -> tuple[RowPlan, Arrangement]:
+    """Plan rows that fit one process; near-linear in rows.
+
+    Where sharing saves less than the configured share of the prompt tokens, rows keep the order of
+    the input and belong to no group.
+    """
+    found = arrange_rows(rows, config)
+    if found.saved_fraction < config.min_saved_fraction:
+        ones = np.ones(rows.num_rows, np.int64)
+        kept = RowPlan(
+            order=np.arange(rows.num_rows),
+            group_id=np.full(rows.num_rows, -1),
+            prefix_len=np.zeros(rows.num_rows, np.int32),
+            unit_starts=_cut(ones, config),
+            is_reordered=False,
+        )
+        return kept, found
+    entries = order_groups(found.load, by=config.order, seed=config.seed)
+    plan = RowPlan(
+        order=rank_entries(found, entries),
+        group_id=found.groups.group_id,
+        prefix_len=found.groups.prefix_tokens,
+        unit_starts=_cut(np.diff(found.starts)[entries], config),
+        is_reordered=True,
+    )
+    return plan, found
+
+
+def arrange_rows(rows: PlanRows, config: PlanConfig) -> Arrangement:
+    """Build the tree, choose what is shared, and put the rows into entries."""
+    keys, all_rows = rows.keys, np.arange(rows.num_rows)
+    tree = build_tree(keys)
+    representative = find_representatives(keys) if config.dedup else all_rows
+    is_multi = config.sharing == "multi_level"
+    if is_multi:
+        is_open = multi_level(tree)
+    else:
+        is_open = exact_single_level(tree, keys, representative=representative)
+    deepest = tree.deepest_nodes()
+    entry_of_node = _entry_nodes(tree, is_open, is_multi=is_multi)
+    places = _places(deepest, representative)
+    label = _labels(entry_of_node[deepest], places, places[representative], tree.num_nodes)
+    by_entry = np.lexsort((places, label))
+    starts = np.append(np.flatnonzero(np.diff(label[by_entry], prepend=-1)), len(label))
+    prefix_cost = np.where(is_open, tree.edge_tokens() if is_multi else tree.depth_tokens, 0)
+    prefix = np.bincount(entry_of_node, prefix_cost, minlength=tree.num_nodes).astype(np.int64)
+    prefix[0] = 0
+    generated = representative == all_rows
+    shared = tree.depth_tokens[nearest_open(tree, is_open)[deepest]]
+    distinct = np.maximum(keys.num_tokens - shared, 1) * generated
+    return Arrangement(
+        tree=tree,
+        groups=make_groups(tree, keys, is_open, dedup=config.dedup),
+        rows=by_entry,
+        starts=starts,
+        load=GroupLoad(
+            prefix_tokens=prefix[entry_of_node[deepest[by_entry[starts[:-1]]]]],
+            distinct_tokens=_sums(distinct[by_entry], starts),
+            num_rows=np.diff(starts),
+            output_tokens=_sums((rows.expected_tokens * generated)[by_entry], starts),
+        ),
+        stats=tree_stats(tree, keys),
+        computed_tokens=num_computed_tokens(
+            tree, keys, is_open, is_multi, representative=representative
+        ),
+    )
+
+
+def rank_entries(found: Arrangement, entries: Ints) -> Ints:
+    """Return the rows by rank, int64 [R].
+
+    Args:
+        found: rows in entries.
+        entries: int64 [E], permutation of the entries.
+    """
+    sizes = np.diff(found.starts)[entries]
+    ends = np.cumsum(sizes)
+    within = np.arange(len(found.rows)) - np.repeat(ends - sizes, sizes)
+    return found.rows[np.repeat(found.starts[:-1][entries], sizes) + within]
+
+
+def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
+    """Return the plan of all rows: those that engines see, then the others in input order.
+
+    Args:
+        plan: of the rows that engines see, in input order.
+        is_asked: bool [all rows].
+        config: decides the size of units.
+    """
+    asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
+    if not plan.is_reordered:
+        order = np.arange(len(is_asked))
+        unit_starts = _cut(np.ones(len(order), np.int64), config)
+    else:
+        order = np.concatenate([asked[plan.order], others])
+        tail = _cut(np.ones(len(others), np.int64), config)[1:] + len(asked)
+        unit_starts = np.concatenate([plan.unit_starts, tail])
+    group_id = np.full(len(is_asked), -1)
+    prefix_len = np.zeros(len(is_asked), np.int32)
+    group_id[asked], prefix_len[asked] = plan.group_id, plan.prefix_len
+    return RowPlan(
+        order=order,
+        group_id=group_id,
+        prefix_len=prefix_len,
+        unit_starts=unit_starts,
+        is_reordered=plan.is_reordered,
+    )
+
+
+def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:
+    return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
+
+
+def _entry_nodes(tree: PrefixTree, is_open: Bools, *, is_multi: bool) -> Ints:
+    """Return the node that names the entry of each node: int64 [N]; the root names none."""
+    return nearest_open(tree, np.equal(tree.parent, 0) if is_multi else is_open)
+
+
+def _places(deepest: Ints, representative: Ints) -> Ints:
+    """Return the place of each row in the order of the tree, identical rows side by side."""
+    places = np.empty(len(deepest), np.int64)
+    places[np.lexsort((representative, deepest))] = np.arange(len(deepest))
+    return places
+
+
+def _labels(entry: Ints, places: Ints, first_equal: Ints, num_nodes: int) -> Ints:
+    """Return for each row the first place of its entry: int64 [R].
+
+    Args:
+        entry: int64 [R], node that names the row's entry, 0 for none.
+        places: int64 [R], in the order of the tree.
+        first_equal: int64 [R], place of the first row that is identical.
+        num_nodes: of the tree.
+    """
+    first = np.full(num_nodes, len(places))
+    np.minimum.at(first, entry, places)
+    label: Ints = np.where(entry > 0, first[entry], first_equal)
+    return label
+
+
+def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:
+    sums: npt.NDArray[_Number] = np.add.reduceat(values, starts[:-1]) if len(values) else values
+    return sums

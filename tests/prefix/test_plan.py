@@ -1,0 +1,133 @@
+"""The plan of rows in memory: order, groups, loads and units."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raybatch.config import PlanConfig
+from raybatch.errors import ConfigError
+from raybatch.prefix.plan import PlanRows, arrange_rows, plan_rows, with_unasked
+
+from .prompts import SLIDES, block_sizes, cost_of, draw_prefix_tree, keys_of, letters, prompt_lists
+
+CONFIG = PlanConfig(min_saved_fraction=0)
+
+
+def rows_of(prompts, block_size=1, expected=None):
+    keys = keys_of(prompts, block_size)
+    lengths = np.full(len(prompts), 4.0) if expected is None else np.array(expected, float)
+    return PlanRows(keys=keys, expected_tokens=lengths)
+
+
+def runs(values):
+    """Return the distinct values in order; fails where one comes back after another."""
+    kept = [v for i, v in enumerate(values) if i == 0 or values[i - 1] != v]
+    assert len(kept) == len(set(kept)), values
+    return kept
+
+
+@given(prompt_lists, block_sizes, st.sampled_from(["single_level", "multi_level"]))
+def test_every_row_has_one_rank_and_groups_stay_together(prompts, block_size, sharing):
+    config = PlanConfig(min_saved_fraction=0, sharing=sharing, order="shuffle", seed=3)
+    plan, _ = plan_rows(rows_of(prompts, block_size), config)
+    assert list(range(len(prompts))) == sorted(plan.order.tolist())
+    runs([g for g in plan.group_id[plan.order].tolist() if g >= 0])
+
+
+@given(prompt_lists, block_sizes, st.booleans())
+def test_loads_add_up_to_the_tokens_that_the_chosen_prefixes_cost(prompts, block_size, dedup):
+    rows = rows_of(prompts, block_size)
+    found = arrange_rows(rows, PlanConfig(dedup=dedup))
+    assert found.computed_tokens == int(found.load.prefill_tokens.sum())
+
+
+@given(prompt_lists, block_sizes)
+def test_loads_of_all_levels_add_up_as_well(prompts, block_size):
+    found = arrange_rows(rows_of(prompts, block_size), PlanConfig(sharing="multi_level"))
+    assert found.computed_tokens == int(found.load.prefill_tokens.sum())
+
+
+@given(prompt_lists, block_sizes)
+def test_computed_tokens_are_those_of_the_groups_that_rows_got(prompts, block_size):
+    plan, found = plan_rows(rows_of(prompts, block_size), PlanConfig(dedup=False))
+    if plan.is_reordered:
+        opened = {
+            tuple(prompts[row][: plan.prefix_len[row]])
+            for row in range(len(prompts))
+            if plan.group_id[row] >= 0
+        }
+        assert cost_of(prompts, opened) <= found.computed_tokens
+
+
+@given(prompt_lists, block_sizes)
+def test_identical_rows_are_neighbours(prompts, block_size):
+    plan, _ = plan_rows(rows_of(prompts, block_size), CONFIG)
+    runs([tuple(prompts[row]) for row in plan.order.tolist()])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_tree_is_planned_the_same_from_any_order_of_the_input(seed):
+    prompts = draw_prefix_tree(seed, 100)
+    shuffled = np.random.default_rng(seed).permutation(len(prompts))
+    (one, found), (two, found_two) = (
+        plan_rows(rows_of(p, 16), CONFIG) for p in (prompts, [prompts[i] for i in shuffled])
+    )
+    assert found.computed_tokens == found_two.computed_tokens
+    sizes = [sorted(np.bincount(p.group_id[p.group_id >= 0]).tolist()) for p in (one, two)]
+    assert sizes[0] == sizes[1]
+
+
+def test_groups_with_much_output_for_little_prefill_run_first():
+    prompts = letters(["aaaab", "aaaac", "bbbbc", "bbbbd"])
+    plan, _ = plan_rows(rows_of(prompts, expected=[1, 1, 9, 9]), CONFIG)
+    assert [2, 3, 0, 1] == plan.order.tolist()
+
+
+def test_rows_keep_the_order_of_the_input_where_little_is_saved():
+    prompts = letters(["abcdefgh", "xbcdefgh", "axxxxxxx"])
+    plan, found = plan_rows(rows_of(prompts), PlanConfig(min_saved_fraction=0.05))
+    assert (1 / 24, [0, 1, 2], [-1, -1, -1]) == (
+        pytest.approx(found.saved_fraction),
+        plan.order.tolist(),
+        plan.group_id.tolist(),
+    )
+
+
+def test_all_levels_keep_the_order_of_the_tree_below_the_first():
+    plan, _ = plan_rows(rows_of(letters(SLIDES)), PlanConfig(sharing="multi_level", order="ratio"))
+    ranked = [SLIDES[row] for row in plan.order.tolist()]
+    runs([word[:1] for word in ranked])
+    runs([word[:3] for word in ranked])
+
+
+def test_units_begin_between_groups():
+    prompts = letters(["aaab", "aaac", "aaad", "bbba", "bbbc", "bbbd"])
+    config = PlanConfig(min_saved_fraction=0, unit_rows=2, max_unit_rows=4)
+    plan, _ = plan_rows(rows_of(prompts), config)
+    assert [0, 3, 6] == plan.unit_starts.tolist()
+
+
+def test_rows_that_no_engine_sees_come_last_in_units_of_their_own():
+    config = PlanConfig(min_saved_fraction=0, unit_rows=2, max_unit_rows=2)
+    plan, _ = plan_rows(rows_of(letters(["aab", "aac"])), config)
+    whole = with_unasked(plan, np.array([False, True, False, True, False]), config)
+    assert ([1, 3, 0, 2, 4], [0, 2, 4, 5]) == (whole.order.tolist(), whole.unit_starts.tolist())
+    assert [-1, 0, -1, 0, -1] == whole.group_id.tolist()
+    assert [0, 2, 0, 2, 0] == whole.prefix_len.tolist()
+
+
+def test_rows_that_no_engine_sees_stay_in_place_where_nothing_is_reordered():
+    plan, _ = plan_rows(rows_of(letters(["abc", "xyz"])), PlanConfig())
+    whole = with_unasked(plan, np.array([True, False, True]), PlanConfig())
+    assert ([0, 1, 2], [0, 3]) == (whole.order.tolist(), whole.unit_starts.tolist())
+
+
+def test_no_rows_make_an_empty_plan():
+    plan, found = plan_rows(rows_of([]), CONFIG)
+    assert (0, [0], 0) == (plan.num_rows, plan.unit_starts.tolist(), found.computed_tokens)
+
+
+def test_lengths_of_other_rows_are_refused():
+    with pytest.raises(ConfigError, match="2 rows have 1 expected"):
+        PlanRows(keys=keys_of(letters(["a", "b"]), 1), expected_tokens=np.ones(1))
