@@ -116,7 +116,6 @@ class PlanConfig:
             where it is set and `max_tokens` where not, "probe" generates some rows first.
         expected_tokens_column: a column of output lengths; null where nothing is known.
         probe_fraction: share of the rows that a probe generates first; their results are kept.
-        dedup: generate identical rows once where the result cannot differ, and give it to all.
         min_saved_fraction: rows keep the order of the input where sharing saves a smaller share
             of the prompt tokens.
         unit_rows: rows that are written together, if groups allow it.
@@ -132,11 +131,10 @@ class PlanConfig:
     lengths: Literal["auto", "probe"] = "auto"
     expected_tokens_column: str | None = None
     probe_fraction: float = 0.01
-    dedup: bool = True
     min_saved_fraction: float = 0.01
     unit_rows: int = 1024
     max_unit_rows: int = 4096
-    max_driver_bytes: int = 512 << 20
+    max_driver_bytes: int = 32 << 20
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -128,13 +128,20 @@ class RowPlan:
         return len(self.unit_starts) - 1
 
 
-def plan_rows(rows: PlanRows, config: PlanConfig) -> tuple[RowPlan, Arrangement]:
+def plan_rows(
+    rows: PlanRows, config: PlanConfig, *, dedup: bool = True
+) -> tuple[RowPlan, Arrangement]:
     """Plan rows that fit one process; near-linear in rows.
 
     Where sharing saves less than the configured share of the prompt tokens, rows keep the order of
     the input and belong to no group.
+
+    Args:
+        rows: read only.
+        config: decides what is shared, the order, and the size of units.
+        dedup: identical rows are generated once.
     """
-    found = arrange_rows(rows, config)
+    found = arrange_rows(rows, config, dedup=dedup)
     if found.saved_fraction < config.min_saved_fraction:
         ones = np.ones(rows.num_rows, np.int64)
         kept = RowPlan(
@@ -156,11 +163,11 @@ def plan_rows(rows: PlanRows, config: PlanConfig) -> tuple[RowPlan, Arrangement]
     return plan, found
 
 
-def arrange_rows(rows: PlanRows, config: PlanConfig) -> Arrangement:
+def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
     """Build the tree, choose what is shared, and put the rows into entries."""
     keys, all_rows = rows.keys, np.arange(rows.num_rows)
     tree = build_tree(keys)
-    representative = find_representatives(keys) if config.dedup else all_rows
+    representative = find_representatives(keys) if dedup else all_rows
     is_multi = config.sharing == "multi_level"
     if is_multi:
         is_open = multi_level(tree)
@@ -180,7 +187,7 @@ def arrange_rows(rows: PlanRows, config: PlanConfig) -> Arrangement:
     distinct = np.maximum(keys.num_tokens - shared, 1) * generated
     return Arrangement(
         tree=tree,
-        groups=make_groups(tree, keys, is_open, dedup=config.dedup),
+        groups=make_groups(tree, keys, is_open, dedup=dedup),
         rows=by_entry,
         starts=starts,
         load=GroupLoad(
@@ -206,7 +213,8 @@ def rank_entries(found: Arrangement, entries: Ints) -> Ints:
     sizes = np.diff(found.starts)[entries]
     ends = np.cumsum(sizes)
     within = np.arange(len(found.rows)) - np.repeat(ends - sizes, sizes)
-    return found.rows[np.repeat(found.starts[:-1][entries], sizes) + within]
+    order: Ints = found.rows[np.repeat(found.starts[:-1][entries], sizes) + within]
+    return order
 
 
 def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:

@@ -38,7 +38,7 @@ def test_every_row_has_one_rank_and_groups_stay_together(prompts, block_size, sh
 @given(prompt_lists, block_sizes, st.booleans())
 def test_loads_add_up_to_the_tokens_that_the_chosen_prefixes_cost(prompts, block_size, dedup):
     rows = rows_of(prompts, block_size)
-    found = arrange_rows(rows, PlanConfig(dedup=dedup))
+    found = arrange_rows(rows, PlanConfig(), dedup=dedup)
     assert found.computed_tokens == int(found.load.prefill_tokens.sum())
 
 
@@ -50,7 +50,7 @@ def test_loads_of_all_levels_add_up_as_well(prompts, block_size):
 
 @given(prompt_lists, block_sizes)
 def test_computed_tokens_are_those_of_the_groups_that_rows_got(prompts, block_size):
-    plan, found = plan_rows(rows_of(prompts, block_size), PlanConfig(dedup=False))
+    plan, found = plan_rows(rows_of(prompts, block_size), PlanConfig(), dedup=False)
     if plan.is_reordered:
         opened = {
             tuple(prompts[row][: plan.prefix_len[row]])
