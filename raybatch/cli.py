@@ -21,7 +21,7 @@ _DEMO_NOTE = (
     "documents and nothing else"
 )
 # every other option belongs to the stage
-JOB_OPTIONS = ("source", "sink", "stage", "overwrite")
+JOB_OPTIONS = ("source", "sink", "stage", "plan", "overwrite")
 
 app = typer.Typer(
     help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 import yaml
 
-from raybatch.config import from_mapping
+from raybatch.config import PlanConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, installed_versions
@@ -20,6 +20,8 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.plan_columns import check_names
+from raybatch.stages.planner import plan_in_memory, planned_dataset, store_plan
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.ray_errors import errors_told_once, own_cause
@@ -41,12 +43,14 @@ class JobConfig:
         source: Parquet or JSONL: a file, a folder or a glob.
         sink: folder for the output.
         stage: model, prompt and options.
+        plan: of the whole input, made before anything is generated.
         overwrite: replace an earlier output.
     """
 
     source: str
     sink: str
     stage: StageConfig
+    plan: PlanConfig = field(default_factory=PlanConfig)
     overwrite: bool = False
 
 
@@ -61,6 +65,7 @@ class Job:
         source: Parquet or JSONL: a file, a folder or a glob, local or with a protocol.
         sink: folder for the output; one that holds files is refused.
         stage: what `LLMStage(...)` returned.
+        plan: options of the plan; "off" runs the rows in input order.
         overwrite: replace the output of an earlier run.
 
     Example:
@@ -74,6 +79,7 @@ class Job:
         sink: str | Path,
         stage: type[StageFeeder],
         *,
+        plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
@@ -85,7 +91,11 @@ class Job:
                     "a glob"
                 )
         self.config = JobConfig(
-            source=str(source), sink=str(sink), stage=stage.config, overwrite=overwrite
+            source=str(source),
+            sink=str(sink),
+            stage=stage.config,
+            plan=_plan_config(plan, where="plan"),
+            overwrite=overwrite,
         )
         self._stage = stage
 
@@ -109,9 +119,15 @@ class Job:
             raise ConfigError(f"{where}: 'stage' must hold the options of the stage with a 'model'")
         options = {name: value for name, value in stage.items() if name != "model"}
         stage_config = build_stage_config(stage["model"], options, where=f"{where}: stage")
-        config = from_mapping(JobConfig, {**mapping, "stage": stage_config}, where=where)
+        plan = _plan_config(mapping.get("plan"), where=f"{where}: plan")
+        nested = {**mapping, "stage": stage_config, "plan": plan}
+        config = from_mapping(JobConfig, nested, where=where)
         return cls(
-            config.source, config.sink, build_stage(config.stage), overwrite=config.overwrite
+            config.source,
+            config.sink,
+            build_stage(config.stage),
+            plan=config.plan,
+            overwrite=config.overwrite,
         )
 
     @classmethod
@@ -167,6 +183,7 @@ class Job:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
+        check_names(source.schema)
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)
         check_model(stage, is_one_host=ray.is_initialized() and len(ray.nodes()) == 1)
@@ -188,10 +205,23 @@ class Job:
         watch: PoolWatch | None = None
         try:
             with shown(progress) as callback, watch_with(callback=callback) as watch:
-                _map(source.dataset(row_id_column=row_id_column), stage, sink)
+                # engines load their weights while the plan is made and Ray starts feeders
+                stage.pool.start()
+                if self.config.plan.mode == "off":
+                    _map(source.dataset(row_id_column=row_id_column), stage, sink)
+                else:
+                    self._run_plan(source, stage, sink, row_id_column)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done, source.num_rows)
             raise
+
+    def _run_plan(
+        self, source: Source, stage: type[StageFeeder], sink: PartSink, row_id_column: str | None
+    ) -> None:
+        plan = self.config.plan
+        rows, planned = plan_in_memory(source, stage.config, plan, row_id_column=row_id_column)
+        store_plan(self.config.sink, source, planned, plan)
+        _map(planned_dataset(rows, planned, plan), stage, sink, batch_size=None)
 
     def _tell_interrupted(self, rows_done: int, num_rows: int) -> None:
         logger.warning(
@@ -258,9 +288,28 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
     return mapping
 
 
-def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noqa: ANN401
-    # Engines load their weights while Ray starts feeders and reads the first rows.
-    stage.pool.start()
+def _plan_config(plan: object, *, where: str) -> PlanConfig:
+    if isinstance(plan, PlanConfig):
+        return plan
+    # YAML reads a bare `off` as false
+    if plan is None or plan is True or plan == "auto":
+        return PlanConfig()
+    if plan is False or plan == "off":
+        return PlanConfig(mode="off")
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"{where} must be 'auto', 'off' or options of the plan, got {plan!r}")
+    values = dict(plan)
+    if values.get("mode") is False:
+        values["mode"] = "off"
+    return from_mapping(PlanConfig, values, where=where)
+
+
+def _map(
+    dataset: Any,  # noqa: ANN401
+    stage: type[StageFeeder],
+    sink: PartSink,
+    **options: Any,  # noqa: ANN401
+) -> None:
     # A run of long outputs may finish no block for half an hour, and progress is shown here.
     dataset.context.execution_no_progress_timeout_s = -1
     dataset.context.enable_progress_bars = False
@@ -270,6 +319,6 @@ def _map(dataset: Any, stage: type[StageFeeder], sink: PartSink) -> None:  # noq
     dataset.context.raise_original_map_exception = True
     try:
         with errors_told_once():
-            stage.apply(dataset).write_datasink(sink)
+            stage.apply(dataset, **options).write_datasink(sink)
     except Exception as error:
         raise own_cause(error) or error from None

@@ -23,6 +23,7 @@ from raybatch.stages.finish import Answers, finish_rows
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
+from raybatch.stages.plan_columns import PlannedRows, take_off
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
@@ -81,14 +82,14 @@ class StageFeeder:
     async def _answer(self, batch: Any) -> pa.Table:  # noqa: ANN401
         if self._failure is not None:
             raise self._failure
-        table = to_table(batch)
+        table, planned = take_off(to_table(batch))
         input_errors = None
         if (column := self.config.input_error_column) is not None:
             input_errors = column_of(table, column).to_pylist()
             table = table.drop_columns([column])
         self._check_columns(table.schema)
         with self._hint.holding(table.num_rows):
-            prepared = await asyncio.to_thread(self._prepare, table, input_errors)
+            prepared = await asyncio.to_thread(self._prepare, table, input_errors, planned)
             prompt_errors = [prompt.error for prompt in prepared.prompts]
             self._all_failed_alarm.see(prompt_errors)
             unasked = _classes(prompt_errors)
@@ -99,22 +100,25 @@ class StageFeeder:
                 results = await self.pool.generate(
                     prepared.requests, prepared.samplings, client=self.client
                 )
-            finished = await asyncio.to_thread(self._finish, table, prepared, results)
+            finished = await asyncio.to_thread(self._finish, table, prepared, results, planned)
             errors = _classes(self._errors_of(finished))
             errors -= unasked + _classes(results.column("error").to_pylist())
             await self.pool.note_outside(0, errors, client=self.client)
             return finished
 
     @classmethod
-    def map_options(cls) -> dict[str, Any]:
+    def map_options(cls, *, batch_size: int | None = _ROWS_PER_CALL) -> dict[str, Any]:
         """Return the keyword arguments of `map_batches` that keep the engines full.
+
+        Args:
+            batch_size: rows of one call; None takes Ray blocks as they are.
 
         Example:
             >>> ds.map_batches(stage, **stage.map_options())  # doctest: +SKIP
         """
         return {
             "batch_format": "pyarrow",
-            "batch_size": _ROWS_PER_CALL,
+            "batch_size": batch_size,
             "num_cpus": _CPUS_PER_FEEDER,
             "compute": ActorPoolStrategy(
                 size=_num_feeders(cls.config), max_concurrent_calls_per_actor=_CALLS_PER_FEEDER
@@ -122,9 +126,9 @@ class StageFeeder:
         }
 
     @classmethod
-    def apply(cls, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the Ray dataset mapped by this stage with `map_options`."""
-        return dataset.map_batches(cls, **cls.map_options())
+    def apply(cls, dataset: Any, **options: Any) -> Any:  # noqa: ANN401 - Ray has no types
+        """Return the Ray dataset mapped by this stage with `map_options(**options)`."""
+        return dataset.map_batches(cls, **cls.map_options(**options))
 
     @classmethod
     def stats(cls) -> PoolStats:
@@ -147,29 +151,42 @@ class StageFeeder:
             self.config.output.check_collisions(schema, id_column=self.config.id_column)
             self._checked_schema = schema
 
-    def _prepare(self, table: pa.Table, input_errors: list[str] | None) -> Prepared:
+    def _prepare(
+        self, table: pa.Table, input_errors: list[str] | None, planned: PlannedRows | None
+    ) -> Prepared:
         prepared = prepare(
             table,
             config=self.config,
             reader=self._reader,
             max_model_len=self._max_model_len,
             input_errors=input_errors,
+            planned=planned,
         )
         if self.config.on_error == "raise":
             for row_id, prompt in zip(prepared.row_ids, prepared.prompts, strict=True):
                 _raise_if(row_id, prompt.error)
         return prepared
 
-    def _finish(self, table: pa.Table, prepared: Prepared, results: pa.Table) -> pa.Table:
+    def _finish(
+        self,
+        table: pa.Table,
+        prepared: Prepared,
+        results: pa.Table,
+        planned: PlannedRows | None,
+    ) -> pa.Table:
         finished = finish_rows(
             table,
             row_ids=prepared.row_ids,
             prompts=prepared.prompts,
             answers=Answers(
-                rows=prepared.rows, samplings=prepared.request_samplings, results=results
+                rows=prepared.rows,
+                copies=prepared.copies,
+                samplings=prepared.request_samplings,
+                results=results,
             ),
             tokenizer=self._tokenizer,
             output=self.config.output,
+            group_ids=None if planned is None else planned.group_ids,
         )
         if self.config.on_error == "raise":
             for row_id, error in zip(prepared.row_ids, self._errors_of(finished), strict=True):

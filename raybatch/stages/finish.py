@@ -1,6 +1,6 @@
 """From results of the pool to the columns of the output: text, reasons and errors per row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -36,11 +36,13 @@ class Answers:
 
     Args:
         rows: position in the row batch of each request.
+        copies: row to the earlier row whose result is its own.
         samplings: of each request.
         results: of the pool, in the order of rows and samples.
     """
 
     rows: Sequence[int]
+    copies: Mapping[int, int]
     samplings: Sequence[Sampling]
     results: pa.Table
 
@@ -53,8 +55,11 @@ def finish_rows(
     answers: Answers,
     tokenizer: Tokenizer,
     output: OutputSchema,
+    group_ids: Sequence[int | None] | None = None,
 ) -> pa.Table:
     """Return the user's columns with the output columns; every row in has one row out.
+
+    A copy counts all tokens of its prompt as cached.
 
     Raises:
         RaybatchError: the pool returned another number of samples than were asked.
@@ -62,10 +67,21 @@ def finish_rows(
     samples = [_unasked(prompt, output.num_samples) for prompt in prompts]
     for row, found in _answered(answers, tokenizer).items():
         samples[row] = found if len(found) == output.num_samples else found * output.num_samples
+    for row, original in answers.copies.items():
+        samples[row] = _copied(samples[original], prompts[row])
     missing = [i for i, found in enumerate(samples) if not found]
     if missing:
         raise RaybatchError(f"the pool returned nothing for {len(missing)} rows of a row batch")
-    return output.attach(user, _columns(row_ids, prompts, samples, output))
+    columns = _columns(row_ids, prompts, samples, output)
+    columns["group_id"] = [None] * len(samples) if group_ids is None else list(group_ids)
+    return output.attach(user, columns)
+
+
+def _copied(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
+    """Return the samples of a row for another one with the same prompt and options."""
+    num_tokens = 0 if prompt.token_ids is None else len(prompt.token_ids)
+    first, *others = samples
+    return [first._replace(num_cached_tokens=num_tokens), *others]
 
 
 def _unasked(prompt: Prompt, num_samples: int) -> list[Sample]:
@@ -164,7 +180,6 @@ def _columns(
         "num_generated_tokens": per_sample([[_length(s) for s in row] for row in samples]),
         "num_cached_tokens": [row[0].num_cached_tokens or 0 for row in samples],
         "finish_reason": per_sample([[s.finish_reason for s in row] for row in samples]),
-        "group_id": [None] * len(samples),
         "attempts": [max(s.attempts for s in row) for row in samples],
         ERROR_COLUMN: [next((s.error for s in row if s.error), "") for row in samples],
     }

@@ -36,6 +36,7 @@ def LLMStage(  # noqa: N802 - it returns a class
     on_error: OnError = "row",
     on_too_long: OnTooLong = "error",
     output_prefix: str = "",
+    dedup: bool = True,
     engine: EngineConfig | Mapping[str, Any] | None = None,
     pool: PoolConfig | Mapping[str, Any] | None = None,
     backend: BackendConfig | Mapping[str, Any] | str | None = None,
@@ -69,6 +70,7 @@ def LLMStage(  # noqa: N802 - it returns a class
         on_too_long: what to do with a prompt that leaves no room in the context: "error",
             "truncate_left", "truncate_right" or "drop" (an empty row with reason "filtered").
         output_prefix: put before every output column, for a second stage over the same rows.
+        dedup: generate identical greedy prompts of a row batch once, and give the result to all.
         engine: options of the engines.
         pool: replicas and their resources.
         backend: what a replica runs.
@@ -98,6 +100,7 @@ def LLMStage(  # noqa: N802 - it returns a class
         "on_error": on_error,
         "on_too_long": on_too_long,
         "output_prefix": output_prefix,
+        "dedup": dedup,
         "engine": engine,
         "pool": pool,
         "backend": backend,

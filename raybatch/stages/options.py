@@ -59,6 +59,7 @@ class StageConfig:
     on_error: OnError = "row"
     on_too_long: OnTooLong = "error"
     output_prefix: str = ""
+    dedup: bool = True
     engine: EngineConfig = field(default_factory=EngineConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)

@@ -1,6 +1,6 @@
 """From a row batch to what the pool is asked: ids, prompts, options and the request table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
+from raybatch.stages.plan_columns import PlannedRows
 from raybatch.stages.render import Prompt, PromptReader, fit_prompt
 from raybatch.types import Sampling
 
@@ -27,6 +28,7 @@ class Prepared:
         row_ids: of every row.
         prompts: of every row, errors included.
         rows: position in the row batch of each request.
+        copies: rows that are not asked because an earlier one is identical, to that one.
         requests: one row per request.
         samplings: the different options, which the request table points into.
         request_samplings: of each request.
@@ -35,6 +37,7 @@ class Prepared:
     row_ids: Sequence[str]
     prompts: Sequence[Prompt]
     rows: Sequence[int]
+    copies: Mapping[int, int]
     requests: pa.Table
     samplings: Sequence[Sampling]
     request_samplings: Sequence[Sampling]
@@ -47,6 +50,7 @@ def prepare(
     reader: PromptReader,
     max_model_len: int | None,
     input_errors: Sequence[str] | None = None,
+    planned: PlannedRows | None = None,
 ) -> Prepared:
     """Render, tokenize and check every row; what is wrong with a row is in its prompt.
 
@@ -56,11 +60,16 @@ def prepare(
         reader: of the prompts.
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
+        planned: what the plan of a job says of the rows.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
     """
-    prompts = _read(table, reader, input_errors)
+    prompts: Sequence[Prompt]
+    if planned is not None and planned.prompts is not None:
+        prompts = planned.prompts
+    else:
+        prompts = _read(table, reader, input_errors)
     samplings = row_samplings(
         table,
         config.sampling,
@@ -74,12 +83,16 @@ def prepare(
     row_ids, prompts = _identify(table, config, prompts)
     rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
     asked = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
+    copies = find_copies(rows, prompts, asked) if config.dedup else {}
+    asked = [sampling for row, sampling in zip(rows, asked, strict=True) if row not in copies]
+    rows = [row for row in rows if row not in copies]
     distinct = list(dict.fromkeys(asked))
     index = {sampling: i for i, sampling in enumerate(distinct)}
     return Prepared(
         row_ids=row_ids,
         prompts=prompts,
         rows=rows,
+        copies=copies,
         samplings=distinct,
         request_samplings=asked,
         requests=request_table(
@@ -87,8 +100,38 @@ def prepare(
             [ids for row in rows if (ids := prompts[row].token_ids) is not None],
             seeds=_seeds(asked, [row_ids[row] for row in rows]),
             sampling=np.array([index[s] for s in asked], np.int32),
+            group_ids=None if planned is None else [planned.group_ids[row] for row in rows],
+            prefix_lens=None if planned is None else planned.prefix_lens[rows],
         ),
     )
+
+
+def find_copies(
+    rows: Sequence[int], prompts: Sequence[Prompt], samplings: Sequence[Sampling]
+) -> dict[int, int]:
+    """Return the rows whose result is that of an earlier row, to that row.
+
+    Only where neither chance nor the row's id takes part in the result.
+
+    Args:
+        rows: positions that are asked.
+        prompts: of all rows.
+        samplings: of each of `rows`.
+    """
+    first: dict[tuple[Sampling, bytes], int] = {}
+    copies = {}
+    for row, sampling in zip(rows, samplings, strict=True):
+        token_ids = prompts[row].token_ids
+        if is_deterministic(sampling) and token_ids is not None:
+            original = first.setdefault((sampling, token_ids.tobytes()), row)
+            if original != row:
+                copies[row] = original
+    return copies
+
+
+def is_deterministic(sampling: Sampling) -> bool:
+    """Return whether equal prompts have equal results with these options."""
+    return sampling.temperature == 0
 
 
 def _read(

@@ -18,7 +18,8 @@ from raybatch.stages.storage import told_as
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
 _PART = re.compile(r"part-\d{6,}\.parquet")
-_WRITTEN = re.compile(rf"{_PART.pattern}|\.{_PART.pattern}\.staged|_raybatch/[^/]+")
+_OURS = r"_raybatch/(?:plan/[^/]+/)?[^/]+"
+_WRITTEN = re.compile(rf"{_PART.pattern}|\.{_PART.pattern}\.staged|{_OURS}")
 
 
 def prepare_sink(
@@ -65,7 +66,8 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             f"{_MARKER} of an earlier run, so nothing is overwritten; remove them yourself or "
             "choose another folder"
         )
-    for path, name in files.items():
+    # plan.json goes before its shards: a plan without them could not be followed
+    for path, name in sorted(files.items()):
         if _WRITTEN.fullmatch(name) and name != _MARKER:
             fs.rm_file(path)
     marker = posixpath.join(root, _MARKER)

@@ -1,0 +1,117 @@
+"""The columns by which the plan of a job travels with its rows, as far as the feeders.
+
+They are put on beside the user's columns and taken off by whoever reads them; none is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.errors import ConfigError
+from raybatch.stages.render import Prompt
+from raybatch.types import TokenIds
+
+__all__ = ["RANK", "PlannedRows", "check_names", "plan_columns", "prompt_columns", "take_off"]
+
+_MARK = "__rb_"
+RANK = f"{_MARK}rank"
+_GROUP = f"{_MARK}group"
+_PREFIX_LEN = f"{_MARK}prefix_len"
+_EXPECTED = f"{_MARK}expected"
+_PROMPT = f"{_MARK}prompt"
+_ERROR = f"{_MARK}error"
+_FILTERED = f"{_MARK}filtered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRows:
+    """What a plan says of the rows of a batch.
+
+    Args:
+        group_ids: prefix group of each row, None for a row that is alone.
+        prefix_lens: int32 [rows], tokens that the row's group shares.
+        expected_lens: tokens that each row is likely to generate, None where nothing is known.
+        prompts: of each row, where the plan has kept them; None renders them again.
+    """
+
+    group_ids: Sequence[int | None]
+    prefix_lens: npt.NDArray[np.int32]
+    expected_lens: Sequence[int | None]
+    prompts: Sequence[Prompt] | None = None
+
+
+def check_names(schema: pa.Schema) -> None:
+    """Raise ConfigError where a column of the user has a name of ours."""
+    taken = [name for name in schema.names if name.startswith(_MARK)]
+    if taken:
+        raise ConfigError(
+            f"the source has columns whose names begin with {_MARK!r}, which are kept for plans: "
+            f"{', '.join(taken)}; rename them"
+        )
+
+
+def plan_columns(
+    group_ids: npt.NDArray[np.int64],
+    prefix_lens: npt.NDArray[np.int32],
+    expected_lens: npt.NDArray[np.float64],
+) -> dict[str, pa.Array]:
+    """Return columns of a plan; a negative group and an expected length of NaN become null."""
+    is_known = ~np.isnan(expected_lens)
+    whole = np.where(is_known, np.ceil(np.nan_to_num(expected_lens)), 0).astype(np.int32)
+    return {
+        _GROUP: pa.array(group_ids, mask=group_ids < 0),
+        _PREFIX_LEN: pa.array(prefix_lens, pa.int32()),
+        _EXPECTED: pa.array(whole, mask=~is_known),
+    }
+
+
+def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
+    """Return columns of prompts that need not be rendered again."""
+    return {
+        _PROMPT: _token_lists([prompt.token_ids for prompt in prompts]),
+        _ERROR: pa.array([prompt.error for prompt in prompts], pa.large_string()),
+        _FILTERED: pa.array([prompt.is_filtered for prompt in prompts], pa.bool_()),
+    }
+
+
+def take_off(table: pa.Table) -> tuple[pa.Table, PlannedRows | None]:
+    """Return the table without columns of a plan, and what they say; None where there are none."""
+    names = [name for name in table.column_names if name.startswith(_MARK)]
+    if not names:
+        return table, None
+    return table.drop_columns(names), PlannedRows(
+        group_ids=table.column(_GROUP).to_pylist(),
+        prefix_lens=table.column(_PREFIX_LEN).to_numpy(),
+        expected_lens=table.column(_EXPECTED).to_pylist(),
+        prompts=_prompts(table) if _PROMPT in names else None,
+    )
+
+
+def _prompts(table: pa.Table) -> list[Prompt]:
+    lists = table.column(_PROMPT)
+    lists = lists.chunk(0) if lists.num_chunks == 1 else lists.combine_chunks()
+    tokens, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
+    is_null = lists.is_null().to_numpy(zero_copy_only=False)
+    errors = table.column(_ERROR).to_pylist()
+    filtered = table.column(_FILTERED).to_pylist()
+    return [
+        Prompt(
+            None if is_null[row] else tokens[offsets[row] : offsets[row + 1]],
+            errors[row],
+            filtered[row],
+        )
+        for row in range(table.num_rows)
+    ]
+
+
+def _token_lists(prompts: Sequence[TokenIds | None]) -> pa.LargeListArray:
+    lengths = [0 if ids is None else len(ids) for ids in prompts]
+    given = [ids for ids in prompts if ids is not None]
+    return pa.LargeListArray.from_arrays(
+        pa.array(np.cumsum([0, *lengths], dtype=np.int64)),
+        pa.array(np.concatenate([np.zeros(0, np.int32), *given])),
+        mask=pa.array([ids is None for ids in prompts], pa.bool_()),
+    )

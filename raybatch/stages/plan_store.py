@@ -1,0 +1,203 @@
+"""The plan below the sink: written once, before the first row runs.
+
+    _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len of each row
+    _raybatch/plan/<hash>/units.arrow              rows and prompt tokens of each unit
+    _raybatch/plan.json                            created last; it alone says which plan holds
+
+Rows are numbered in the order of files and positions. Shards lie in a folder named by the hash of
+the whole plan, so that two drivers with different plans never mix theirs.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.config import PlanConfig
+from raybatch.errors import ConfigError
+from raybatch.prefix.plan import RowPlan
+from raybatch.stages.source import Source
+from raybatch.stages.storage import create_file, told_as
+
+__all__ = ["PLAN_PATH", "SHARD_SCHEMA", "StoredPlan", "read_plan", "shard_of", "write_plan"]
+
+PLAN_PATH = "_raybatch/plan.json"
+_VERSION = 1
+
+SHARD_SCHEMA = pa.schema(
+    [
+        pa.field("unit", pa.int32(), nullable=False),
+        pa.field("pos", pa.int32(), nullable=False),
+        pa.field("group_id", pa.int64()),
+        pa.field("prefix_len", pa.int32(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPlan:
+    """What `plan.json` says.
+
+    Args:
+        hash: of all shards.
+        num_rows: of the source.
+        num_units: units of commit.
+        num_groups: prefix groups.
+        is_reordered: rows run in another order than that of the input.
+        logical_tokens: prompt tokens of the rows that engines see.
+        computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
+        block_size: tokens of a KV block.
+        options: of the plan.
+        files: name and rows of each file of the source, in order.
+        shards: name and first row of each shard, in order.
+    """
+
+    hash: str
+    num_rows: int
+    num_units: int
+    num_groups: int
+    is_reordered: bool
+    logical_tokens: int
+    computed_tokens: int
+    block_size: int
+    options: dict[str, Any]
+    files: tuple[tuple[str, int], ...]
+    shards: tuple[tuple[str, int], ...]
+    version: int = _VERSION
+
+
+def shard_of(plan: RowPlan) -> pa.Table:
+    """Return the shard of a plan that holds all rows of a source: one row each, in input order."""
+    unit = np.empty(plan.num_rows, np.int32)
+    pos = np.empty(plan.num_rows, np.int32)
+    sizes = np.diff(plan.unit_starts)
+    unit[plan.order] = np.repeat(np.arange(plan.num_units), sizes)
+    pos[plan.order] = np.arange(plan.num_rows) - np.repeat(plan.unit_starts[:-1], sizes)
+    group_id = pa.array(plan.group_id, mask=plan.group_id < 0)
+    return pa.table([unit, pos, group_id, plan.prefix_len], schema=SHARD_SCHEMA)
+
+
+def digest_of(shard: pa.Table) -> str:
+    """Return a hash of what a shard says."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in shard.columns:
+        values = column.fill_null(-1).to_numpy()
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+def plan_hash(digests: Sequence[str], options: PlanConfig, files: Sequence[tuple[str, int]]) -> str:
+    """Return the hash of a whole plan."""
+    text = json.dumps([list(digests), dataclasses.asdict(options), [list(f) for f in files]])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
+    """Write one shard and return its name; the same shard may be written again.
+
+    Args:
+        sink: of the job.
+        plan: hash of the plan.
+        first_row: number of the shard's first row in the source.
+        shard: of `SHARD_SCHEMA`.
+    """
+    name = f"rows-{first_row:012d}.arrow"
+    _create(sink, f"_raybatch/plan/{plan}/{name}", _as_bytes(shard))
+    return name
+
+
+def write_plan(sink: str, stored: StoredPlan, units: pa.Table) -> None:
+    """Write what is left of a plan whose shards lie there; `plan.json` comes last.
+
+    Args:
+        sink: of the job.
+        stored: what `plan.json` will say.
+        units: rows and prompt tokens of each unit.
+
+    Raises:
+        ConfigError: another plan lies there already, or the folder cannot be written.
+    """
+    _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(units))
+    text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
+    if not _create(sink, PLAN_PATH, text.encode()) and read_plan(sink).hash != stored.hash:
+        raise ConfigError(
+            f"{sink.rstrip('/')}/{PLAN_PATH} holds another plan, so another run writes here; "
+            "choose another folder, or set overwrite=True (--overwrite in a shell)"
+        )
+
+
+def read_plan(sink: str) -> StoredPlan:
+    """Return what `plan.json` below the sink says.
+
+    Raises:
+        ConfigError: there is none, or it is not one of this version.
+    """
+    path = f"{sink.rstrip('/')}/{PLAN_PATH}"
+    with told_as(f"{path} is not a plan of this version of raybatch"):
+        with fsspec.open(path, "rb") as file:
+            values = json.loads(file.read())
+        for name in ("files", "shards"):
+            values[name] = tuple((str(file), int(rows)) for file, rows in values[name])
+        stored = StoredPlan(**values)
+        if stored.version != _VERSION:
+            raise ConfigError(f"{path} has version {stored.version}; this is {_VERSION}")
+        return stored
+
+
+def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
+    """Return what the plan says of rows `start` to `stop` of the source, in input order."""
+    firsts = [first for _, first in stored.shards] + [stored.num_rows]
+    parts = []
+    for (name, first), end in zip(stored.shards, firsts[1:], strict=True):
+        if first < stop and start < end:
+            path = f"{sink.rstrip('/')}/_raybatch/plan/{stored.hash}/{name}"
+            with fsspec.open(path, "rb") as file:
+                shard = pa.ipc.open_file(file).read_all()
+            parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
+    return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
+
+
+def files_of(source: Source) -> tuple[tuple[str, int], ...]:
+    """Return name and number of rows of each file of a source, in order."""
+    rows: dict[str, int] = {}
+    for part in source.slices:
+        rows[part.name] = rows.get(part.name, 0) + part.num_rows
+    return tuple(rows.items())
+
+
+def unit_table(plan: RowPlan, num_tokens: npt.NDArray[np.int64]) -> pa.Table:
+    """Return rows and prompt tokens of each unit.
+
+    Args:
+        plan: of all rows of a source.
+        num_tokens: int64 [R], prompt tokens of each row.
+    """
+    ends = np.concatenate([[0], np.cumsum(num_tokens[plan.order])])[plan.unit_starts]
+    return pa.table(
+        {
+            "num_rows": np.diff(plan.unit_starts),
+            "prompt_tokens": [int(stop - start) for start, stop in pairwise(ends)],
+        }
+    )
+
+
+def _create(sink: str, name: str, data: bytes) -> bool:
+    path = f"{sink.rstrip('/')}/{name}"
+    with told_as(f"{path} cannot be written"):
+        return create_file(path, data)
+
+
+def _as_bytes(table: pa.Table) -> bytes:
+    buffer = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(buffer, table.schema, options=options) as out:
+        out.write_table(table)
+    return bytes(buffer.getvalue())

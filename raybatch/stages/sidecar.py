@@ -1,0 +1,147 @@
+"""What planning needs to know of the rows of a source, and nothing of the users' columns."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.errors import ConfigError
+from raybatch.prefix.block_keys import BlockKeys, hash_blocks
+from raybatch.prefix.lengths import expected_lengths
+from raybatch.stages.identity import row_seed
+from raybatch.stages.prepare import Prepared, is_deterministic
+from raybatch.stages.schema import error_class
+from raybatch.types import Sampling
+
+__all__ = ["FILTERED", "Sidecar", "describe_rows"]
+
+# why a row is not asked that is left out on purpose; error classes begin with a capital
+FILTERED = "filtered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sidecar:
+    """Rows of a source as planning sees them, in input order; arrays are read only.
+
+    Args:
+        keys: of the rows that engines see; the digest also tells options apart that decide a
+            result, and rows whose results differ by chance.
+        asked: int64 [A], positions of these rows among all rows described.
+        max_tokens: int64 [A], longest output over all samples.
+        expected_tokens: float64 [A], output to expect over all samples.
+        num_rows: rows described.
+        unasked: rows that no engine sees: class of their error, or "filtered", to their number.
+    """
+
+    keys: BlockKeys
+    asked: npt.NDArray[np.int64]
+    max_tokens: npt.NDArray[np.int64]
+    expected_tokens: npt.NDArray[np.float64]
+    num_rows: int
+    unasked: Counter[str]
+
+    @classmethod
+    def concat(cls, parts: Sequence["Sidecar"]) -> "Sidecar":
+        """Return the rows of all parts, in order; at least one part."""
+        firsts = np.cumsum([0, *(part.num_rows for part in parts)])
+        return cls(
+            keys=BlockKeys.concat([part.keys for part in parts]),
+            asked=np.concatenate(
+                [part.asked + first for part, first in zip(parts, firsts, strict=False)]
+            ),
+            max_tokens=np.concatenate([part.max_tokens for part in parts]),
+            expected_tokens=np.concatenate([part.expected_tokens for part in parts]),
+            num_rows=int(firsts[-1]),
+            unasked=sum((part.unasked for part in parts), Counter()),
+        )
+
+    @property
+    def is_asked(self) -> npt.NDArray[np.bool_]:
+        """Whether an engine sees a row, bool [num_rows]."""
+        is_asked = np.zeros(self.num_rows, np.bool_)
+        is_asked[self.asked] = True
+        return is_asked
+
+
+def describe_rows(
+    table: pa.Table, prepared: Prepared, *, block_size: int, expected_column: str | None = None
+) -> Sidecar:
+    """Describe the rows of one batch.
+
+    Args:
+        table: the user's columns.
+        prepared: the same rows, every asked row among its requests (no copies).
+        block_size: tokens of a KV block.
+        expected_column: output lengths that the user expects; None takes the longest allowed.
+
+    Raises:
+        ConfigError: the column is no column of numbers, or holds a length below 0.
+    """
+    lists = prepared.requests.column("prompt_token_ids").combine_chunks()
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    keys = hash_blocks(lists.values.to_numpy(), offsets, block_size)
+    asked = np.asarray(prepared.rows, np.int64)
+    samplings = prepared.request_samplings
+    max_tokens = np.array([s.max_tokens * s.n for s in samplings], np.int64)
+    num_samples = np.array([s.n for s in samplings], np.int64)
+    row_ids = [prepared.row_ids[row] for row in prepared.rows]
+    reasons = (p.error or FILTERED for p in prepared.prompts if not p.is_asked)
+    return Sidecar(
+        keys=replace(keys, digest=_result_keys(keys.digest, samplings, row_ids)),
+        asked=asked,
+        max_tokens=max_tokens,
+        expected_tokens=_expected(table, expected_column, prepared, max_tokens, num_samples),
+        num_rows=table.num_rows,
+        unasked=Counter(error_class(reason) for reason in reasons),
+    )
+
+
+def _result_keys(
+    digests: npt.NDArray[np.uint64], samplings: Sequence[Sampling], row_ids: Sequence[str]
+) -> npt.NDArray[np.uint64]:
+    """Mix into the digest of each prompt what else decides its result."""
+    known = {sampling: _options_key(sampling) for sampling in set(samplings)}
+    salts = [
+        known[sampling] if is_deterministic(sampling) else row_seed(sampling.seed, row_id)
+        for sampling, row_id in zip(samplings, row_ids, strict=True)
+    ]
+    return digests ^ np.array(salts, np.uint64)
+
+
+def _options_key(sampling: Sampling) -> int:
+    text = repr(dataclasses.astuple(sampling))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _expected(
+    table: pa.Table,
+    column: str | None,
+    prepared: Prepared,
+    max_tokens: npt.NDArray[np.int64],
+    num_samples: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float64]:
+    if column is None:
+        return expected_lengths(max_tokens)
+    if column not in table.column_names:
+        raise ConfigError(
+            f"plan.expected_tokens_column {column!r} is not in the source: {table.column_names}"
+        )
+    try:
+        values = pc.cast(table.column(column), pa.float64()).to_numpy()[list(prepared.rows)]
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ConfigError(f"plan.expected_tokens_column {column!r}: {error}") from error
+    is_wrong = (values < 0) | np.isinf(values)
+    if is_wrong.any():
+        place = int(np.argmax(is_wrong))
+        row_id = prepared.row_ids[prepared.rows[place]]
+        raise ConfigError(
+            f"plan.expected_tokens_column {column!r} is {values[place]} in row {row_id!r}; give a "
+            "number of tokens, or null where it is not known"
+        )
+    return expected_lengths(max_tokens, values * num_samples)
