@@ -6,32 +6,22 @@ Nothing here has state, so preemption, migration and the make-up of a batch chan
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.hashing import GOLDEN, mix64
+
 Uint64s = npt.NDArray[np.uint64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
-
-
-def mix64(values: Uint64s) -> Uint64s:
-    """Scramble 64-bit words so that equal differences of inputs leave no trace.
-
-    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, 2014).
-    """
-    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 def sequence_key(seed: int, sample_idx: int) -> int:
     """Return the 64-bit key of one sample of one request."""
     words = np.array([seed & _MASK, sample_idx & _MASK], np.uint64)
-    first = mix64(words[:1] + _GOLDEN)
-    return int(mix64(first ^ (words[1:] * _GOLDEN + np.uint64(1)))[0])
+    first = mix64(words[:1] + GOLDEN)
+    return int(mix64(first ^ (words[1:] * GOLDEN + np.uint64(1)))[0])
 
 
 def uniforms(keys: Uint64s, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) with 53 random bits for each pair of key and position."""
-    counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
     bits = mix64(mix64(keys + counters)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

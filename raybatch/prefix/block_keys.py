@@ -15,16 +15,16 @@ import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
 from raybatch.errors import ConfigError
+from raybatch.hashing import GOLDEN, mix64
 from raybatch.types import TokenIds
 
-__all__ = ["BlockKeys", "find_representatives", "hash_blocks"]
+__all__ = ["BlockKeys", "find_representatives", "hash_blocks", "start_offsets"]
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 # of each run of tokens: its hash, and the sum of the states on the way there
 _Hashes = tuple[Uint64s, Uint64s]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # blocks hashed at a time: their tokens and the words in flight stay in the CPU's second level cache
 _CHUNK = 1 << 13
 
@@ -148,7 +148,7 @@ def hash_blocks(
     starts = shifts + np.arange(first[-1]) * block_size
     keys, trails = _hash_whole_blocks(tokens, starts, block_size)
     roots = np.zeros(len(num_tokens), np.uint64) if salts is None else salts
-    roots = _mix(roots.astype(np.uint64) + _GOLDEN)
+    roots = mix64(roots.astype(np.uint64) + GOLDEN)
     _chain(keys, first, num_blocks, roots)
     tail_starts = offsets[:-1] + num_blocks * block_size
     tails, tail_trails = _hash_tails(tokens, tail_starts, num_tokens % block_size, block_size)
@@ -195,19 +195,8 @@ def _equal_to_previous(values: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]
     return equal
 
 
-def _mix(words: Uint64s) -> Uint64s:
-    """Scramble 64-bit words one to one.
-
-    Source: finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, 2014).
-    """
-    mixed = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
 def _combine(states: Uint64s, words: Uint64s) -> Uint64s:
-    return _mix((states ^ words) + _GOLDEN)
+    return mix64((states ^ words) + GOLDEN)
 
 
 def _hash_whole_blocks(tokens: TokenIds, starts: Int64s, block_size: int) -> _Hashes:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
+from raybatch.hashing import GOLDEN, mix64
 from raybatch.prefix.load import Ints
 
 __all__ = ["MAX_EXACT_FIELDS", "Layout", "LayoutAdvice", "TemplateField", "advise_layout"]
@@ -191,12 +192,9 @@ class _Sharing:
 def _mix(value_ids: Ints, salt: int) -> npt.NDArray[np.uint64]:
     """Return pseudorandom keys; their sum over fields names a combination of values.
 
-    Two of n combinations collide with probability n^2 / 2^65. Source: splitmix64.
+    Two of n combinations collide with probability n^2 / 2^65.
     """
-    key = value_ids.astype(np.uint64) + np.uint64((salt + 1) * 0x9E3779B97F4A7C15 % 2**64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
-    return key ^ (key >> np.uint64(31))
+    return mix64(value_ids.astype(np.uint64) + np.uint64((salt + 1) * int(GOLDEN) % 2**64))
 
 
 def _best_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:

@@ -1,0 +1,22 @@
+"""The one scrambler of 64-bit words behind random numbers, block keys and row seeds."""
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GOLDEN", "mix64"]
+
+Uint64s = npt.NDArray[np.uint64]
+
+# odd, and its multiples spread evenly over 64 bits
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix64(words: Uint64s) -> Uint64s:
+    """Scramble 64-bit words one to one, so that equal differences of inputs leave no trace.
+
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, 2014).
+    """
+    mixed = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

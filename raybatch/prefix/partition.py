@@ -1,0 +1,133 @@
+"""Cuts an input into parts that can be planned apart: rows that share much come into one part.
+
+A sample of the rows tells where the data is dense. Nodes of its tree that hold more than a part
+should are passed through; those just below them are packed into parts. A row that no sampled node
+tells goes by the hash of the first block in which it leaves the dense nodes, so rows that share
+more than those come together as well.
+
+    root ......... dense, passed through
+     |-- system .. dense, passed through
+     |    |-- document 1, 2, 3 -> part 0
+     |    |-- document 4, 5 ---> part 1
+     |    `-- unseen documents -> by the hash of their next block
+     `-- other prompts ---------> part 2
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raybatch.errors import ConfigError
+from raybatch.hashing import mix64
+from raybatch.prefix.block_keys import BlockKeys, Int64s, Uint64s
+from raybatch.prefix.load import Floats
+from raybatch.prefix.tree import PrefixTree, build_tree
+
+__all__ = ["Partitioner", "choose_parts", "cut_values"]
+
+# a node with more than this share of a part is cut further
+_DENSE_FRACTION = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Partitioner:
+    """Which part each row belongs to; the same rule wherever it runs.
+
+    Args:
+        num_parts: parts.
+        depths: int64 [D], blocks of the nodes, rising.
+        keys: for each depth the keys of its nodes, rising.
+        parts: for each depth the parts of its nodes; -1 passes a dense node through.
+    """
+
+    num_parts: int
+    depths: Int64s
+    keys: tuple[Uint64s, ...]
+    parts: tuple[Int64s, ...]
+
+    def assign(self, rows: BlockKeys) -> Int64s:
+        """Return the part of each row, int64 [R]."""
+        part = np.full(rows.num_rows, -1)
+        leaves_at = np.zeros(rows.num_rows, np.int64)
+        for depth, keys, parts in zip(self.depths.tolist(), self.keys, self.parts, strict=True):
+            deep = np.flatnonzero((rows.num_blocks >= depth) & (part < 0))
+            wanted = rows.keys[rows.offsets[deep] + depth - 1]
+            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            is_found = keys[place] == wanted
+            part[deep[is_found]] = parts[place[is_found]]
+            leaves_at[deep[is_found]] = depth
+        unseen = np.flatnonzero(part < 0)
+        hashes = mix64(_next_keys(rows, unseen, leaves_at)) % np.uint64(self.num_parts)
+        part[unseen] = hashes.astype(np.int64)
+        return part
+
+
+def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
+    """Choose parts of nearly equal numbers of rows; near-linear in the sample.
+
+    Args:
+        sample: rows drawn evenly from the input.
+        num_parts: at least 1.
+
+    Raises:
+        ConfigError: there is no part.
+    """
+    if num_parts < 1:
+        raise ConfigError(f"{num_parts} parts; at least 1 is needed")
+    tree = build_tree(sample)
+    sizes = tree.row_stop - tree.row_start
+    is_dense = sizes > _DENSE_FRACTION * sample.num_rows / num_parts
+    is_dense[0] = True
+    # a node is no larger than its parent, so whatever lies above a dense node is dense
+    is_packed = ~is_dense & is_dense[tree.parent]
+    is_packed[0] = False
+    nodes = np.flatnonzero(is_packed | is_dense)[1:]
+    part = np.full(tree.num_nodes, -1)
+    packed = np.flatnonzero(is_packed)
+    ends = np.cumsum(sizes[packed])
+    if len(packed):
+        middle = ends - sizes[packed] / 2
+        part[packed] = np.minimum(middle * num_parts // ends[-1], num_parts - 1)
+    depth = tree.depth_tokens[nodes] // sample.block_size
+    keys = _node_keys(tree, sample, nodes, depth)
+    depths = np.unique(depth)
+    tables = []
+    for value in depths:
+        at = np.flatnonzero(depth == value)
+        at = at[np.argsort(keys[at])]
+        tables.append((keys[at], part[nodes[at]]))
+    return Partitioner(
+        num_parts=num_parts,
+        depths=depths,
+        keys=tuple(keys for keys, _ in tables),
+        parts=tuple(parts for _, parts in tables),
+    )
+
+
+def cut_values(values: Floats, weights: Int64s, num_stretches: int) -> Floats:
+    """Return the values at which stretches of nearly equal weight begin, rising, all but the first.
+
+    Args:
+        values: float64 [n], what is ordered by.
+        weights: [n], rows that each value stands for.
+        num_stretches: at least 1; equal values make fewer.
+    """
+    order = np.argsort(values, kind="stable")
+    ends = np.cumsum(weights[order])
+    goals = ends[-1] * np.arange(1, num_stretches) / num_stretches if len(ends) else np.zeros(0)
+    return np.unique(values[order][np.searchsorted(ends, goals, side="right")])
+
+
+def _node_keys(tree: PrefixTree, sample: BlockKeys, nodes: Int64s, depth: Int64s) -> Uint64s:
+    row = tree.row_order[tree.row_start[nodes]]
+    keys: Uint64s = sample.keys[sample.offsets[row] + depth - 1]
+    return keys
+
+
+def _next_keys(rows: BlockKeys, chosen: Int64s, leaves_at: Int64s) -> Uint64s:
+    """Return the key of the first block after the dense nodes; the digest where there is none."""
+    found = rows.digest[chosen].copy()
+    has_more = rows.num_blocks[chosen] > leaves_at[chosen]
+    deeper = chosen[has_more]
+    found[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
+    return found
