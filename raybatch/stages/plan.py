@@ -99,7 +99,6 @@ def gather(source: Source, describer: RowDescriber, *, row_id_column: str | None
 def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
     """Plan rows that are in memory."""
     sidecar = rows.sidecar
-    plan = fit_units(plan, num_rows=sidecar.num_rows, num_bytes=_num_bytes(rows))
     plan_of_asked, found = plan_rows(
         PlanRows(keys=sidecar.keys, expected_tokens=sidecar.expected_tokens),
         plan,
@@ -146,9 +145,10 @@ def units(rows: GatheredRows, whole: RowPlan, *, is_length_known: bool) -> Itera
         yield unit
 
 
-def fit_units(plan: PlanConfig, *, num_rows: int, num_bytes: int) -> PlanConfig:
+def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
     """Return options whose units stay small in memory, whatever the size of a row."""
-    most = max(1, _MAX_UNIT_BYTES * num_rows // max(1, num_bytes))
+    num_bytes = sum(part.num_bytes for part in source.slices)
+    most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, num_bytes))
     return replace(
         plan,
         unit_rows=min(plan.unit_rows, most),
@@ -159,8 +159,3 @@ def fit_units(plan: PlanConfig, *, num_rows: int, num_bytes: int) -> PlanConfig:
 def is_small(source: Source, plan: PlanConfig) -> bool:
     """Return whether the driver gathers and plans the source by itself."""
     return sum(part.num_bytes for part in source.slices) <= plan.max_driver_bytes
-
-
-def _num_bytes(rows: GatheredRows) -> int:
-    tokens = int(rows.sidecar.keys.num_tokens.sum())
-    return int(rows.table.nbytes) + tokens * np.dtype(np.int32).itemsize

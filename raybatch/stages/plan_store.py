@@ -1,7 +1,7 @@
 """The plan below the sink: written once, before the first row runs.
 
     _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len of each row
-    _raybatch/plan/<hash>/units.arrow              rows and prompt tokens of each unit
+    _raybatch/plan/<hash>/units.arrow              rows of each unit
     _raybatch/plan.json                            created last; it alone says which plan holds
 
 Rows are numbered in the order of files and positions. Shards lie in a folder named by the hash of
@@ -13,16 +13,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import fsspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
+from raybatch.prefix.load import Ints
 from raybatch.prefix.plan import RowPlan
 from raybatch.stages.source import Source
 from raybatch.stages.storage import create_file, told_as
@@ -114,18 +113,19 @@ def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
     return name
 
 
-def write_plan(sink: str, stored: StoredPlan, units: pa.Table) -> None:
+def write_plan(sink: str, stored: StoredPlan, unit_rows: Ints) -> None:
     """Write what is left of a plan whose shards lie there; `plan.json` comes last.
 
     Args:
         sink: of the job.
         stored: what `plan.json` will say.
-        units: rows and prompt tokens of each unit.
+        unit_rows: int64 [U], rows of each unit.
 
     Raises:
         ConfigError: another plan lies there already, or the folder cannot be written.
     """
-    _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(units))
+    units = _as_bytes(pa.table({"num_rows": unit_rows}))
+    _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", units)
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
     if not _create(sink, PLAN_PATH, text.encode()) and read_plan(sink).hash != stored.hash:
         raise ConfigError(
@@ -171,22 +171,6 @@ def files_of(source: Source) -> tuple[tuple[str, int], ...]:
     for part in source.slices:
         rows[part.name] = rows.get(part.name, 0) + part.num_rows
     return tuple(rows.items())
-
-
-def unit_table(plan: RowPlan, num_tokens: npt.NDArray[np.int64]) -> pa.Table:
-    """Return rows and prompt tokens of each unit.
-
-    Args:
-        plan: of all rows of a source.
-        num_tokens: int64 [R], prompt tokens of each row.
-    """
-    ends = np.concatenate([[0], np.cumsum(num_tokens[plan.order])])[plan.unit_starts]
-    return pa.table(
-        {
-            "num_rows": np.diff(plan.unit_starts),
-            "prompt_tokens": [int(stop - start) for start, stop in pairwise(ends)],
-        }
-    )
 
 
 def _create(sink: str, name: str, data: bytes) -> bool:

@@ -17,7 +17,6 @@ from raybatch.stages.plan_store import (
     files_of,
     plan_hash,
     shard_of,
-    unit_table,
     write_plan,
     write_shard,
 )
@@ -77,9 +76,7 @@ def store_plan(sink: str, source: Source, planned: PlannedInput, plan: PlanConfi
         files=files,
         shards=((write_shard(sink, name_of_plan, 0, shard), 0),),
     )
-    num_tokens = np.zeros(whole.num_rows, np.int64)
-    num_tokens[planned.asked] = planned.keys.num_tokens
-    write_plan(sink, stored, unit_table(whole, num_tokens))
+    write_plan(sink, stored, np.diff(whole.unit_starts))
     return stored
 
 

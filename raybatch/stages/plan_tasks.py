@@ -1,0 +1,316 @@
+"""The plan of a large source, made by Ray tasks; the driver holds references and counts.
+
+    describe  for each piece of the source: prompts to block keys
+    split     its rows by part, see `raybatch.prefix.partition`
+    arrange   for each part: tree, groups, entries in their order
+    rank      where the part's entries stand among all: unit and position of each row
+    shard     for each piece: what the plan says of its rows, in input order
+
+These are plain functions; `raybatch.stages.plan_large` runs them as tasks. The number of parts follows from the number of rows and every choice from the rows, so the plan is
+the same on every cluster.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from ray import cloudpickle
+
+from raybatch.config import PlanConfig
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.order import decode_ratio, order_groups
+from raybatch.prefix.partition import Partitioner
+from raybatch.prefix.plan import PlanRows, arrange_rows, rank_entries
+from raybatch.prefix.split import cut_units
+from raybatch.prefix.tree import TreeStats
+from raybatch.stages.plan import RowDescriber
+from raybatch.stages.plan_store import SHARD_SCHEMA, digest_of
+from raybatch.stages.sidecar import Sidecar
+from raybatch.stages.source import Source
+
+__all__ = [
+    "ArrangedPart",
+    "PartSummary",
+    "PieceSummary",
+    "arrange",
+    "describe",
+    "input_shard",
+    "rank",
+    "shard",
+    "split",
+    "unit_sizes",
+]
+
+# what a summary of a part says of the values by which its entries are ordered
+_NUM_VALUES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PieceSummary:
+    """What the driver keeps of one piece of the source.
+
+    Args:
+        num_rows: of the piece.
+        unasked: rows that no engine sees, by class of error, or "filtered".
+        sample: keys of some rows.
+    """
+
+    num_rows: int
+    unasked: Counter[str]
+    sample: BlockKeys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartSummary:
+    """What the driver keeps of one part.
+
+    Args:
+        num_rows: of the part.
+        num_groups: prefix groups.
+        computed_tokens: prompt tokens to compute when every shared prefix runs once.
+        stats: of the part's tree.
+        values: float64 [n], some of the values by which entries are ordered.
+        weights: int64 [n], rows that each of them stands for.
+    """
+
+    num_rows: int
+    num_groups: int
+    computed_tokens: int
+    stats: TreeStats
+    values: Floats
+    weights: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ArrangedPart:
+    """A part in its own order; stays in the object store.
+
+    Args:
+        row: int64 [R], number in the source of each row, by rank inside the part.
+        group_id: int64 [R], numbered inside the part; -1 for a row that is alone.
+        prefix_len: int32 [R].
+        entry_rows: int64 [E], rows of each entry.
+        values: float64 [E], rising; what entries of different parts are ordered by.
+    """
+
+    row: Ints
+    group_id: Ints
+    prefix_len: npt.NDArray[np.int32]
+    entry_rows: Ints
+    values: Floats
+
+
+def describe(
+    options: bytes,
+    source: Source,
+    slices: range,
+    first_row: int,
+    sample_every: int,
+    row_id_column: str | None,
+) -> tuple[PieceSummary, pa.Table]:
+    """Describe the rows of some slices: what the driver keeps, and block keys with row numbers.
+
+    Args:
+        options: pickled options of stage and plan.
+        source: to read from.
+        slices: of the piece.
+        first_row: number of its first row in the source.
+        sample_every: one of so many rows is in the sample.
+        row_id_column: column to make for ids; None where the user has one.
+    """
+    describer = _describer(options)
+    parts = [describer(table)[1] for table in source.read(slices, row_id_column=row_id_column)]
+    piece = Sidecar.concat(parts)
+    table = piece.keys.to_table()
+    table = table.append_column("row", pa.array(piece.asked + first_row))
+    table = table.append_column("expected", pa.array(piece.expected_tokens))
+    chosen = np.arange(piece.keys.num_rows)[::sample_every]
+    summary = PieceSummary(
+        num_rows=piece.num_rows,
+        unasked=piece.unasked,
+        sample=_keys_of([table.take(chosen)]),
+    )
+    return summary, table
+
+
+@lru_cache(maxsize=2)
+def _describer(options: bytes) -> RowDescriber:
+    """Load the tokenizer once in a worker process."""
+    return RowDescriber(*cloudpickle.loads(options))
+
+
+def split(piece: pa.Table, rule: Partitioner) -> Any:  # noqa: ANN401 - one object is no list
+    """Return the rows of each part, in input order."""
+    part = rule.assign(BlockKeys.from_table(piece))
+    tables = [piece.take(np.flatnonzero(part == number)) for number in range(rule.num_parts)]
+    return tables[0] if rule.num_parts == 1 else tables
+
+
+def arrange(plan: PlanConfig, dedup: bool, *pieces: pa.Table) -> tuple[PartSummary, ArrangedPart]:
+    """Plan one part by itself.
+
+    Args:
+        plan: options.
+        dedup: identical rows are generated once.
+        pieces: rows of the part, piece after piece in input order.
+    """
+    keys = _keys_of(pieces)
+    row = np.concatenate([piece.column("row").to_numpy() for piece in pieces])
+    expected = np.concatenate([piece.column("expected").to_numpy() for piece in pieces])
+    found = arrange_rows(PlanRows(keys=keys, expected_tokens=expected), plan, dedup=dedup)
+    entries = order_groups(found.load, by=plan.order, seed=plan.seed)
+    ranked = rank_entries(found, entries)
+    sizes = np.diff(found.starts)[entries]
+    ends = np.cumsum(sizes)
+    if plan.order in ("ratio", "ascending"):
+        values = decode_ratio(found.load)[entries] * (-1 if plan.order == "ratio" else 1)
+    else:
+        values = (ends - sizes / 2) / max(1, len(row))
+    summary = PartSummary(
+        num_rows=len(row),
+        num_groups=found.groups.num_groups,
+        computed_tokens=found.computed_tokens,
+        stats=found.stats,
+        **_sketch(values, ends),
+    )
+    return summary, ArrangedPart(
+        row=row[ranked],
+        group_id=found.groups.group_id[ranked],
+        prefix_len=found.groups.prefix_tokens[ranked],
+        entry_rows=sizes,
+        values=values,
+    )
+
+
+def unit_sizes(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
+    """Return the rows of each unit, for each stretch of a part."""
+    return [np.diff(starts) for starts in _units(part, cuts, plan)]
+
+
+def rank(
+    part: ArrangedPart,
+    cuts: Floats,
+    plan: PlanConfig,
+    first_units: Sequence[int],
+    first_group: int,
+    piece_rows: Ints,
+) -> Any:  # noqa: ANN401 - one object is no list
+    """Return what the plan says of the part's rows, a table for each piece of the source.
+
+    Args:
+        part: in its own order.
+        cuts: values at which stretches begin.
+        plan: options.
+        first_units: number of the first unit of each stretch.
+        first_group: number of the part's first group.
+        piece_rows: int64 [T + 1], number of the first row of each piece, and of all rows.
+    """
+    unit, pos = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for starts, first in zip(_units(part, cuts, plan), first_units, strict=True):
+        sizes = np.diff(starts)
+        unit.append(np.repeat(first + np.arange(len(sizes)), sizes))
+        pos.append(np.arange(int(starts[-1])) - np.repeat(starts[:-1], sizes))
+    group_id = np.where(part.group_id >= 0, part.group_id + first_group, -1)
+    by_row = np.argsort(part.row)
+    row = part.row[by_row]
+    columns = {
+        "row": row,
+        "unit": np.concatenate(unit)[by_row].astype(np.int32),
+        "pos": np.concatenate(pos)[by_row].astype(np.int32),
+        "group_id": pa.array(group_id[by_row], mask=group_id[by_row] < 0),
+        "prefix_len": part.prefix_len[by_row],
+    }
+    table = pa.table(columns)
+    bounds = np.searchsorted(row, piece_rows)
+    tables = [
+        table.slice(start, stop - start).combine_chunks()
+        for start, stop in pairwise(bounds.tolist())
+    ]
+    return tables[0] if len(tables) == 1 else tables
+
+
+def shard(
+    first_row: int,
+    num_rows: int,
+    num_unasked_before: int,
+    first_unit: int,
+    unit_rows: int,
+    *parts: pa.Table,
+) -> tuple[str, pa.Table]:
+    """Return the shard of one piece and its digest; rows that no engine sees come last in the plan.
+
+    Args:
+        first_row: number of the piece's first row.
+        num_rows: of the piece.
+        num_unasked_before: rows of the pieces before that no engine sees.
+        first_unit: number of the first unit of such rows.
+        unit_rows: size of their units.
+        parts: what the plan says of the other rows, by part.
+    """
+    rows = pa.concat_tables(parts).combine_chunks()
+    place = rows.column("row").to_numpy() - first_row
+    is_unasked = np.ones(num_rows, np.bool_)
+    is_unasked[place] = False
+    count = num_unasked_before + np.cumsum(is_unasked) - 1
+    columns = {"unit": first_unit + count // unit_rows, "pos": count % unit_rows}
+    for name, values in columns.items():
+        values[place] = rows.column(name).to_numpy()
+    group_id, prefix_len = np.full(num_rows, -1), np.zeros(num_rows, np.int32)
+    group_id[place] = rows.column("group_id").fill_null(-1).to_numpy()
+    prefix_len[place] = rows.column("prefix_len").to_numpy()
+    table = pa.table(
+        [
+            columns["unit"].astype(np.int32),
+            columns["pos"].astype(np.int32),
+            pa.array(group_id, mask=group_id < 0),
+            prefix_len,
+        ],
+        schema=SHARD_SCHEMA,
+    )
+    return digest_of(table), table
+
+
+def input_shard(first_row: int, num_rows: int, unit_rows: int) -> tuple[str, pa.Table]:
+    """Return the shard of one piece where rows keep the order of the input, and its digest."""
+    row = np.arange(first_row, first_row + num_rows)
+    columns = [
+        (row // unit_rows).astype(np.int32),
+        (row % unit_rows).astype(np.int32),
+        pa.nulls(num_rows, pa.int64()),
+        np.zeros(num_rows, np.int32),
+    ]
+    table = pa.table(columns, schema=SHARD_SCHEMA)
+    return digest_of(table), table
+
+
+def _keys_of(tables: Sequence[pa.Table]) -> BlockKeys:
+    return BlockKeys.concat([BlockKeys.from_table(table) for table in tables])
+
+
+def _sketch(values: Floats, ends: Ints) -> dict[str, Any]:
+    """Return evenly spaced values, by rows, and the rows that each stands for."""
+    if not len(values):
+        return {"values": np.zeros(0), "weights": np.zeros(0, np.int64)}
+    goals = np.unique(np.linspace(1, ends[-1], min(_NUM_VALUES, int(ends[-1]))).astype(np.int64))
+    return {
+        "values": values[np.searchsorted(ends, goals)],
+        "weights": np.diff(goals, prepend=0),
+    }
+
+
+def _units(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
+    """Return the places at which units begin in each stretch, and its number of rows at the end."""
+    bounds = [0, *np.searchsorted(part.values, cuts).tolist(), len(part.values)]
+    return [
+        cut_units(
+            part.entry_rows[start:stop], target_rows=plan.unit_rows, max_rows=plan.max_unit_rows
+        )
+        for start, stop in pairwise(bounds)
+    ]
