@@ -20,10 +20,9 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
-from raybatch.stages.plan import fit_units, is_small
 from raybatch.stages.plan_columns import check_names
-from raybatch.stages.plan_large import plan_large, planned_dataset_of, store_large_plan
-from raybatch.stages.planner import plan_in_memory, planned_dataset, store_plan
+from raybatch.stages.planned import PlannedRun
+from raybatch.stages.planner import run_planned
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.ray_errors import errors_told_once, own_cause
@@ -220,18 +219,19 @@ class Job:
     def _run_plan(
         self, source: Source, stage: type[StageFeeder], sink: PartSink, row_id_column: str | None
     ) -> None:
-        plan = fit_units(self.config.plan, source)
-        if is_small(source, plan):
-            rows, planned = plan_in_memory(source, stage.config, plan, row_id_column=row_id_column)
-            store_plan(self.config.sink, source, planned, plan)
-            _map(planned_dataset(rows, planned, plan), stage, sink, batch_size=None)
-            return
-        large = plan_large(source, stage.config, plan, row_id_column=row_id_column)
-        stored = store_large_plan(self.config.sink, source, large, plan)
-        dataset = planned_dataset_of(
-            source, self.config.sink, stored, plan, row_id_column=row_id_column
+        def run(dataset: Any, **options: Any) -> None:  # noqa: ANN401
+            _map(dataset, stage, sink.after(output_files(self.config.sink)), **options)
+
+        run_planned(
+            PlannedRun(
+                source=source,
+                config=stage.config,
+                plan=self.config.plan,
+                sink=self.config.sink,
+                row_id_column=row_id_column,
+                run=run,
+            )
         )
-        _map(dataset, stage, sink, batch_size=plan.unit_rows)
 
     def _tell_interrupted(self, rows_done: int, num_rows: int) -> None:
         logger.warning(

@@ -83,14 +83,14 @@ def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: 
     return np.sort(by_stratum[np.repeat(first, num_chosen) + within])
 
 
-def estimate_from_probe(probe_rows: Ints, lengths: Ints, group_id: Ints, strata: Ints) -> Floats:
+def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strata: Ints) -> Floats:
     """Return float64 [R]: the mean length of a row's group in the probe, else of its stratum.
 
     A row without either gets the mean of the whole probe, a row of the probe its own length.
 
     Args:
         probe_rows: int64 [n], distinct rows that were generated.
-        lengths: int [n], tokens that they generated.
+        lengths: float [n], tokens that they generated.
         group_id: int64 [R], rows with a negative id are alone.
         strata: int64 [R], as given to `choose_probe`.
 
@@ -111,7 +111,7 @@ def estimate_from_probe(probe_rows: Ints, lengths: Ints, group_id: Ints, strata:
     return estimate
 
 
-def _means(label: Ints, seen: Ints, lengths: Ints) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _means(label: Ints, seen: Ints, lengths: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Return for each row the mean length of its label's probe rows, and whether there are any."""
     known, which = np.unique(seen, return_inverse=True)
     mean = np.bincount(which, weights=lengths) / np.bincount(which)

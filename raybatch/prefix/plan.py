@@ -31,7 +31,9 @@ __all__ = [
     "PlanRows",
     "RowPlan",
     "arrange_rows",
+    "is_worth_ordering",
     "plan_rows",
+    "put_first",
     "rank_entries",
     "with_unasked",
 ]
@@ -133,8 +135,7 @@ def plan_rows(
 ) -> tuple[RowPlan, Arrangement]:
     """Plan rows that fit one process; near-linear in rows.
 
-    Where sharing saves less than the configured share of the prompt tokens, rows keep the order of
-    the input and belong to no group.
+    Where nothing is worth another order, rows keep that of the input and belong to no group.
 
     Args:
         rows: read only.
@@ -142,7 +143,7 @@ def plan_rows(
         dedup: identical rows are generated once.
     """
     found = arrange_rows(rows, config, dedup=dedup)
-    if found.saved_fraction < config.min_saved_fraction:
+    if not is_worth_ordering(found.saved_fraction, config):
         ones = np.ones(rows.num_rows, np.int64)
         kept = RowPlan(
             order=np.arange(rows.num_rows),
@@ -161,6 +162,15 @@ def plan_rows(
         is_reordered=True,
     )
     return plan, found
+
+
+def is_worth_ordering(saved_fraction: float, config: PlanConfig) -> bool:
+    """Return whether rows run in another order than that of the input.
+
+    They do where enough is shared, or where lengths are known better than by their limit.
+    """
+    knows_lengths = config.expected_tokens_column is not None or config.lengths == "probe"
+    return saved_fraction >= config.min_saved_fraction or knows_lengths
 
 
 def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
@@ -215,6 +225,30 @@ def rank_entries(found: Arrangement, entries: Ints) -> Ints:
     within = np.arange(len(found.rows)) - np.repeat(ends - sizes, sizes)
     order: Ints = found.rows[np.repeat(found.starts[:-1][entries], sizes) + within]
     return order
+
+
+def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
+    """Return the plan with some rows in units of their own before all others.
+
+    Args:
+        plan: of the rows that engines see.
+        chosen: int64 [n], the rows, such as those of a probe.
+        config: decides the size of units.
+    """
+    is_chosen = np.zeros(plan.num_rows, np.bool_)
+    is_chosen[chosen] = True
+    first, others = (plan.order[mask] for mask in (is_chosen[plan.order], ~is_chosen[plan.order]))
+    group = plan.group_id[others]
+    is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
+    borders = np.append(np.flatnonzero(is_border), len(others))
+    head = _cut(np.ones(len(first), np.int64), config)
+    return RowPlan(
+        order=np.concatenate([first, others]),
+        group_id=plan.group_id,
+        prefix_len=plan.prefix_len,
+        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(first)]),
+        is_reordered=True,
+    )
 
 
 def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:

@@ -4,36 +4,39 @@ Prompts are rendered and tokenized once, here, and travel with their rows to the
 larger is planned by `raybatch.stages.plan_tasks`.
 """
 
+import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import ray
 
 from raybatch.config import PlanConfig
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, with_unasked
+from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, put_first, with_unasked
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan_columns import plan_columns, prompt_columns
-from raybatch.stages.planned import PlannedInput
+from raybatch.stages.plan_store import (
+    StoredPlan,
+    digest_of,
+    files_of,
+    log_plan,
+    plan_hash,
+    shard_of,
+    write_plan,
+    write_shard,
+)
+from raybatch.stages.planned import PlannedInput, PlannedRun
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
+from raybatch.stages.probe import estimate, generated_lengths, probe_rows
 from raybatch.stages.render import Prompt, PromptReader
 from raybatch.stages.sidecar import Sidecar, describe_rows
 from raybatch.stages.source import Source
 
-__all__ = [
-    "GatheredRows",
-    "RowDescriber",
-    "fit_units",
-    "gather",
-    "is_small",
-    "plan_gathered",
-    "units",
-]
-
-# what a unit may hold in memory, prompts included
-_MAX_UNIT_BYTES = 64 << 20
+__all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small", "units"]
 
 
 class RowDescriber:
@@ -83,10 +86,32 @@ class GatheredRows:
     sidecar: Sidecar
 
 
-def gather(source: Source, describer: RowDescriber, *, row_id_column: str | None) -> GatheredRows:
+def run_small(job: PlannedRun) -> StoredPlan:
+    """Plan a source in this process, write the plan, and generate the rows in its order.
+
+    Raises:
+        ConfigError: another plan lies below the sink, or the folder cannot be written.
+    """
+    began, first_unit = time.monotonic(), 0
+    rows = gather(job)
+    planned = plan_gathered(rows, job.config, job.plan)
+    if job.plan.lengths == "probe":
+        rows, planned, first_unit = _after_probe(job, rows, planned)
+    stored = store_plan(job.sink, job.source, planned, job.plan)
+    log_plan(stored, time.monotonic() - began)
+    is_length_known = job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None
+    blocks = units(rows, planned.whole, first_unit, is_length_known=is_length_known)
+    job.run(ray.data.from_arrow(list(blocks)), batch_size=None)
+    return stored
+
+
+def gather(job: PlannedRun) -> GatheredRows:
     """Read, render and tokenize a whole source in this process."""
+    describer = RowDescriber(job.config, job.plan)
     tables = [
-        table for task in source.tasks() for table in source.read(task, row_id_column=row_id_column)
+        table
+        for task in job.source.tasks()
+        for table in job.source.read(task, row_id_column=job.row_id_column)
     ]
     described = [describer(table) for table in tables]
     return GatheredRows(
@@ -104,7 +129,6 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
         plan,
         dedup=config.dedup,
     )
-    token_ids = [p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None]
     return PlannedInput(
         keys=sidecar.keys,
         asked=sidecar.asked,
@@ -115,23 +139,52 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
         plan=plan_of_asked,
         whole=with_unasked(plan_of_asked, sidecar.is_asked, plan),
         found=found,
-        prompts=token_ids,
+        prompts=[p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None],
     )
 
 
-def units(rows: GatheredRows, whole: RowPlan, *, is_length_known: bool) -> Iterator[pa.Table]:
+def store_plan(sink: str, source: Source, planned: PlannedInput, plan: PlanConfig) -> StoredPlan:
+    """Write a plan below the sink, once; return what `plan.json` says.
+
+    Raises:
+        ConfigError: another plan lies there, or the folder cannot be written.
+    """
+    whole, files = planned.whole, files_of(source)
+    shard = shard_of(whole)
+    name = plan_hash([digest_of(shard)], plan, files)
+    stored = StoredPlan(
+        hash=name,
+        num_rows=whole.num_rows,
+        num_units=whole.num_units,
+        num_groups=planned.found.groups.num_groups if whole.is_reordered else 0,
+        is_reordered=whole.is_reordered,
+        logical_tokens=planned.found.stats.logical_tokens,
+        computed_tokens=planned.found.computed_tokens,
+        block_size=planned.keys.block_size,
+        options=dataclasses.asdict(plan),
+        files=files,
+        shards=((write_shard(sink, name, 0, shard), 0),),
+    )
+    write_plan(sink, stored, np.diff(whole.unit_starts))
+    return stored
+
+
+def units(
+    rows: GatheredRows, whole: RowPlan, first_unit: int = 0, *, is_length_known: bool
+) -> Iterator[pa.Table]:
     """Yield the units of a plan in order, each with its prompts and the columns of the plan.
 
     Args:
         rows: in memory.
         whole: plan of all of them.
+        first_unit: the units before are left out.
         is_length_known: expected lengths say more than the longest that is allowed.
     """
     sidecar = rows.sidecar
     expected = np.full(sidecar.num_rows, np.nan)
     if is_length_known:
         expected[sidecar.asked] = sidecar.expected_tokens
-    for start, stop in pairwise(whole.unit_starts.tolist()):
+    for start, stop in pairwise(whole.unit_starts[first_unit:].tolist()):
         ranked = whole.order[start:stop]
         unit = rows.table.slice(start, stop - start)
         if whole.is_reordered:
@@ -145,17 +198,18 @@ def units(rows: GatheredRows, whole: RowPlan, *, is_length_known: bool) -> Itera
         yield unit
 
 
-def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
-    """Return options whose units stay small in memory, whatever the size of a row."""
-    num_bytes = sum(part.num_bytes for part in source.slices)
-    most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, num_bytes))
-    return replace(
-        plan,
-        unit_rows=min(plan.unit_rows, most),
-        max_unit_rows=min(plan.max_unit_rows, most),
-    )
-
-
-def is_small(source: Source, plan: PlanConfig) -> bool:
-    """Return whether the driver gathers and plans the source by itself."""
-    return sum(part.num_bytes for part in source.slices) <= plan.max_driver_bytes
+def _after_probe(
+    job: PlannedRun, rows: GatheredRows, planned: PlannedInput
+) -> tuple[GatheredRows, PlannedInput, int]:
+    """Generate the rows of a probe; return rows and plan with the lengths, and the next unit."""
+    group_id = planned.found.groups.group_id
+    probe = probe_rows(group_id, planned.max_tokens, job.plan)
+    table = rows.table.take(planned.asked[probe])
+    job.run(ray.data.from_arrow(table))
+    lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
+    expected = estimate(probe, lengths, group_id, planned.max_tokens)
+    rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
+    planned = plan_gathered(rows, job.config, job.plan)
+    ordered = put_first(planned.plan, probe, job.plan)
+    whole = with_unasked(ordered, rows.sidecar.is_asked, job.plan)
+    return rows, replace(planned, plan=ordered, whole=whole), -(-len(probe) // job.plan.unit_rows)

@@ -1,9 +1,10 @@
 """Drives the tasks that plan a large source, and hands out its rows in the order of the plan."""
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,28 +15,32 @@ from ray import cloudpickle
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.load import Ints
+from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.prefix.plan import is_worth_ordering
 from raybatch.stages import plan_tasks
-from raybatch.stages.options import StageConfig
 from raybatch.stages.plan_columns import RANK, plan_columns
 from raybatch.stages.plan_store import (
     StoredPlan,
     files_of,
+    log_plan,
     plan_hash,
     read_shards,
     write_plan,
     write_shard,
 )
-from raybatch.stages.plan_tasks import PartSummary, PieceSummary
+from raybatch.stages.plan_tasks import ArrangeJob, PartSummary, PieceSummary, ProbedRows
+from raybatch.stages.planned import PlannedRun
+from raybatch.stages.probe import generated_lengths
 from raybatch.stages.source import Source
 
-__all__ = ["LargePlan", "plan_large", "planned_dataset_of", "store_large_plan"]
+__all__ = ["LargePlan", "plan_large", "run_large"]
 
 # a part of so many rows of 30 blocks takes about 2 GB while it is planned
 ROWS_PER_PART = 1 << 21
 # rows of one part that follow each other in the order of the whole
 ROWS_PER_STRETCH = 1 << 16
+_MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
 # blocks of the shuffle: what is in one is written together, and every pair of blocks is an object
 _ROWS_PER_BLOCK = 1 << 14
@@ -52,22 +57,21 @@ class LargePlan:
     Args:
         pieces: of the source, in order.
         parts: that were planned apart.
+        rows: for each part references to its rows, piece by piece.
         arranged: references to the parts in their own order.
+        probed: rows that were generated before the plan.
     """
 
     pieces: Sequence[PieceSummary]
     parts: Sequence[PartSummary]
+    rows: Sequence[Sequence[_Ref]]
     arranged: Sequence[_Ref]
+    probed: ProbedRows
 
     @property
     def num_rows(self) -> int:
         """Rows of the source."""
         return sum(piece.num_rows for piece in self.pieces)
-
-    @property
-    def num_asked(self) -> int:
-        """Rows that engines see."""
-        return sum(part.num_rows for part in self.parts)
 
     @property
     def unasked(self) -> Counter[str]:
@@ -95,60 +99,98 @@ class LargePlan:
         return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])
 
 
-def plan_large(
-    source: Source, config: StageConfig, plan: PlanConfig, *, row_id_column: str | None
-) -> LargePlan:
-    """Describe and arrange a source by Ray tasks.
+def run_large(job: PlannedRun) -> StoredPlan:
+    """Plan a source by Ray tasks, write the plan, and generate the rows in its order.
 
-    Args:
-        source: with at least one row.
-        config: of the stage, with the id column of the run.
-        plan: options of the plan.
-        row_id_column: column to make for ids; None where the user has one.
+    Raises:
+        ConfigError: another plan lies below the sink, or the folder cannot be written.
     """
-    options, shared = cloudpickle.dumps((config, plan)), ray.put(source)
-    every = -(-source.num_rows // _SAMPLE_ROWS)
+    began = time.monotonic()
+    large = plan_large(job)
+    if job.plan.lengths == "probe":
+        large = _after_probe(job, large)
+    stored = store_large_plan(job, large)
+    log_plan(stored, time.monotonic() - began)
+    num_done = len(_even_units(len(large.probed.row), job.plan))
+    job.run(_dataset(job, stored, num_done), batch_size=job.plan.unit_rows)
+    return stored
+
+
+def plan_large(job: PlannedRun) -> LargePlan:
+    """Describe and arrange a source by Ray tasks."""
+    options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
+    every = -(-job.source.num_rows // _SAMPLE_ROWS)
     describe = ray.remote(num_returns=2)(plan_tasks.describe)
-    first_row, described = 0, []
-    for task in source.tasks():
-        described.append(describe.remote(options, shared, task, first_row, every, row_id_column))
-        first_row += sum(part.num_rows for part in source.slices[task.start : task.stop])
+    described = [
+        describe.remote(options, source, slices, first_row, every, job.row_id_column)
+        for slices, first_row in _pieces(job.source)
+    ]
     pieces: list[PieceSummary] = ray.get([summary for summary, _ in described])
     tables = [table for _, table in described]
-    num_parts = -(-source.num_rows // ROWS_PER_PART)
+    num_parts = -(-job.source.num_rows // ROWS_PER_PART)
     by_part: list[Sequence[_Ref]] = [tables]
     if num_parts > 1:
         sample = BlockKeys.concat([piece.sample for piece in pieces])
         rule = ray.put(choose_parts(sample, num_parts))
         split = ray.remote(num_returns=num_parts)(plan_tasks.split)
         by_part = list(zip(*(split.remote(table, rule) for table in tables), strict=True))
-    arrange = ray.remote(num_returns=2)(plan_tasks.arrange)
-    arranged = [arrange.remote(plan, config.dedup, *part) for part in by_part]
+    nothing = ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0))
     return LargePlan(
-        pieces=pieces,
-        parts=ray.get([summary for summary, _ in arranged]),
-        arranged=[part for _, part in arranged],
+        pieces=pieces, rows=by_part, probed=nothing, **_arrange(job, by_part, probed=None)
     )
 
 
-def store_large_plan(sink: str, source: Source, large: LargePlan, plan: PlanConfig) -> StoredPlan:
+def _arrange(
+    job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
+) -> dict[str, Any]:
+    arrange = ray.remote(num_returns=2)(plan_tasks.arrange)
+    what = ArrangeJob(plan=job.plan, dedup=job.config.dedup, num_rows=job.source.num_rows)
+    arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
+    return {
+        "parts": ray.get([summary for summary, _ in arranged]),
+        "arranged": [part for _, part in arranged],
+    }
+
+
+def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
+    """Generate the rows of a probe, and arrange the others with the lengths."""
+    rows = np.sort(np.concatenate([part.probe for part in large.parts]))
+    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(plan_tasks.chosen_rows)
+    tables = [
+        chosen.remote(source, slices, first_row, wanted, job.row_id_column)
+        for slices, first_row in _pieces(job.source)
+    ]
+    table = pa.concat_tables(ray.get(tables)).combine_chunks()
+    job.run(ray.data.from_arrow(table))
+    lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
+    probed = ProbedRows(row=rows, lengths=lengths)
+    return replace(large, probed=probed, **_arrange(job, large.rows, probed))
+
+
+def _pieces(source: Source) -> list[tuple[range, int]]:
+    """Return the slices of each piece of the source, and the number of its first row."""
+    pieces, first_row = [], 0
+    for slices in source.tasks():
+        pieces.append((slices, first_row))
+        first_row += sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+    return pieces
+
+
+def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     """Rank the parts, write the shards below the sink, and return what `plan.json` says.
 
     Raises:
         ConfigError: another plan lies there, or the folder cannot be written.
     """
-    is_reordered = large.saved_fraction >= plan.min_saved_fraction
-    if is_reordered:
-        shards, unit_rows = _ranked(large, plan)
-    else:
-        shards, unit_rows = _in_input_order(large, plan)
-    files = files_of(source)
-    digests = ray.get([digest for digest, _ in shards])
-    name = plan_hash(digests, plan, files)
-    firsts = large.piece_rows[:-1].tolist()
+    plan, is_reordered = job.plan, is_worth_ordering(large.saved_fraction, job.plan)
+    shards, unit_rows = (_ranked if is_reordered else _in_input_order)(large, plan)
+    files = files_of(job.source)
+    name = plan_hash(ray.get([digest for digest, _ in shards]), plan, files)
+    firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     write = ray.remote(write_shard)
-    tables = [table for _, table in shards]
-    written = ray.get([write.remote(sink, name, *at) for at in zip(firsts, tables, strict=True)])
+    written = ray.get(
+        [write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=True)]
+    )
     stored = StoredPlan(
         hash=name,
         num_rows=large.num_rows,
@@ -162,48 +204,47 @@ def store_large_plan(sink: str, source: Source, large: LargePlan, plan: PlanConf
         files=files,
         shards=tuple(zip(written, firsts, strict=True)),
     )
-    write_plan(sink, stored, unit_rows)
+    write_plan(job.sink, stored, unit_rows)
     return stored
 
 
 def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
     """Return digest and shard of each piece, and the rows of each unit."""
-    values = np.concatenate([part.values for part in large.parts])
-    weights = np.concatenate([part.weights for part in large.parts])
-    num_stretches = large.num_asked // (len(large.parts) * ROWS_PER_STRETCH)
-    cuts = cut_values(values, weights, max(1, min(num_stretches, 64)))
+    head = _even_units(len(large.probed.row), plan)
+    cuts = _stretches(large.parts)
     unit_sizes = ray.remote(plan_tasks.unit_sizes)
     sizes = ray.get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
     # stretch by stretch, and in each of them part by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
     by_stretch = counts.T.reshape(-1)
-    first_units = (np.cumsum(by_stretch) - by_stretch).reshape(counts.T.shape).T
-    unit_rows = np.concatenate(
-        [part[stretch] for stretch in range(counts.shape[1]) for part in sizes]
-    )
-    first_groups = np.cumsum([0, *(part.num_groups for part in large.parts)])
-    piece_rows = ray.put(large.piece_rows)
-    rank = ray.remote(num_returns=len(large.pieces))(plan_tasks.rank)
+    before = (np.cumsum(by_stretch) - by_stretch).reshape(counts.T.shape).T
+    first_units = before + len(head)
+    middle = [part[stretch] for stretch in range(counts.shape[1]) for part in sizes]
+    unit_rows = np.concatenate([head, *middle])
+    first_groups = np.cumsum([0, *(part.num_groups for part in large.parts)]).tolist()
+    piece_rows, num_pieces = ray.put(large.piece_rows), len(large.pieces)
+    rank = ray.remote(num_returns=num_pieces)(plan_tasks.rank)
     ranked = [
-        rank.remote(part, cuts, plan, first_units[i].tolist(), int(first_groups[i]), piece_rows)
-        for i, part in enumerate(large.arranged)
+        rank.remote(part, cuts, plan, units.tolist(), first_group, piece_rows)
+        for part, units, first_group in zip(large.arranged, first_units, first_groups, strict=False)
     ]
-    by_part = [[part] if len(large.pieces) == 1 else part for part in ranked]
-    shard = ray.remote(num_returns=2)(plan_tasks.shard)
-    before, shards = 0, []
+    by_part = [[part] if num_pieces == 1 else part for part in ranked]
+    shard, probe = ray.remote(num_returns=2)(plan_tasks.shard), ray.put(large.probed.row)
+    num_unasked, shards = 0, []
     for i, piece in enumerate(large.pieces):
-        shards.append(
-            shard.remote(
-                int(large.piece_rows[i]),
-                piece.num_rows,
-                before,
-                len(unit_rows),
-                plan.unit_rows,
-                *(part[i] for part in by_part),
-            )
-        )
-        before += piece.unasked.total()
-    return shards, np.concatenate([unit_rows, _even_units(before, plan)])
+        where = (int(large.piece_rows[i]), piece.num_rows, num_unasked, len(unit_rows))
+        of_piece = [part[i] for part in by_part]
+        shards.append(shard.remote(*where, plan.unit_rows, probe, *of_piece))
+        num_unasked += piece.unasked.total()
+    return shards, np.concatenate([unit_rows, _even_units(num_unasked, plan)])
+
+
+def _stretches(parts: Sequence[PartSummary]) -> Floats:
+    """Return the values at which stretches begin: parts take turns, a stretch at a time."""
+    values = np.concatenate([part.values for part in parts])
+    weights = np.concatenate([part.weights for part in parts])
+    num_stretches = int(weights.sum()) // (len(parts) * ROWS_PER_STRETCH)
+    return cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
 
 
 def _in_input_order(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
@@ -220,37 +261,30 @@ def _even_units(num_rows: int, plan: PlanConfig) -> Ints:
     return np.array([plan.unit_rows] * full + [rest] * (rest > 0), np.int64)
 
 
-def planned_dataset_of(
-    source: Source, sink: str, stored: StoredPlan, plan: PlanConfig, *, row_id_column: str | None
-) -> Any:  # noqa: ANN401
+def _dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any:  # noqa: ANN401
     """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
 
     Args:
-        source: the plan is of it.
-        sink: of the job.
+        job: to run.
         stored: what `plan.json` says.
-        plan: options of the plan.
-        row_id_column: column to make for ids; None where the user has one.
+        first_unit: the units before are left out.
     """
+    source, sink, plan, row_id_column = job.source, job.sink, job.plan, job.row_id_column
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for task in batch.to_pylist():
-            position = task["first_row"]
-            stop = position + task["num_rows"]
-            shard = read_shards(sink, stored, position, stop)
-            slices = range(task["start"], task["stop"])
+            slices, first_row = range(task["start"], task["stop"]), task["first_row"]
+            num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+            shard, place = read_shards(sink, stored, first_row, first_row + num_rows), 0
             for table in source.read(slices, row_id_column=row_id_column):
-                here = shard.slice(position - task["first_row"], table.num_rows)
-                position += table.num_rows
-                yield _with_plan(table, here, plan)
+                planned = _with_plan(table, shard.slice(place, table.num_rows), plan)
+                place += table.num_rows
+                yield planned.filter(pc.field(RANK) >= first_unit << _UNIT_BITS)
 
-    tasks, first_row = [], 0
-    for task in source.tasks():
-        num_rows = sum(part.num_rows for part in source.slices[task.start : task.stop])
-        tasks.append(
-            {"start": task.start, "stop": task.stop, "first_row": first_row, "num_rows": num_rows}
-        )
-        first_row += num_rows
+    tasks = [
+        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
+        for slices, first_row in _pieces(source)
+    ]
     items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
     if not stored.is_reordered:

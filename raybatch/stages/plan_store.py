@@ -11,6 +11,7 @@ the whole plan, so that two drivers with different plans never mix theirs.
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from raybatch.stages.source import Source
 from raybatch.stages.storage import create_file, told_as
 
 __all__ = ["PLAN_PATH", "SHARD_SCHEMA", "StoredPlan", "read_plan", "shard_of", "write_plan"]
+
+logger = logging.getLogger(__name__)
 
 PLAN_PATH = "_raybatch/plan.json"
 _VERSION = 1
@@ -163,6 +166,20 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
                 shard = pa.ipc.open_file(file).read_all()
             parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
     return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
+
+
+def log_plan(stored: StoredPlan, seconds: float) -> None:
+    """Say in the log what was planned."""
+    order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
+    saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
+    logger.info(
+        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed",
+        stored.num_rows,
+        seconds,
+        order,
+        100 * saved,
+        stored.logical_tokens,
+    )
 
 
 def files_of(source: Source) -> tuple[tuple[str, int], ...]:

@@ -6,13 +6,14 @@
     rank      where the part's entries stand among all: unit and position of each row
     shard     for each piece: what the plan says of its rows, in input order
 
-These are plain functions; `raybatch.stages.plan_large` runs them as tasks. The number of parts follows from the number of rows and every choice from the rows, so the plan is
-the same on every cluster.
+These are plain functions; `raybatch.stages.plan_large` runs them as tasks. The number of parts
+follows from the number of rows and every choice from the rows, so the plan is the same on every
+cluster.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -27,19 +28,23 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.order import decode_ratio, order_groups
 from raybatch.prefix.partition import Partitioner
-from raybatch.prefix.plan import PlanRows, arrange_rows, rank_entries
+from raybatch.prefix.plan import Arrangement, PlanRows, arrange_rows, rank_entries
 from raybatch.prefix.split import cut_units
 from raybatch.prefix.tree import TreeStats
 from raybatch.stages.plan import RowDescriber
 from raybatch.stages.plan_store import SHARD_SCHEMA, digest_of
+from raybatch.stages.probe import estimate, probe_rows
 from raybatch.stages.sidecar import Sidecar
 from raybatch.stages.source import Source
 
 __all__ = [
+    "ArrangeJob",
     "ArrangedPart",
     "PartSummary",
     "PieceSummary",
+    "ProbedRows",
     "arrange",
+    "chosen_rows",
     "describe",
     "input_shard",
     "rank",
@@ -78,6 +83,7 @@ class PartSummary:
         stats: of the part's tree.
         values: float64 [n], some of the values by which entries are ordered.
         weights: int64 [n], rows that each of them stands for.
+        probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
     """
 
     num_rows: int
@@ -86,6 +92,7 @@ class PartSummary:
     stats: TreeStats
     values: Floats
     weights: Ints
+    probe: Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,6 +112,28 @@ class ArrangedPart:
     prefix_len: npt.NDArray[np.int32]
     entry_rows: Ints
     values: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrangeJob:
+    """What `arrange` needs beside the rows: options, and how many rows the whole source has."""
+
+    plan: PlanConfig
+    dedup: bool
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ProbedRows:
+    """Rows that were generated before the plan.
+
+    Args:
+        row: int64 [n], their numbers in the source, rising.
+        lengths: float64 [n], tokens that each generated; NaN after an error.
+    """
+
+    row: Ints
+    lengths: Floats
 
 
 def describe(
@@ -131,6 +160,7 @@ def describe(
     table = piece.keys.to_table()
     table = table.append_column("row", pa.array(piece.asked + first_row))
     table = table.append_column("expected", pa.array(piece.expected_tokens))
+    table = table.append_column("max_tokens", pa.array(piece.max_tokens))
     chosen = np.arange(piece.keys.num_rows)[::sample_every]
     summary = PieceSummary(
         num_rows=piece.num_rows,
@@ -153,39 +183,59 @@ def split(piece: pa.Table, rule: Partitioner) -> Any:  # noqa: ANN401 - one obje
     return tables[0] if rule.num_parts == 1 else tables
 
 
-def arrange(plan: PlanConfig, dedup: bool, *pieces: pa.Table) -> tuple[PartSummary, ArrangedPart]:
+def arrange(
+    job: ArrangeJob, probed: ProbedRows | None, *pieces: pa.Table
+) -> tuple[PartSummary, ArrangedPart]:
     """Plan one part by itself.
 
     Args:
-        plan: options.
-        dedup: identical rows are generated once.
+        job: options, and rows of the whole source.
+        probed: rows that were generated already, which are left out; None before a probe.
         pieces: rows of the part, piece after piece in input order.
     """
-    keys = _keys_of(pieces)
-    row = np.concatenate([piece.column("row").to_numpy() for piece in pieces])
-    expected = np.concatenate([piece.column("expected").to_numpy() for piece in pieces])
-    found = arrange_rows(PlanRows(keys=keys, expected_tokens=expected), plan, dedup=dedup)
-    entries = order_groups(found.load, by=plan.order, seed=plan.seed)
-    ranked = rank_entries(found, entries)
-    sizes = np.diff(found.starts)[entries]
-    ends = np.cumsum(sizes)
-    if plan.order in ("ratio", "ascending"):
-        values = decode_ratio(found.load)[entries] * (-1 if plan.order == "ratio" else 1)
-    else:
-        values = (ends - sizes / 2) / max(1, len(row))
+    plan, keys = job.plan, _keys_of(pieces)
+    row, max_tokens = _column(pieces, "row"), _column(pieces, "max_tokens")
+    rows = PlanRows(keys=keys, expected_tokens=_column(pieces, "expected"))
+    found = arrange_rows(rows, plan, dedup=job.dedup)
+    group_id = found.groups.group_id
+    probe = np.zeros(0, np.int64)
+    if probed is not None:
+        at = np.flatnonzero(np.isin(row, probed.row))
+        lengths = probed.lengths[np.searchsorted(probed.row, row[at])]
+        expected = estimate(at, lengths, group_id, max_tokens)
+        found = arrange_rows(replace(rows, expected_tokens=expected), plan, dedup=job.dedup)
+    elif plan.lengths == "probe":
+        probe = row[probe_rows(group_id, max_tokens, plan, num_rows=job.num_rows)]
+    part = _ordered(found, row, plan, np.zeros(0, np.int64) if probed is None else probed.row)
     summary = PartSummary(
-        num_rows=len(row),
+        num_rows=len(part.row),
         num_groups=found.groups.num_groups,
         computed_tokens=found.computed_tokens,
         stats=found.stats,
-        **_sketch(values, ends),
+        probe=probe,
+        **_sketch(part.values, np.cumsum(part.entry_rows)),
     )
-    return summary, ArrangedPart(
+    return summary, part
+
+
+def _ordered(found: Arrangement, row: Ints, plan: PlanConfig, left_out: Ints) -> ArrangedPart:
+    """Return a part in its own order, without the rows whose numbers are `left_out`."""
+    entries = order_groups(found.load, by=plan.order, seed=plan.seed)
+    ranked, sizes = rank_entries(found, entries), np.diff(found.starts)[entries]
+    if plan.order in ("ratio", "ascending"):
+        values = decode_ratio(found.load)[entries] * (-1 if plan.order == "ratio" else 1)
+    else:
+        values = (np.cumsum(sizes) - sizes / 2) / max(1, len(row))
+    is_kept = ~np.isin(row[ranked], left_out)
+    entry_of_row = np.repeat(np.arange(len(sizes)), sizes)
+    sizes = np.bincount(entry_of_row[is_kept], minlength=len(sizes))
+    ranked = ranked[is_kept]
+    return ArrangedPart(
         row=row[ranked],
         group_id=found.groups.group_id[ranked],
         prefix_len=found.groups.prefix_tokens[ranked],
-        entry_rows=sizes,
-        values=values,
+        entry_rows=sizes[sizes > 0],
+        values=values[sizes > 0],
     )
 
 
@@ -242,26 +292,33 @@ def shard(
     num_unasked_before: int,
     first_unit: int,
     unit_rows: int,
+    probe: Ints,
     *parts: pa.Table,
 ) -> tuple[str, pa.Table]:
-    """Return the shard of one piece and its digest; rows that no engine sees come last in the plan.
+    """Return the shard of one piece and its digest.
+
+    Rows of a probe come first in the plan, rows that no engine sees last.
 
     Args:
         first_row: number of the piece's first row.
         num_rows: of the piece.
         num_unasked_before: rows of the pieces before that no engine sees.
         first_unit: number of the first unit of such rows.
-        unit_rows: size of their units.
+        unit_rows: size of their units, and of those of a probe.
+        probe: int64 [n], numbers of the rows of a probe in the whole source, rising.
         parts: what the plan says of the other rows, by part.
     """
     rows = pa.concat_tables(parts).combine_chunks()
     place = rows.column("row").to_numpy() - first_row
+    begin, end = np.searchsorted(probe, [first_row, first_row + num_rows])
+    probed = probe[begin:end] - first_row
     is_unasked = np.ones(num_rows, np.bool_)
-    is_unasked[place] = False
+    is_unasked[place] = is_unasked[probed] = False
     count = num_unasked_before + np.cumsum(is_unasked) - 1
     columns = {"unit": first_unit + count // unit_rows, "pos": count % unit_rows}
     for name, values in columns.items():
         values[place] = rows.column(name).to_numpy()
+    columns["unit"][probed], columns["pos"][probed] = divmod(np.arange(begin, end), unit_rows)
     group_id, prefix_len = np.full(num_rows, -1), np.zeros(num_rows, np.int32)
     group_id[place] = rows.column("group_id").fill_null(-1).to_numpy()
     prefix_len[place] = rows.column("prefix_len").to_numpy()
@@ -288,6 +345,22 @@ def input_shard(first_row: int, num_rows: int, unit_rows: int) -> tuple[str, pa.
     ]
     table = pa.table(columns, schema=SHARD_SCHEMA)
     return digest_of(table), table
+
+
+def chosen_rows(
+    source: Source, slices: range, first_row: int, rows: Ints, row_id_column: str | None
+) -> pa.Table:
+    """Return those rows of some slices whose numbers in the source are among `rows`."""
+    tables = []
+    for table in source.read(slices, row_id_column=row_id_column):
+        begin, end = np.searchsorted(rows, [first_row, first_row + table.num_rows])
+        tables.append(table.take(rows[begin:end] - first_row))
+        first_row += table.num_rows
+    return pa.concat_tables(tables)
+
+
+def _column(pieces: Sequence[pa.Table], name: str) -> npt.NDArray[Any]:
+    return np.concatenate([piece.column(name).to_numpy() for piece in pieces])
 
 
 def _keys_of(tables: Sequence[pa.Table]) -> BlockKeys:

@@ -1,16 +1,19 @@
-"""A source and its plan: what `explain` reads and what a run follows."""
+"""Records of planning: a source with its plan, and a run that is to follow one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.stages.options import StageConfig
+from raybatch.stages.source import Source
 from raybatch.types import TokenIds
 
-__all__ = ["PlannedInput"]
+__all__ = ["PlannedInput", "PlannedRun"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,3 +43,31 @@ class PlannedInput:
     whole: RowPlan
     found: Arrangement
     prompts: Sequence[TokenIds] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRun:
+    """What a run and its plan are about.
+
+    Args:
+        source: with at least one row.
+        config: of the stage, with the id column of the run.
+        plan: options of the plan.
+        sink: of the job.
+        row_id_column: column to make for ids; None where the user has one.
+        run: generates a Ray dataset and writes it, with options of `StageFeeder.map_options`.
+    """
+
+    source: Source
+    config: StageConfig
+    plan: PlanConfig
+    sink: str
+    row_id_column: str | None
+    run: Callable[..., None]
+
+    @property
+    def id_column(self) -> str:
+        """Where the ids of the rows are."""
+        column = self.row_id_column or self.config.id_column
+        assert column is not None, "a job makes ids where the user has none"
+        return column

@@ -3,7 +3,7 @@
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import fsspec
@@ -18,6 +18,7 @@ from raybatch.stages.storage import told_as
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
 _PART = re.compile(r"part-\d{6,}\.parquet")
+_NUMBER = re.compile(r"part-(\d+)\.parquet")
 _OURS = r"_raybatch/(?:plan/[^/]+/)?[^/]+"
 _WRITTEN = re.compile(rf"{_PART.pattern}|\.{_PART.pattern}\.staged|{_OURS}")
 
@@ -92,11 +93,22 @@ class PartSink(Datasink):  # type: ignore[misc]
 
     A task that Ray runs again writes the same name again. A driver that dies leaves the parts
     written so far.
+
+    Args:
+        sink: folder, local or with a protocol.
+        schema: of every file.
+        first_part: number of the first file.
     """
 
-    def __init__(self, sink: str, schema: pa.Schema) -> None:
+    def __init__(self, sink: str, schema: pa.Schema, *, first_part: int = 0) -> None:
         self._sink = sink
         self._schema = schema
+        self._first_part = first_part
+
+    def after(self, parts: Sequence[str]) -> "PartSink":
+        """Return the same sink for another dataset, whose files come after `parts`."""
+        numbers = [int(_NUMBER.findall(path)[-1]) for path in parts]
+        return PartSink(self._sink, self._schema, first_part=max(numbers, default=-1) + 1)
 
     def write(self, blocks: Iterable[pa.Table], ctx: Any) -> int:  # noqa: ANN401
         tables = [in_schema(block, self._schema) for block in blocks if block.num_rows]
@@ -104,7 +116,7 @@ class PartSink(Datasink):  # type: ignore[misc]
         if table.num_rows:
             what = f"sink {self._sink!r} cannot be written any more, so the job ends"
             with message_kept(), told_as(what):
-                write_part(self._sink, part_name(ctx.task_idx), table)
+                write_part(self._sink, part_name(self._first_part + ctx.task_idx), table)
         return int(table.num_rows)
 
 
