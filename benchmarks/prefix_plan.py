@@ -1,4 +1,4 @@
-"""Cost of planning a dataset: block keys, prefix tree, choice of prefixes, groups.
+"""Cost of planning a dataset: block keys; prefix tree, prefixes, groups, order and units.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/prefix_plan.py --rows 100000 1000000
 Prompts are drawn as keys, which is what planning sees: 30 blocks, of which 4 are shared by a
@@ -22,10 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks, start_offsets
-from raybatch.prefix.enlarge import exact_single_level, num_computed_tokens
-from raybatch.prefix.groups import make_groups
-from raybatch.prefix.tree import build_tree, tree_stats
+from raybatch.prefix.plan import PlanRows, plan_rows
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 30
@@ -81,17 +80,11 @@ class Stopwatch:
 def measure(num_rows: int, *, shares: bool, seed: int, with_sort: bool) -> dict[str, object]:
     """Plan one dataset and return what it cost."""
     keys = draw_keys(num_rows, shares=shares, seed=seed)
+    rows = PlanRows(keys=keys, expected_tokens=np.full(num_rows, 16.0))
     watch = Stopwatch()
-    with watch.part("tree"):
-        tree = build_tree(keys)
-    with watch.part("exact"):
-        is_open = exact_single_level(tree, keys)
-    with watch.part("groups"):
-        groups = make_groups(tree, keys, is_open, dedup=True)
-    plan_s = sum(watch.seconds.values())
-    with watch.part("stats"):
-        stats = tree_stats(tree, keys)
-    plan_peak = peak_gib()
+    with watch.part("plan"):
+        plan, found = plan_rows(rows, PlanConfig())
+    plan_s, plan_peak = watch.seconds["plan"], peak_gib()
     if with_sort:
         with watch.part("sort"):
             sort_rows(keys)
@@ -103,11 +96,10 @@ def measure(num_rows: int, *, shares: bool, seed: int, with_sort: bool) -> dict[
         "plan_over_sort": round(plan_s / watch.seconds["sort"], 2) if with_sort else None,
         "plan_peak_gib": round(plan_peak, 2),
         "keys_gib": round(keys.keys.nbytes / 2**30, 2),
-        "num_groups": groups.num_groups,
-        "saved_multi_level": round(stats.saved_fraction, 4),
-        "saved_single_level": round(
-            1 - num_computed_tokens(tree, keys, is_open) / stats.logical_tokens, 4
-        ),
+        "num_groups": found.groups.num_groups,
+        "num_units": plan.num_units,
+        "saved_multi_level": round(found.stats.saved_fraction, 4),
+        "saved_single_level": round(found.saved_fraction, 4),
     }
 
 

@@ -17,7 +17,7 @@ from raybatch.errors import (
 )
 
 if TYPE_CHECKING:
-    from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+    from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
     from raybatch.job import Job
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
     from raybatch.report import RunReport
@@ -32,6 +32,7 @@ __all__ = [
     "Job",
     "LLMStage",
     "MissingDependency",
+    "PlanConfig",
     "PoolConfig",
     "ProcessorConfig",
     "RaybatchError",
@@ -51,6 +52,7 @@ _HOMES = {
     "EngineConfig": "raybatch.config",
     "Job": "raybatch.job",
     "LLMStage": "raybatch.stages.llm_stage",
+    "PlanConfig": "raybatch.config",
     "PoolConfig": "raybatch.config",
     "ProcessorConfig": "raybatch.processor",
     "RunReport": "raybatch.report",

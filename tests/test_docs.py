@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
 from raybatch.job import Job, JobConfig
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.options import StageConfig
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SECTIONS = {
     "Job": JobConfig,
+    "PlanConfig": PlanConfig,
     "LLMStage": StageConfig,
     "Sampling": Sampling,
     "EngineConfig": EngineConfig,
