@@ -17,6 +17,7 @@ import ray
 from raybatch.config import PlanConfig
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, put_first, with_unasked
+from raybatch.stages.movable import as_movable
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan_columns import plan_columns, prompt_columns
 from raybatch.stages.plan_store import (
@@ -109,7 +110,7 @@ def gather(job: PlannedRun) -> GatheredRows:
     """Read, render and tokenize a whole source in this process."""
     describer = RowDescriber(job.config, job.plan)
     tables = [
-        table
+        as_movable(table)
         for task in job.source.tasks()
         for table in job.source.read(task, row_id_column=job.row_id_column)
     ]

@@ -19,6 +19,7 @@ from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.stages import plan_tasks
+from raybatch.stages.movable import as_movable
 from raybatch.stages.plan_columns import RANK, plan_columns
 from raybatch.stages.plan_store import (
     StoredPlan,
@@ -277,7 +278,7 @@ def _dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any:  # no
             num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
             shard, place = read_shards(sink, stored, first_row, first_row + num_rows), 0
             for table in source.read(slices, row_id_column=row_id_column):
-                planned = _with_plan(table, shard.slice(place, table.num_rows), plan)
+                planned = _with_plan(as_movable(table), shard.slice(place, table.num_rows), plan)
                 place += table.num_rows
                 yield planned.filter(pc.field(RANK) >= first_unit << _UNIT_BITS)
 

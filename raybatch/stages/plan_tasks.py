@@ -31,6 +31,7 @@ from raybatch.prefix.partition import Partitioner
 from raybatch.prefix.plan import Arrangement, PlanRows, arrange_rows, rank_entries
 from raybatch.prefix.split import cut_units
 from raybatch.prefix.tree import TreeStats
+from raybatch.stages.movable import as_movable
 from raybatch.stages.plan import RowDescriber
 from raybatch.stages.plan_store import SHARD_SCHEMA, digest_of
 from raybatch.stages.probe import estimate, probe_rows
@@ -354,7 +355,7 @@ def chosen_rows(
     tables = []
     for table in source.read(slices, row_id_column=row_id_column):
         begin, end = np.searchsorted(rows, [first_row, first_row + table.num_rows])
-        tables.append(table.take(rows[begin:end] - first_row))
+        tables.append(as_movable(table).take(rows[begin:end] - first_row))
         first_row += table.num_rows
     return pa.concat_tables(tables)
 
