@@ -5,6 +5,7 @@
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
       RowError                        raised only where the user asked for on_error="raise"
+      MeasureError                    the cost of a backend could not be measured
       MissingDependency(ImportError)  an optional package is not installed
 
 A bad row is data (see `raybatch.types.Completion.error`), never an exception that ends a job.
@@ -64,6 +65,10 @@ class ReplicaError(RaybatchError):
 
 class RowError(RaybatchError):
     """A row failed and the stage was built with on_error="raise"."""
+
+
+class MeasureError(RaybatchError):
+    """The cost of a backend could not be measured; plans go on without times."""
 
 
 class MissingDependency(RaybatchError, ImportError):

@@ -1,0 +1,293 @@
+"""Measures what the steps of a backend cost, with a short program of random prompts; no Ray.
+
+The program adapts to the backend: what would take too long is left out, the least important last.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from raybatch.backends.base import Backend
+from raybatch.errors import MeasureError
+from raybatch.policy.cost_model import EngineLimits, MeasuredStep
+from raybatch.types import Completion, Request, Sampling, TokenIds
+
+__all__ = ["limits_of", "measure_backend"]
+
+# ids that every vocabulary has; whether they mean anything does not matter
+_TOKEN_IDS = (16, 256)
+_PREFILL_LENS = (16, 64, 256, 1024, 4096)
+_DECODE_ROWS = (1, 4, 16, 64)
+_MORE_DECODE_ROWS = (256, 1024)
+_SHORT_LEN = 8
+_NO_TOKENS = np.empty(0, np.int32)
+# sequences and the lengths to try for them: a large batch if it can have a context worth the name
+_CONTEXTS = ((64, (512, 256)), (16, (512, 256, 192, 128, 64)))
+_SHARED_ROWS = (8, 32)
+_SHARED_LENS = (1024, 512, 256, 128, 64)
+_NUM_REPEATS = 3
+_NUM_DECODE_STEPS = 5
+_MAX_IDLE_POLLS = 64
+# of the time budget: for one batch of the program, and for doing it again
+_MAX_SHARE = 0.3
+_MAX_REPEAT_SHARE = 0.05
+
+
+def limits_of(backend: Backend, max_batched_tokens: int | None) -> EngineLimits:
+    """Return what bounds the batches of a backend."""
+    capacity = backend.capacity()
+    return EngineLimits(
+        kv_tokens=capacity.kv_tokens,
+        max_num_seqs=capacity.max_num_seqs,
+        block_size=capacity.block_size,
+        max_batched_tokens=max_batched_tokens,
+    )
+
+
+def measure_backend(
+    backend: Backend,
+    limits: EngineLimits,
+    *,
+    clock: Callable[[], float],
+    budget_s: float = 8.0,
+    seed: int = 0,
+) -> list[MeasuredStep]:
+    """Run prompts of several lengths and batches of several sizes; return the steps measured.
+
+    The backend must be idle, and is idle afterwards.
+
+    Args:
+        backend: any; its counters go on counting.
+        limits: of the backend.
+        clock: seconds, such as `time.perf_counter`.
+        budget_s: seconds that the program takes, about; a slow model gets a shorter one.
+        seed: of the prompts' tokens.
+
+    Raises:
+        MeasureError: the backend fails a prompt, does not come to an end, or is too small.
+    """
+    program = _Program(backend, limits, clock=clock, budget_s=budget_s, seed=seed)
+    return program.run()
+
+
+class _Program:
+    def __init__(
+        self,
+        backend: Backend,
+        limits: EngineLimits,
+        *,
+        clock: Callable[[], float],
+        budget_s: float,
+        seed: int,
+    ) -> None:
+        self._driver = _Driver(backend, clock=clock, seed=seed)
+        self._limits = limits
+        self._budget = limits.max_batched_tokens or limits.kv_tokens
+        self._max_len = backend.capacity().max_model_len
+        self._clock = clock
+        self._budget_s = budget_s
+        self._end = clock() + budget_s
+        # seconds per prompt token, and per decode step, of the last and largest step
+        self._token_s = 0.0
+        self._decode_s = 0.0
+        self._steps: list[MeasuredStep] = []
+
+    def run(self) -> list[MeasuredStep]:
+        self._warm_up()
+        self._measure_prefills()
+        self._measure_decodes(_DECODE_ROWS)
+        self._measure_contexts()
+        self._measure_shared()
+        self._measure_decodes(_MORE_DECODE_ROWS)
+        return self._steps
+
+    def _warm_up(self) -> None:
+        length = min(_PREFILL_LENS[0], self._max_prompt())
+        if length < 1:
+            raise MeasureError(f"the backend's limit of {self._max_len} tokens is too small")
+        self._driver.prefill([length])
+        self._token_s = self._driver.prefill([length]) / length
+
+    def _measure_prefills(self) -> None:
+        limit = min(self._max_prompt(), self._budget, self._limits.kv_tokens // 2)
+        lengths = [n for n in _PREFILL_LENS if n <= limit]
+        for length in lengths or [limit]:
+            if self._steps and not self._is_affordable(length * self._token_s):
+                break
+            self._prefill([length])
+        # as many tokens in short prompts: less attention, and a first token for each
+        num_prompts = min(int(self._steps[-1].tokens) // 64, self._limits.max_num_seqs)
+        if num_prompts > 1 and self._is_affordable(num_prompts * 64 * self._token_s):
+            self._prefill([64] * num_prompts)
+
+    def _measure_decodes(self, sizes: Sequence[int]) -> None:
+        for num_rows in sizes:
+            if self._is_possible(num_rows, _SHORT_LEN):
+                self._decode(num_rows, _SHORT_LEN)
+
+    def _measure_contexts(self) -> None:
+        for num_rows, lengths in _CONTEXTS:
+            possible = [n for n in lengths if self._is_possible(num_rows, n)]
+            if possible:
+                self._decode(num_rows, possible[0])
+                return
+
+    def _measure_shared(self) -> None:
+        block_size = self._limits.block_size
+        lengths = [n for n in _SHARED_LENS if n % block_size == 0]
+        for num_rows in _SHARED_ROWS:
+            possible = [n for n in lengths if self._is_possible(num_rows, _SHORT_LEN, n)]
+            if possible:
+                self._decode(num_rows, _SHORT_LEN, shared_len=possible[0])
+
+    def _prefill(self, lengths: Sequence[int]) -> None:
+        seconds = [self._driver.prefill(lengths)]
+        while len(seconds) < _NUM_REPEATS and seconds[0] <= _MAX_REPEAT_SHARE * self._budget_s:
+            seconds.append(self._driver.prefill(lengths))
+        tokens = sum(lengths)
+        step = MeasuredStep(
+            seconds=float(np.median(seconds)),
+            tokens=tokens,
+            rows=len(lengths),
+            pairs=sum(n * n for n in lengths) / 2,
+        )
+        self._steps.append(step)
+        self._token_s = step.seconds / tokens
+
+    def _decode(self, num_rows: int, own_len: int, shared_len: int = 0) -> None:
+        steps = self._driver.decode(
+            num_rows,
+            own_len,
+            shared_len,
+            max_tokens=self._num_steps(shared_len, num_rows * own_len),
+        )
+        if not steps:
+            return
+        self._decode_s = float(np.median([step.seconds for step in steps]))
+        own = own_len + float(np.mean([step.generated for step in steps]))
+        self._steps.append(
+            MeasuredStep(
+                seconds=self._decode_s,
+                tokens=num_rows,
+                rows=num_rows,
+                context_reads=num_rows * own,
+                shared_pairs=num_rows * shared_len,
+                shared_reads=shared_len,
+            )
+        )
+
+    def _num_steps(self, *num_tokens: int) -> int:
+        """Return tokens enough for rows that decode while prompts of others are computed."""
+        return -(-sum(num_tokens) // self._budget) + 2 * _NUM_DECODE_STEPS
+
+    def _max_prompt(self) -> int:
+        return min(self._max_len - 2 * _NUM_DECODE_STEPS, self._limits.kv_tokens - 1)
+
+    def _is_possible(self, num_rows: int, own_len: int, shared_len: int = 0) -> bool:
+        limits, num_tokens = self._limits, num_rows * own_len + shared_len
+        longest = own_len + self._num_steps(num_tokens)
+        held = shared_len + num_rows * -(-longest // limits.block_size) * limits.block_size
+        fits = num_rows <= min(limits.max_num_seqs, self._budget) and held <= limits.kv_tokens
+        seconds = num_tokens * self._token_s + _NUM_DECODE_STEPS * self._decode_s
+        return fits and shared_len + longest <= self._max_len and self._is_affordable(seconds)
+
+    def _is_affordable(self, seconds: float) -> bool:
+        return seconds <= min(_MAX_SHARE * self._budget_s, self._end - self._clock())
+
+
+class _DecodeStep(NamedTuple):
+    """Seconds, and tokens that each row had generated before, on average."""
+
+    seconds: float
+    generated: float
+
+
+class _Driver:
+    """Drives the backend through one batch at a time and reads the clock around its polls."""
+
+    def __init__(self, backend: Backend, *, clock: Callable[[], float], seed: int) -> None:
+        self._backend = backend
+        self._clock = clock
+        self._random = np.random.default_rng(seed)
+        self._next_id = 0
+        self._group_id = 0
+
+    def prefill(self, lengths: Sequence[int]) -> float:
+        """Return the seconds that these prompts take up to their first tokens."""
+        requests = [self._request(length, max_tokens=1) for length in lengths]
+        self._backend.submit(requests)
+        seconds = 0.0
+        num_polls = 0
+        while self._backend.num_unfinished():
+            seconds += self._poll()[0]
+            num_polls += 1
+            if num_polls > _max_polls(sum(lengths)):
+                raise MeasureError(f"a prompt did not end within {num_polls} polls")
+        return seconds
+
+    def decode(
+        self, num_rows: int, own_len: int, shared_len: int, *, max_tokens: int
+    ) -> list[_DecodeStep]:
+        """Return the steps in which all rows decode; none if they never do.
+
+        The requests are taken out of the backend afterwards.
+
+        Args:
+            num_rows: requests.
+            own_len: prompt tokens that differ from row to row.
+            shared_len: tokens that all prompts begin with.
+            max_tokens: of each row; bounds the steps.
+        """
+        prefix = self._tokens(shared_len)
+        self._group_id += 1
+        requests = [
+            self._request(own_len, max_tokens=max_tokens, prefix=prefix) for _ in range(num_rows)
+        ]
+        self._backend.submit(requests)
+        steps: list[_DecodeStep] = []
+        total = num_full = 0
+        for _ in range(2 * max_tokens):
+            seconds, num_tokens = self._poll()
+            # the first step in which every row gets a token still computes prompts
+            num_full += num_tokens == num_rows
+            if num_tokens == num_rows and num_full > 1:
+                steps.append(_DecodeStep(seconds, total / num_rows))
+            total += num_tokens
+            if len(steps) == _NUM_DECODE_STEPS or not self._backend.num_unfinished():
+                break
+        self._backend.abort([request.request_id for request in requests])
+        return steps
+
+    def _request(self, length: int, *, max_tokens: int, prefix: TokenIds = _NO_TOKENS) -> Request:
+        self._next_id += 1
+        return Request(
+            request_id=self._next_id,
+            row_id=f"measured-{self._next_id}",
+            prompt_token_ids=np.concatenate((prefix, self._tokens(length))),
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+            group_id=self._group_id if len(prefix) else None,
+            prefix_len=len(prefix),
+        )
+
+    def _tokens(self, length: int) -> TokenIds:
+        return self._random.integers(*_TOKEN_IDS, length).astype(np.int32)
+
+    def _poll(self) -> tuple[float, int]:
+        """Return the seconds of one poll and the tokens that it generated."""
+        num_before = self._backend.stats().num_generated_tokens
+        began = self._clock()
+        completions = self._backend.poll()
+        seconds = self._clock() - began
+        _check(completions)
+        return seconds, self._backend.stats().num_generated_tokens - num_before
+
+
+def _check(completions: Sequence[Completion]) -> None:
+    for completion in completions:
+        if completion.error:
+            raise MeasureError(f"the backend failed a measured prompt: {completion.error}")
+
+
+def _max_polls(num_tokens: int) -> int:
+    return _MAX_IDLE_POLLS + num_tokens // _PREFILL_LENS[0]

@@ -1,0 +1,199 @@
+"""The steps in which one engine will do its work: how many rows decode, how many tokens prefill.
+
+Rows alike in their prompts, with outputs that follow a given distribution, go through the rules of
+an engine with continuous batching: decodes first, then prompts, bounded by tokens per step,
+sequences and KV memory; what no longer fits is given up last come first, and computed again.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.policy.cost_model import EngineLimits
+from raybatch.policy.work import WorkTotals
+
+__all__ = ["StepForecast", "forecast_steps"]
+
+Floats = npt.NDArray[np.float64]
+
+# enough for many waves of a full batch, few enough for a fraction of a second
+_MIN_ROWS, _WAVES = 2048, 8
+# growing sequences per block that admission leaves free
+_GROWING_PER_SPARE = 8
+_GOLDEN = 0.6180339887
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepForecast:
+    """Steps of one engine; arrays are float64 [steps].
+
+    Args:
+        decode_rows: sequences that decode in the step.
+        prefill_tokens: prompt tokens of the step, those computed again included.
+        weight: how many steps of the run this one stands for.
+        recomputed_tokens: of all steps, weighted.
+    """
+
+    decode_rows: Floats
+    prefill_tokens: Floats
+    weight: Floats
+    recomputed_tokens: float
+
+    @property
+    def num_steps(self) -> float:
+        """Steps of the run."""
+        return float(self.weight.sum())
+
+    @property
+    def mean_decode_rows(self) -> float:
+        """Sequences that decode in a step, on average over steps in which any does."""
+        weight = self.weight * (self.decode_rows > 0)
+        return float(weight @ self.decode_rows / max(1e-9, float(weight.sum())))
+
+
+class _Row(NamedTuple):
+    """A row that waits: tokens to compute, tokens to generate, KV that it holds once it starts."""
+
+    tokens: float
+    outputs: int
+    held: float
+    has_started: bool = False
+
+
+class _Running(NamedTuple):
+    row: _Row
+    start: int
+    end: int
+
+
+def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
+    """Return the steps of one engine that does all of `work`.
+
+    A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
+    """
+    num_rows = min(work.num_rows, max(_MIN_ROWS, _WAVES * limits.max_num_seqs))
+    if not num_rows:
+        empty = np.zeros(0)
+        return StepForecast(
+            decode_rows=empty, prefill_tokens=empty, weight=empty, recomputed_tokens=0.0
+        )
+    simulation = _Simulation(work, limits, num_rows)
+    simulation.run()
+    return simulation.result(work.num_rows)
+
+
+class _Simulation:
+    def __init__(self, work: WorkTotals, limits: EngineLimits, num_rows: int) -> None:
+        tokens = work.computed_tokens / work.num_rows
+        # half a block of every sequence is empty on average
+        held = tokens + limits.block_size / 2
+        self._waiting = deque(_Row(tokens, n, held) for n in _outputs(work, num_rows))
+        self._kv_tokens = float(limits.kv_tokens)
+        self._max_rows = limits.max_num_seqs
+        self._block_size = limits.block_size
+        self._budget = float(limits.max_batched_tokens or np.inf)
+        self._running: list[_Running] = []
+        # sequences by the step after which they end, and the KV that they give back then
+        self._ending: dict[int, tuple[int, float]] = {}
+        self._num_running = 0
+        self._used = 0.0
+        # tokens still to compute of the prompt that did not fit the last step
+        self._left = 0.0
+        self._num_decoding = 0
+        self._num_rows = num_rows
+        self.decode_rows: list[float] = []
+        self.prefill_tokens: list[float] = []
+        self.admitted: list[int] = []
+        self.recomputed: list[float] = []
+
+    def run(self) -> None:
+        while self._waiting or self._num_running:
+            self._step()
+
+    def result(self, num_rows: int) -> StepForecast:
+        weight = np.ones(len(self.decode_rows))
+        admitted = np.cumsum(self.admitted)
+        if num_rows > self._num_rows:
+            first, last = np.searchsorted(admitted, (self._num_rows / 3, 2 * self._num_rows / 3))
+            num_between = max(1, int(admitted[last] - admitted[first]))
+            weight[first + 1 : last + 1] += (num_rows - self._num_rows) / num_between
+        return StepForecast(
+            decode_rows=np.array(self.decode_rows),
+            prefill_tokens=np.array(self.prefill_tokens),
+            weight=weight,
+            recomputed_tokens=float(weight @ np.array(self.recomputed)),
+        )
+
+    def _step(self) -> None:
+        step = len(self.decode_rows)
+        self._used += self._num_decoding
+        has_preempted = False
+        while self._used > self._kv_tokens and self._num_running > 1:
+            self._preempt(step)
+            has_preempted = True
+        num_decoding = self._num_decoding
+        budget = self._budget - num_decoding
+        spent, num_admitted, recomputed = 0.0, 0, 0.0
+        while self._waiting and budget > spent and not has_preempted and self._has_room():
+            row = self._waiting[0]
+            todo = self._left or row.tokens
+            chunk = min(todo, budget - spent)
+            spent += chunk
+            self._left = todo - chunk
+            if self._left > 1e-6:
+                break
+            self._left = 0.0
+            self._start(self._waiting.popleft(), step)
+            num_admitted += 1
+            recomputed += row.tokens if row.has_started else 0.0
+        self.decode_rows.append(float(num_decoding))
+        self.prefill_tokens.append(spent)
+        self.admitted.append(num_admitted)
+        self.recomputed.append(recomputed)
+        ended, freed = self._ending.pop(step, (0, 0.0))
+        self._num_running -= ended
+        self._used -= freed
+        self._num_decoding = self._num_running
+
+    def _has_room(self) -> bool:
+        if not self._num_running:
+            return True
+        reserve = self._num_running // _GROWING_PER_SPARE * self._block_size
+        fits = self._used + self._waiting[0].held + reserve <= self._kv_tokens
+        return fits and self._num_running < self._max_rows
+
+    def _start(self, row: _Row, step: int) -> None:
+        # the step of the prompt gives the first token
+        end = step + row.outputs - 1
+        self._running.append(_Running(row, step, end))
+        num_ending, freed = self._ending.get(end, (0, 0.0))
+        self._ending[end] = num_ending + 1, freed + row.held + row.outputs - 1
+        self._num_running += 1
+        self._used += row.held
+
+    def _preempt(self, step: int) -> None:
+        """Give up the sequence that started last; the step in which it would decode is lost."""
+        while self._running[-1].end < step:
+            self._running.pop()
+        row, start, end = self._running.pop()
+        num_ending, freed = self._ending[end]
+        self._ending[end] = num_ending - 1, freed - row.held - row.outputs + 1
+        generated = step - start
+        self._num_running -= 1
+        self._num_decoding -= 1
+        self._used -= row.held + generated
+        self._waiting.appendleft(
+            _Row(row.tokens + generated, row.outputs - generated, row.held + generated, True)
+        )
+
+
+def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
+    """Return outputs of rows in an order without trend, whole numbers with the right mean."""
+    sample = work.output_lengths or (work.generated_tokens / work.num_rows,)
+    positions = np.arange(num_rows) * _GOLDEN % 1.0
+    lengths = np.asarray(sample)[(positions * len(sample)).astype(np.int64)]
+    whole = np.floor(lengths + np.arange(num_rows) * _GOLDEN * _GOLDEN % 1.0)
+    return np.maximum(whole, 1).astype(np.int64).tolist()

@@ -1,0 +1,142 @@
+"""What a plan gives engines to do, as totals."""
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.errors import ConfigError
+
+__all__ = ["WorkTotals", "output_sample", "work_totals"]
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_SAMPLE_SIZE = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkTotals:
+    """Sums over all rows; a row with n samples counts as n rows that share their prompt.
+
+    Args:
+        num_rows: that generate.
+        computed_tokens: prompt tokens that are computed.
+        pairs: sum over the computed tokens of the tokens that each attends to.
+        generated_tokens: expected, at least one per row.
+        context_reads: KV tokens that decoding rows read and share with nobody, over all steps.
+        shared_pairs: KV tokens that decoding rows read and share, over all steps.
+        shared_reads: the same, counted once for all rows that read them in a step.
+        output_lengths: outputs of rows that stand for all, evenly over their distribution.
+
+    Raises:
+        ConfigError: a total is negative or not finite, or rows generate nothing.
+    """
+
+    num_rows: int
+    computed_tokens: float
+    pairs: float
+    generated_tokens: float
+    context_reads: float
+    shared_pairs: float = 0.0
+    shared_reads: float = 0.0
+    output_lengths: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "output_lengths" and not 0 <= value < float("inf"):
+                raise ConfigError(f"WorkTotals.{field.name} is {value}")
+        if self.generated_tokens < self.num_rows:
+            raise ConfigError(
+                f"{self.num_rows} rows generate {self.generated_tokens} tokens; each generates at "
+                "least one"
+            )
+
+    def actual(
+        self, *, computed_tokens: float, generated_tokens: float, num_rows: int | None = None
+    ) -> "WorkTotals":
+        """Return the totals of what was done, for a comparison with the time that it took.
+
+        Sums that engines do not count are those of the plan, scaled.
+
+        Args:
+            computed_tokens: prompt tokens less cached ones plus those computed again.
+            generated_tokens: by all rows.
+            num_rows: that generated; None takes those of the plan.
+        """
+        num_rows = self.num_rows if num_rows is None else num_rows
+        prefill = computed_tokens / max(1.0, self.computed_tokens)
+        decode = generated_tokens / max(1.0, self.generated_tokens)
+        length = decode * self.num_rows / max(1, num_rows)
+        return replace(
+            self,
+            num_rows=num_rows,
+            computed_tokens=computed_tokens,
+            pairs=self.pairs * prefill,
+            generated_tokens=max(generated_tokens, num_rows),
+            context_reads=self.context_reads * decode,
+            shared_pairs=self.shared_pairs * decode,
+            shared_reads=self.shared_reads * decode,
+            output_lengths=tuple(length * n for n in self.output_lengths),
+        )
+
+
+def work_totals(
+    prompt_tokens: Ints,
+    output_tokens: npt.ArrayLike,
+    *,
+    cached_tokens: Ints | None = None,
+    shared_tokens: Ints | None = None,
+    num_members: Ints | None = None,
+) -> WorkTotals:
+    """Sum up rows. O(R log R).
+
+    Args:
+        prompt_tokens: int [R].
+        output_tokens: [R], expected lengths; below 1 counts as 1.
+        cached_tokens: int [R], prompt tokens whose KV comes from another row; None for none.
+        shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
+            row that computes them included; None for none.
+        num_members: int [R], rows of the row's group; needed with `shared_tokens`.
+
+    Raises:
+        ConfigError: arrays differ in length, or `num_members` is missing.
+    """
+    outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
+    none = np.zeros(len(prompt_tokens))
+    if shared_tokens is not None and num_members is None:
+        raise ConfigError("work_totals: shared_tokens needs num_members")
+    prompts = prompt_tokens.astype(float)
+    cached = none if cached_tokens is None else cached_tokens.astype(float)
+    shared = none if shared_tokens is None else shared_tokens.astype(float)
+    members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
+    for name, values in (("output", outputs), ("cached", cached), ("shared", shared)):
+        if values.shape != prompts.shape:
+            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
+    shared = np.where(members > 1, shared, 0.0)
+    # the first token comes from the prompt's own step, and reads nothing more
+    decodes = outputs - 1
+    own = decodes * (prompts - shared) + decodes * (decodes + 1) / 2
+    return WorkTotals(
+        num_rows=len(prompts),
+        computed_tokens=float((prompts - cached).sum()),
+        pairs=float(((prompts**2 - cached**2) / 2).sum()),
+        generated_tokens=float(outputs.sum()),
+        context_reads=float(own.sum()),
+        shared_pairs=float((decodes * shared).sum()),
+        shared_reads=float((decodes * shared / members).sum()),
+        output_lengths=output_sample(outputs),
+    )
+
+
+def output_sample(output_tokens: Floats, size: int = _SAMPLE_SIZE) -> tuple[float, ...]:
+    """Return at most `size` lengths, ascending, each the mean of an equal share of the rows."""
+    if not len(output_tokens):
+        return ()
+    ordered = np.sort(output_tokens)
+    size = min(size, len(ordered))
+    sums = np.concatenate(([0.0], np.cumsum(ordered)))
+    # borders between shares may fall inside a row
+    borders = np.interp(np.linspace(0, len(ordered), size + 1), np.arange(len(sums)), sums)
+    return tuple((np.diff(borders) * size / len(ordered)).tolist())
