@@ -156,12 +156,8 @@ class _Program:
         self._token_s = step.seconds / tokens
 
     def _decode(self, num_rows: int, own_len: int, shared_len: int = 0) -> None:
-        steps = self._driver.decode(
-            num_rows,
-            own_len,
-            shared_len,
-            max_tokens=self._num_steps(shared_len, num_rows * own_len),
-        )
+        max_tokens = self._num_steps(shared_len, num_rows * own_len)
+        steps = self._driver.decode(num_rows, own_len, shared_len, max_tokens=max_tokens)
         if not steps:
             return
         self._decode_s = float(np.median([step.seconds for step in steps]))

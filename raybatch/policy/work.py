@@ -61,7 +61,8 @@ class WorkTotals:
         Sums that engines do not count are those of the plan, scaled.
 
         Args:
-            computed_tokens: prompt tokens less cached ones plus those computed again.
+            computed_tokens: prompt tokens less cached ones; what is computed again after KV memory
+                ran out is forecast, as for a plan.
             generated_tokens: by all rows.
             num_rows: that generated; None takes those of the plan.
         """
