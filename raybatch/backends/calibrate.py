@@ -18,7 +18,7 @@ __all__ = ["limits_of", "measure_backend"]
 # ids that every vocabulary has; whether they mean anything does not matter
 _TOKEN_IDS = (16, 256)
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)
-_DECODE_ROWS = (1, 4, 16, 64)
+_DECODE_ROWS = (1, 4, 8, 16, 32, 64)
 _MORE_DECODE_ROWS = (256, 1024)
 _SHORT_LEN = 8
 _NO_TOKENS = np.empty(0, np.int32)
@@ -162,12 +162,14 @@ class _Program:
             return
         self._decode_s = float(np.median([step.seconds for step in steps]))
         own = own_len + float(np.mean([step.generated for step in steps]))
+        block_size = self._limits.block_size
+        num_blocks = np.ceil(own / block_size)
         self._steps.append(
             MeasuredStep(
                 seconds=self._decode_s,
                 tokens=num_rows,
                 rows=num_rows,
-                context_reads=num_rows * own,
+                context_reads=float(num_rows * num_blocks * block_size),
                 shared_pairs=num_rows * shared_len,
                 shared_reads=shared_len,
             )

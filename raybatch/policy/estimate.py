@@ -77,10 +77,13 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     prefill_s = float(tokens_s @ of_prefill) + model.pair_s * share.pairs * again
     # members of a large group cannot all run at once
     reads = max(share.shared_reads, share.shared_pairs / max(1.0, forecast.mean_decode_rows))
+    # half of each sequence's last block is empty on average, and read all the same
+    num_decodes = share.generated_tokens - share.num_rows
+    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
     decode_s = (
         float(tokens_s @ (1 - of_prefill))
         + model.row_s * share.generated_tokens
-        + model.context_s * share.context_reads
+        + model.context_s * context_reads
         + model.shared_pair_s * share.shared_pairs
         + model.shared_read_s * reads
     )
