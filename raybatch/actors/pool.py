@@ -29,7 +29,7 @@ from raybatch.actors.wire import check_requests, combine_results, max_new_tokens
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
 
-__all__ = ["PoolHandle", "PoolSpec", "release_pools"]
+__all__ = ["PoolHandle", "PoolSpec", "plan_crew", "release_pools"]
 
 _NAME_PREFIX = "raybatch-pool"
 _MAX_CALLS = 10_000
@@ -255,7 +255,7 @@ def _make(name: str, spec: PoolSpec) -> ActorHandle:
             # it should live as long as the driver, so not on a host that may be taken away
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
         )
-        .remote(spec, _plan(spec))
+        .remote(spec, plan_crew(spec))
     )
 
 
@@ -267,8 +267,12 @@ def _end(coordinator: ActorHandle) -> None:
     ray.kill(coordinator, no_restart=True)
 
 
-def _plan(spec: PoolSpec) -> CrewPlan:
-    """Size the crew by the cluster as it is now."""
+def plan_crew(spec: PoolSpec) -> CrewPlan:
+    """Size the crew of a pool by the cluster as it is now.
+
+    Raises:
+        ConfigError: engines would share a GPU without a limit of memory.
+    """
     pool = spec.pool
     cluster_gpus = float(ray.cluster_resources().get("GPU", 0))
     num_gpus = pool.num_gpus_per_replica

@@ -158,4 +158,5 @@ def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:
     """Return [..., K + 1]: how many of the tokens lie between neighbouring knots."""
     lower = np.array((0.0, *knots))
     upper = np.array((*knots, np.inf))
-    return np.clip(tokens[..., None], lower, upper) - lower
+    between: Floats = np.clip(tokens[..., None], lower, upper) - lower
+    return between

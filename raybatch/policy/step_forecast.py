@@ -196,4 +196,5 @@ def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
     positions = np.arange(num_rows) * _GOLDEN % 1.0
     lengths = np.asarray(sample)[(positions * len(sample)).astype(np.int64)]
     whole = np.floor(lengths + np.arange(num_rows) * _GOLDEN * _GOLDEN % 1.0)
-    return np.maximum(whole, 1).astype(np.int64).tolist()
+    outputs: list[int] = np.maximum(whole, 1).astype(np.int64).tolist()
+    return outputs

@@ -1,0 +1,90 @@
+"""The cost model of a pool's engines, measured where a replica would run."""
+
+import os
+from contextlib import suppress
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from raybatch.actors.pool import plan_crew
+from raybatch.actors.records import PoolSpec
+from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
+from raybatch.errors import MeasureError, encodable
+from raybatch.policy.cost_model import CostModel
+
+__all__ = ["measure_pool"]
+
+# beyond the start: the program takes about 10 s, and longer only for models that are very slow
+_MEASURE_S = 300.0
+
+
+def measure_pool(spec: PoolSpec, *, timeout_s: float | None = None) -> CostModel:
+    """Return the cost model of one engine of a pool.
+
+    An actor with the resources of a replica reads it from its host's cache, or measures it, and
+    ends. Where the cluster is this one host, a cached one is read here. Ray is initialised only if
+    it is not.
+
+    Args:
+        spec: of the pool; its engines need not run.
+        timeout_s: for the start of the engine and the measurement; None takes the pool's
+            `start_timeout_s` and five minutes.
+
+    Raises:
+        MeasureError: the engine does not start, dies, or takes too long; the message says why.
+        ConfigError: the pool's options do not fit the cluster.
+    """
+    if not ray.is_initialized():
+        ray.init()
+    plan = plan_crew(spec)
+    is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    path = cost_model_path(spec.model, spec.backend, spec.engine)
+    found = load_cost_model(path) if is_here else None
+    if found is not None:
+        return found
+    if timeout_s is None and spec.pool.start_timeout_s is not None:
+        timeout_s = spec.pool.start_timeout_s + _MEASURE_S
+    actor = (
+        ray.remote(_Measurer)
+        .options(num_cpus=plan.num_cpus, num_gpus=plan.num_gpus, max_restarts=0)
+        .remote(spec)
+    )
+    try:
+        answer = ray.get(actor.measure.remote(plan.num_engines_on_host), timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise MeasureError(
+            f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
+            f"{plan.num_cpus} CPUs and {plan.num_gpus} GPUs"
+        ) from error
+    except RayError as error:
+        raise MeasureError(f"{spec.model} could not be measured: {_last_line(error)}") from error
+    finally:
+        with suppress(RayError):
+            ray.kill(actor, no_restart=True)
+    if isinstance(answer, str):
+        raise MeasureError(answer)
+    model: CostModel = answer
+    return model
+
+
+class _Measurer:
+    """One engine for as long as it takes to measure it."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
+        self._spec = spec
+
+    def measure(self, num_engines_on_host: int) -> CostModel | str:
+        """Return the cost model, or as text why there is none: exceptions need not travel."""
+        spec = self._spec
+        try:
+            return load_or_measure(
+                spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines_on_host
+            )
+        except MeasureError as error:
+            return str(error)
+
+
+def _last_line(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return encodable(f"{type(error).__name__}: {lines[-1] if lines else ''}")

@@ -1,0 +1,181 @@
+"""Cost models on disk: measured when a backend is first used on a kind of host, then read.
+
+Whoever calls runs the backend in its own process; `raybatch.actors.measure` does it where a
+replica would run.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from raybatch.backends.base import Backend
+from raybatch.backends.calibrate import limits_of, measure_backend
+from raybatch.backends.create import create_backend
+from raybatch.config import BackendConfig, EngineConfig, cache_dir
+from raybatch.errors import MeasureError, error_text
+from raybatch.policy.cost_model import CostModel, EngineLimits, fit
+
+__all__ = ["cost_model_path", "load_cost_model", "load_or_measure"]
+
+_FOLDER = "cost-models"
+_GPU_INFO = "driver/nvidia/gpus/*/information"
+
+_logger = logging.getLogger(__name__)
+
+
+def load_or_measure(
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    folder: Path | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    create: Callable[..., Backend] = create_backend,
+) -> CostModel:
+    """Return the cost model of a backend on this host, measured if there is none yet.
+
+    Measuring loads the model and takes about 10 s more; a message says so.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: which backend, and its options.
+        engine: options of the engine.
+        num_engines_on_host: engines that share the host's memory.
+        folder: of the cached models; None takes `cost-models` below the cache folder.
+        clock: seconds.
+        create: makes the backend.
+
+    Raises:
+        MeasureError: the backend cannot be started or measured.
+    """
+    path = cost_model_path(model, backend, engine, folder=folder)
+    found = load_cost_model(path)
+    if found is not None:
+        return found
+    _logger.info("measuring what a step of %s costs here; this happens once", model)
+    began = clock()
+    try:
+        engine_to_measure = create(model, backend, engine, num_engines_on_host=num_engines_on_host)
+        limits = limits_of(engine_to_measure, _token_budget(backend, engine))
+        loaded = clock()
+        measured = fit(measure_backend(engine_to_measure, limits, clock=clock), limits)
+        engine_to_measure.close()
+    except MeasureError:
+        raise
+    except Exception as error:
+        raise MeasureError(f"{model} could not be measured: {error_text(error)}") from error
+    _logger.info(
+        "measured in %.1f s after %.1f s of loading, with a fit error of %.0f %%",
+        clock() - loaded,
+        loaded - began,
+        100 * measured.fit_error,
+    )
+    _write(path, measured)
+    return measured
+
+
+def cost_model_path(
+    model: str, backend: BackendConfig, engine: EngineConfig, *, folder: Path | None = None
+) -> Path:
+    """Return the file of a cost model; its name is a hash of all that the times depend on.
+
+    Whether a GPU is there is looked up on this host, without loading torch.
+    """
+    folder = cache_dir() / _FOLDER if folder is None else folder
+    described = {
+        "model": _model_identity(model),
+        "backend": {"kind": backend.kind, "options": dict(backend.options)},
+        "engine": asdict(engine),
+        "host": {"cpu": _cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
+        "versions": _versions(("raybatch",) if backend.kind == "fake" else ("raybatch", "torch")),
+    }
+    text = json.dumps(described, sort_keys=True, default=repr)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def load_cost_model(path: Path) -> CostModel | None:
+    """Read a cost model; None if there is none, or a broken one, which is warned about."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return _from_json(fields)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _logger.warning(
+            "the cost model %s cannot be read and is measured again: %s", path, error_text(error)
+        )
+        return None
+
+
+def _from_json(fields: dict[str, Any]) -> CostModel:
+    limits = EngineLimits(**fields.pop("limits"))
+    for name in ("knots", "token_s"):
+        fields[name] = tuple(float(value) for value in fields[name])
+    return CostModel(limits=limits, **fields)
+
+
+def _write(path: Path, model: CostModel) -> None:
+    """Write a cost model so that readers see all of it or nothing; a full disk only costs time."""
+    text = json.dumps(asdict(model), indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
+        ) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        _logger.warning("the cost model could not be kept in %s: %s", path, error_text(error))
+
+
+def _token_budget(backend: BackendConfig, engine: EngineConfig) -> int | None:
+    return None if backend.kind == "fake" else engine.max_batched_tokens
+
+
+def _model_identity(model: str) -> str:
+    """Return what two checkpoints of equal speed have in common, wherever they lie."""
+    folder = Path(model).expanduser()
+    config = folder / "config.json"
+    if not config.is_file():
+        return model
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    digest = hashlib.sha256(config.read_bytes()).hexdigest()
+    return f"{digest}-{num_bytes}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # what has no name tells itself apart by what it can
+    return names[0] if names else platform.machine()
+
+
+def _gpu_names() -> list[str]:
+    names = []
+    for path in sorted(Path("/proc").glob(_GPU_INFO)):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+    return names
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    versions = {}
+    for package in packages:
+        # a source tree that is not installed has no version
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
