@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -18,7 +19,9 @@ __all__ = ["measure_pool"]
 _MEASURE_S = 300.0
 
 
-def measure_pool(spec: PoolSpec, *, timeout_s: float | None = None) -> CostModel:
+def measure_pool(
+    spec: PoolSpec, *, folder: Path | None = None, timeout_s: float | None = None
+) -> CostModel:
     """Return the cost model of one engine of a pool.
 
     An actor with the resources of a replica reads it from its host's cache, or measures it, and
@@ -27,6 +30,7 @@ def measure_pool(spec: PoolSpec, *, timeout_s: float | None = None) -> CostModel
 
     Args:
         spec: of the pool; its engines need not run.
+        folder: of the cached models, on whatever host; None takes that host's cache folder.
         timeout_s: for the start of the engine and the measurement; None takes the pool's
             `start_timeout_s` and five minutes.
 
@@ -38,7 +42,7 @@ def measure_pool(spec: PoolSpec, *, timeout_s: float | None = None) -> CostModel
         ray.init()
     plan = plan_crew(spec)
     is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
-    path = cost_model_path(spec.model, spec.backend, spec.engine)
+    path = cost_model_path(spec.model, spec.backend, spec.engine, folder=folder)
     found = load_cost_model(path) if is_here else None
     if found is not None:
         return found
@@ -50,7 +54,7 @@ def measure_pool(spec: PoolSpec, *, timeout_s: float | None = None) -> CostModel
         .remote(spec)
     )
     try:
-        answer = ray.get(actor.measure.remote(plan.num_engines_on_host), timeout=timeout_s)
+        answer = ray.get(actor.measure.remote(plan.num_engines_on_host, folder), timeout=timeout_s)
     except GetTimeoutError as error:
         raise MeasureError(
             f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
@@ -74,12 +78,16 @@ class _Measurer:
         os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
         self._spec = spec
 
-    def measure(self, num_engines_on_host: int) -> CostModel | str:
+    def measure(self, num_engines_on_host: int, folder: Path | None) -> CostModel | str:
         """Return the cost model, or as text why there is none: exceptions need not travel."""
         spec = self._spec
         try:
             return load_or_measure(
-                spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines_on_host
+                spec.model,
+                spec.backend,
+                spec.engine,
+                num_engines_on_host=num_engines_on_host,
+                folder=folder,
             )
         except MeasureError as error:
             return str(error)

@@ -13,10 +13,10 @@ from raybatch.errors import MeasureError
 from raybatch.policy.cost_model import EngineLimits, MeasuredStep
 from raybatch.types import Completion, Request, Sampling, TokenIds
 
-__all__ = ["limits_of", "measure_backend"]
+__all__ = ["MIN_VOCAB_SIZE", "limits_of", "measure_backend"]
 
-# ids that every vocabulary has; whether they mean anything does not matter
-_TOKEN_IDS = (16, 256)
+# every model has so many; whether they mean anything does not matter
+MIN_VOCAB_SIZE = 128
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)
 _DECODE_ROWS = (1, 4, 8, 16, 32, 64)
 _MORE_DECODE_ROWS = (256, 1024)
@@ -51,6 +51,7 @@ def measure_backend(
     *,
     clock: Callable[[], float],
     budget_s: float = 8.0,
+    vocab_size: int = MIN_VOCAB_SIZE,
     seed: int = 0,
 ) -> list[MeasuredStep]:
     """Run prompts of several lengths and batches of several sizes; return the steps measured.
@@ -62,29 +63,32 @@ def measure_backend(
         limits: of the backend.
         clock: seconds, such as `time.perf_counter`.
         budget_s: seconds that the program takes, about; a slow model gets a shorter one.
+        vocab_size: prompts are drawn from so many token ids.
         seed: of the prompts' tokens.
 
     Raises:
         MeasureError: the backend fails a prompt, does not come to an end, or is too small.
     """
-    program = _Program(backend, limits, clock=clock, budget_s=budget_s, seed=seed)
+    driver = _Driver(backend, clock=clock, vocab_size=vocab_size, seed=seed)
+    max_len = backend.capacity().max_model_len
+    program = _Program(driver, limits, max_len=max_len, clock=clock, budget_s=budget_s)
     return program.run()
 
 
 class _Program:
     def __init__(
         self,
-        backend: Backend,
+        driver: "_Driver",
         limits: EngineLimits,
         *,
+        max_len: int,
         clock: Callable[[], float],
         budget_s: float,
-        seed: int,
     ) -> None:
-        self._driver = _Driver(backend, clock=clock, seed=seed)
+        self._driver = driver
         self._limits = limits
         self._budget = limits.max_batched_tokens or limits.kv_tokens
-        self._max_len = backend.capacity().max_model_len
+        self._max_len = max_len
         self._clock = clock
         self._budget_s = budget_s
         self._end = clock() + budget_s
@@ -204,8 +208,11 @@ class _DecodeStep(NamedTuple):
 class _Driver:
     """Drives the backend through one batch at a time and reads the clock around its polls."""
 
-    def __init__(self, backend: Backend, *, clock: Callable[[], float], seed: int) -> None:
+    def __init__(
+        self, backend: Backend, *, clock: Callable[[], float], vocab_size: int, seed: int
+    ) -> None:
         self._backend = backend
+        self._vocab_size = vocab_size
         self._clock = clock
         self._random = np.random.default_rng(seed)
         self._next_id = 0
@@ -269,7 +276,7 @@ class _Driver:
         )
 
     def _tokens(self, length: int) -> TokenIds:
-        return self._random.integers(*_TOKEN_IDS, length).astype(np.int32)
+        return self._random.integers(0, self._vocab_size, length).astype(np.int32)
 
     def _poll(self) -> tuple[float, int]:
         """Return the seconds of one poll and the tokens that it generated."""

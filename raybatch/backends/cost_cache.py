@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raybatch.backends.base import Backend
-from raybatch.backends.calibrate import limits_of, measure_backend
+from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
 from raybatch.errors import MeasureError, error_text
@@ -69,8 +69,10 @@ def load_or_measure(
         engine_to_measure = create(model, backend, engine, num_engines_on_host=num_engines_on_host)
         limits = limits_of(engine_to_measure, _token_budget(backend, engine))
         loaded = clock()
-        measured = fit(measure_backend(engine_to_measure, limits, clock=clock), limits)
+        vocab_size = _vocab_size(model)
+        steps = measure_backend(engine_to_measure, limits, clock=clock, vocab_size=vocab_size)
         engine_to_measure.close()
+        measured = fit(steps, limits)
     except MeasureError:
         raise
     except Exception as error:
@@ -152,6 +154,15 @@ def _model_identity(model: str) -> str:
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     digest = hashlib.sha256(config.read_bytes()).hexdigest()
     return f"{digest}-{num_bytes}"
+
+
+def _vocab_size(model: str) -> int:
+    """Return the size of a local model's vocabulary, else what every model has."""
+    try:
+        fields = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return MIN_VOCAB_SIZE
+    return int(fields.get("vocab_size", MIN_VOCAB_SIZE))
 
 
 def _cpu_name() -> str:

@@ -64,7 +64,10 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     """
     if num_replicas < 1:
         raise ConfigError(f"an estimate for {num_replicas} replicas; it takes at least one")
-    share = _share(totals, num_replicas)
+    num_rows = -(-totals.num_rows // num_replicas)
+    # with more replicas than rows some have nothing to do
+    factor = num_rows / totals.num_rows if totals.num_rows else 1.0
+    share = _scaled(totals, num_rows, factor)
     forecast = forecast_steps(share, model.limits)
     weight = forecast.weight
     tokens = forecast.decode_rows + forecast.prefill_tokens
@@ -91,15 +94,15 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     wall_s = prefill_s + decode_s + overhead_s
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
     return CostEstimate(
-        engine_s=_band(wall_s * num_replicas, error),
+        engine_s=_band(wall_s / factor, error),
         wall_s=_band(wall_s, error),
-        prefill_s=prefill_s * num_replicas,
-        decode_s=decode_s * num_replicas,
-        overhead_s=overhead_s * num_replicas,
+        prefill_s=prefill_s / factor,
+        decode_s=decode_s / factor,
+        overhead_s=overhead_s / factor,
         num_replicas=num_replicas,
-        num_steps=forecast.num_steps * num_replicas,
+        num_steps=forecast.num_steps / factor,
         mean_decode_rows=forecast.mean_decode_rows,
-        recomputed_tokens=forecast.recomputed_tokens * num_replicas,
+        recomputed_tokens=forecast.recomputed_tokens / factor,
     )
 
 
@@ -119,9 +122,7 @@ def money(cost: CostEstimate, price_per_engine_hour: float) -> Band:
     return Band(expected=wall.expected * factor, low=wall.low * factor, high=wall.high * factor)
 
 
-def _share(totals: WorkTotals, num_replicas: int) -> WorkTotals:
-    num_rows = -(-totals.num_rows // num_replicas)
-    factor = num_rows / max(1, totals.num_rows) if num_replicas > 1 else 1.0
+def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:
     return replace(
         totals,
         num_rows=num_rows,

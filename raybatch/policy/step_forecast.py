@@ -192,9 +192,10 @@ class _Simulation:
 
 def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
     """Return outputs of rows in an order without trend, whole numbers with the right mean."""
-    sample = work.output_lengths or (work.generated_tokens / work.num_rows,)
-    positions = np.arange(num_rows) * _GOLDEN % 1.0
-    lengths = np.asarray(sample)[(positions * len(sample)).astype(np.int64)]
-    whole = np.floor(lengths + np.arange(num_rows) * _GOLDEN * _GOLDEN % 1.0)
-    outputs: list[int] = np.maximum(whole, 1).astype(np.int64).tolist()
+    sample = np.asarray(work.output_lengths or (work.generated_tokens / work.num_rows,))
+    order = np.argsort(np.arange(len(sample)) * _GOLDEN % 1.0)
+    lengths = np.resize(sample[order], num_rows)
+    # what is cut off one length is given to the next
+    ends = np.rint(np.cumsum(lengths))
+    outputs: list[int] = np.maximum(np.diff(ends, prepend=0.0), 1).astype(np.int64).tolist()
     return outputs

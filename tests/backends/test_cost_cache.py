@@ -1,0 +1,144 @@
+"""Cost models on disk: measured once, and again when something changed or broke."""
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import MeasureError
+from tests.backends.test_calibrate import FAST
+from tests.backends.timed_backend import TimedBackend
+
+NATIVE, ENGINE = BackendConfig(), EngineConfig(device="cpu")
+
+
+class Factory:
+    """Makes timed backends and counts them; `clock` is that of the last one."""
+
+    def __init__(self, **options):
+        self.made = []
+        self._options = options
+
+    def __call__(self, model, backend, engine, *, num_engines_on_host):
+        self.made.append(TimedBackend(FAST, **self._options))
+        return self.made[-1]
+
+    def clock(self):
+        return self.made[-1].now if self.made else 0.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 300}')
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    return folder
+
+
+@pytest.fixture
+def measure(tmp_path, checkpoint):
+    def call(factory):
+        return load_or_measure(
+            str(checkpoint),
+            NATIVE,
+            ENGINE,
+            folder=tmp_path / "cache",
+            clock=factory.clock,
+            create=factory,
+        )
+
+    return call
+
+
+def path_of(model, backend=NATIVE, engine=ENGINE):
+    return cost_model_path(str(model), backend, engine).name
+
+
+def test_the_second_use_reads_what_the_first_measured(measure):
+    factory = Factory()
+    first = measure(factory)
+    assert first == measure(factory)
+    assert 1 == len(factory.made)
+
+
+def test_a_message_says_that_it_measures(measure, caplog):
+    with caplog.at_level(logging.INFO, "raybatch"):
+        measure(Factory())
+    assert "happens once" in caplog.text
+    assert "measured in" in caplog.text
+
+
+def test_the_engine_is_closed(measure):
+    factory = Factory()
+    measure(factory)
+    assert factory.made[0].is_closed
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step_s": 1}', '{"limits": {"kv": 1}}'])
+def test_a_broken_file_is_measured_again_with_a_warning(measure, tmp_path, caplog, text):
+    factory = Factory()
+    first = measure(factory)
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_text(text)
+    assert first == measure(factory)
+    assert 2 == len(factory.made)
+    assert "measured again" in caplog.text
+    assert load_cost_model(path) == first
+
+
+def test_a_value_out_of_range_is_a_broken_file(measure, tmp_path):
+    measure(Factory())
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"row_s": -1.0}))
+    assert load_cost_model(path) is None
+
+
+def test_nothing_but_the_model_is_left_in_the_folder(measure, tmp_path):
+    measure(Factory())
+    assert [".json"] == [path.suffix for path in (tmp_path / "cache").iterdir()]
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, checkpoint, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    factory = Factory()
+    options = {"folder": blocked / "cache", "clock": factory.clock, "create": factory}
+    assert load_or_measure(str(checkpoint), NATIVE, ENGINE, **options).step_s > 0
+    assert "could not be kept" in caplog.text
+
+
+def test_a_backend_that_does_not_start_is_one_clear_error(checkpoint, tmp_path):
+    def create(*args, **options):
+        raise RuntimeError("no memory")
+
+    with pytest.raises(MeasureError, match="could not be measured: RuntimeError: no memory"):
+        load_or_measure(str(checkpoint), NATIVE, ENGINE, folder=tmp_path, create=create)
+
+
+def test_a_copy_of_a_checkpoint_is_the_same_model(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert path_of(checkpoint) == path_of(copy)
+
+
+def test_other_weights_are_another_model(checkpoint):
+    before = path_of(checkpoint)
+    (checkpoint / "model.safetensors").write_bytes(bytes(101))
+    assert before != path_of(checkpoint)
+
+
+def test_hub_ids_stand_for_themselves():
+    assert path_of("a/b") != path_of("a/c")
+
+
+@pytest.mark.parametrize("change", [{"num_threads": 2}, {"dtype": "bfloat16"}])
+def test_other_engine_options_are_measured_for_themselves(checkpoint, change):
+    assert path_of(checkpoint) != path_of(checkpoint, engine=replace(ENGINE, **change))
+
+
+def test_other_backends_are_measured_for_themselves(checkpoint):
+    assert path_of(checkpoint) != path_of(checkpoint, backend=BackendConfig(kind="fake"))

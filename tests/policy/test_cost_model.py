@@ -1,0 +1,89 @@
+"""Costs of steps: what is fitted is what the steps were made with."""
+
+from dataclasses import replace
+
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.policy.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+
+LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=64, block_size=16, max_batched_tokens=512)
+TRUTH = CostModel(
+    step_s=2e-3,
+    knots=(4.0, 8.0, 16.0, 32.0, 64.0, 256.0),
+    token_s=(5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 5e-5, 6e-5),
+    row_s=2e-5,
+    pair_s=1e-7,
+    context_s=1e-6,
+    shared_pair_s=2e-7,
+    shared_read_s=3e-6,
+    fit_error=0.0,
+    limits=LIMITS,
+)
+
+
+def step(**counts):
+    return MeasuredStep(**({"seconds": 1.0, "tokens": 1, "rows": 1} | counts))
+
+
+def steps_of(truth):
+    """Steps that tell all costs apart, with the seconds that `truth` gives them."""
+    prefills = [step(tokens=n, pairs=n * n / 2) for n in (16, 64, 256, 1024)]
+    short = [step(tokens=16 * n, rows=n, pairs=n * 128) for n in (8, 64)]
+    decodes = [
+        step(tokens=n, rows=n, context_reads=n * reads)
+        for n in (1, 4, 8, 16, 32, 64)
+        for reads in (16, 512)
+    ]
+    shared = [
+        step(tokens=n, rows=n, shared_pairs=n * 512, shared_reads=512, context_reads=16 * n)
+        for n in (8, 32)
+    ]
+    steps = [*prefills, *short, *decodes, *shared]
+    return [replace(s, seconds=truth.predict(s)) for s in steps]
+
+
+def test_the_costs_behind_exact_steps_are_found():
+    found = fit(steps_of(TRUTH), LIMITS)
+    for name in ("step_s", "token_s", "row_s", "pair_s", "context_s"):
+        assert pytest.approx(getattr(TRUTH, name), rel=1e-6) == getattr(found, name)
+    assert pytest.approx(TRUTH.shared_pair_s, rel=1e-6) == found.shared_pair_s
+    assert pytest.approx(TRUTH.shared_read_s, rel=1e-6) == found.shared_read_s
+    assert found.fit_error < 1e-9
+
+
+def test_steps_that_disagree_leave_a_fit_error():
+    steps = [step(seconds=0.9), step(seconds=1.1)]
+    assert pytest.approx(0.1, rel=0.05) == fit(steps, LIMITS).fit_error
+
+
+def test_the_slope_of_the_largest_batches_goes_on_beyond_them():
+    steps = [step(seconds=1 + n, tokens=n, rows=0) for n in (1, 2, 4, 8)]
+    found = fit(steps, LIMITS)
+    assert pytest.approx(101.0) == found.predict(step(tokens=100, rows=0))
+
+
+def test_tokens_cost_along_the_chain_of_slopes():
+    # 4 below the first knot, 4 to the second, 2 above it
+    assert pytest.approx(4 * 5e-4 + 4 * 4e-4 + 2 * 3e-4) == float(TRUTH.tokens_s(10))
+
+
+def test_no_steps_are_an_error():
+    with pytest.raises(ConfigError, match="needs measured steps"):
+        fit([], LIMITS)
+
+
+def test_a_step_without_time_is_an_error():
+    with pytest.raises(ConfigError, match=r"took 0\.0 s"):
+        fit([step(seconds=0.0)], LIMITS)
+
+
+@pytest.mark.parametrize("change", [{"row_s": -1.0}, {"step_s": float("nan")}])
+def test_a_cost_that_is_none_is_refused(change):
+    with pytest.raises(ConfigError, match="a cost of"):
+        replace(TRUTH, **change)
+
+
+def test_slopes_and_knots_must_fit():
+    with pytest.raises(ConfigError, match="one more than knots"):
+        replace(TRUTH, knots=(4.0,))

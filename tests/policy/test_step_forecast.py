@@ -1,0 +1,101 @@
+"""Steps of an engine, forecast: literal small runs, and what every run must keep."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.policy.cost_model import EngineLimits
+from raybatch.policy.step_forecast import forecast_steps
+from raybatch.policy.work import work_totals
+
+LIMITS = EngineLimits(kv_tokens=10**6, max_num_seqs=4, block_size=16, max_batched_tokens=100)
+
+
+def work(num_rows, prompt, output):
+    return work_totals(np.full(num_rows, prompt), np.broadcast_to(output, num_rows))
+
+
+def test_a_row_alone_takes_its_chunks_and_a_step_per_further_token():
+    forecast = forecast_steps(work(1, 250, 4), LIMITS)
+    assert [100, 100, 50, 0, 0, 0] == forecast.prefill_tokens.tolist()
+    assert [0, 0, 0, 1, 1, 1] == forecast.decode_rows.tolist()
+
+
+def test_decodes_go_before_prompts_in_the_budget():
+    limits = replace(LIMITS, max_batched_tokens=11)
+    forecast = forecast_steps(work(2, 10, 4), limits)
+    assert [11, 9, 0, 0, 0] == forecast.prefill_tokens.tolist()
+    assert [0, 1, 2, 2, 1] == forecast.decode_rows.tolist()
+
+
+def test_no_more_sequences_run_than_there_are_slots():
+    forecast = forecast_steps(work(8, 10, 5), LIMITS)
+    assert [0, 4, 4, 4, 4, 0, 4, 4, 4, 4] == forecast.decode_rows.tolist()
+
+
+def test_a_backend_without_a_budget_takes_all_prompts_at_once():
+    forecast = forecast_steps(work(4, 500, 2), replace(LIMITS, max_batched_tokens=None))
+    assert [2000, 0] == forecast.prefill_tokens.tolist()
+
+
+def test_memory_bounds_the_batch():
+    # two sequences of 40 tokens and half a block
+    limits = replace(LIMITS, kv_tokens=112)
+    forecast = forecast_steps(work(8, 32, 8), limits)
+    assert 2 == forecast.decode_rows.max()
+
+
+def test_what_no_longer_fits_is_computed_again():
+    limits = replace(LIMITS, kv_tokens=100)
+    forecast = forecast_steps(work(4, 20, 40), limits)
+    assert forecast.recomputed_tokens > 0
+    assert forecast.prefill_tokens.sum() == 80 + forecast.recomputed_tokens
+
+
+def test_a_row_that_does_not_fit_runs_alone():
+    forecast = forecast_steps(work(2, 50, 3), replace(LIMITS, kv_tokens=10))
+    assert 1 == forecast.decode_rows.max()
+
+
+def test_nothing_to_do_takes_no_step():
+    empty = work_totals(np.zeros(0, int), np.zeros(0))
+    assert 0 == forecast_steps(empty, LIMITS).num_steps
+
+
+@given(
+    num_rows=st.integers(1, 60),
+    prompt=st.integers(1, 200),
+    longest=st.integers(1, 40),
+    kv_tokens=st.integers(50, 2000),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_token_is_computed_once_and_again_when_preempted(
+    num_rows, prompt, longest, kv_tokens, seed
+):
+    outputs = np.random.default_rng(seed).integers(1, longest + 1, num_rows)
+    totals = work_totals(np.full(num_rows, prompt), outputs)
+    forecast = forecast_steps(totals, replace(LIMITS, kv_tokens=kv_tokens))
+    prefill = forecast.prefill_tokens.sum()
+    assert pytest.approx(num_rows * prompt + forecast.recomputed_tokens) == prefill
+    # each prompt gives a first token, and so does each one computed again
+    decoded = outputs.sum() - num_rows
+    if forecast.recomputed_tokens:
+        assert forecast.decode_rows.sum() < decoded
+    else:
+        assert decoded == forecast.decode_rows.sum()
+
+
+@pytest.mark.parametrize("output", [40, np.tile([5, 20, 200, 15], 10_000)])
+def test_a_long_run_is_forecast_from_its_middle(output):
+    totals = work(40_000, 60, output)
+    limits = replace(LIMITS, max_num_seqs=32)
+    forecast = forecast_steps(totals, limits)
+    bound = totals.generated_tokens / 32
+    assert pytest.approx(bound, rel=0.02) == forecast.num_steps
+    tokens = float(forecast.weight @ forecast.prefill_tokens)
+    assert pytest.approx(totals.computed_tokens, rel=0.02) == tokens
+    assert len(forecast.decode_rows) < bound / 5
