@@ -18,20 +18,22 @@ __all__ = ["MIN_VOCAB_SIZE", "limits_of", "measure_backend"]
 # every model has so many; whether they mean anything does not matter
 MIN_VOCAB_SIZE = 128
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)
-_DECODE_ROWS = (1, 4, 8, 16, 32, 64)
-_MORE_DECODE_ROWS = (256, 1024)
+_DECODE_ROWS = (1, 4, 16, 64)
+_MORE_DECODE_ROWS = (8, 32, 256, 1024)
 _SHORT_LEN = 8
 _NO_TOKENS = np.empty(0, np.int32)
 # sequences and the lengths to try for them: a large batch if it can have a context worth the name
 _CONTEXTS = ((64, (512, 256)), (16, (512, 256, 192, 128, 64)))
-_SHARED_ROWS = (8, 32)
+_SHARED_ROWS = (32, 8)
 _SHARED_LENS = (1024, 512, 256, 128, 64)
 _NUM_REPEATS = 3
 _NUM_DECODE_STEPS = 5
 _MAX_IDLE_POLLS = 64
 # of the time budget: for one batch of the program, and for doing it again
 _MAX_SHARE = 0.3
-_MAX_REPEAT_SHARE = 0.05
+_MAX_REPEAT_SHARE = 0.03
+# of the time that is left, for a batch that others of the same weight follow
+_MORE_TO_COME = 0.5
 
 
 def limits_of(backend: Backend, max_batched_tokens: int | None) -> EngineLimits:
@@ -132,7 +134,7 @@ class _Program:
 
     def _measure_contexts(self) -> None:
         for num_rows, lengths in _CONTEXTS:
-            possible = [n for n in lengths if self._is_possible(num_rows, n)]
+            possible = [n for n in lengths if self._is_possible(num_rows, n, share=_MORE_TO_COME)]
             if possible:
                 self._decode(num_rows, possible[0])
                 return
@@ -140,8 +142,11 @@ class _Program:
     def _measure_shared(self) -> None:
         block_size = self._limits.block_size
         lengths = [n for n in _SHARED_LENS if n % block_size == 0]
-        for num_rows in _SHARED_ROWS:
-            possible = [n for n in lengths if self._is_possible(num_rows, _SHORT_LEN, n)]
+        # two sizes of a group tell what is read once from what is read by each
+        for num_rows, share in zip(_SHARED_ROWS, (_MORE_TO_COME, 1.0), strict=True):
+            possible = [
+                n for n in lengths if self._is_possible(num_rows, _SHORT_LEN, n, share=share)
+            ]
             if possible:
                 self._decode(num_rows, _SHORT_LEN, shared_len=possible[0])
 
@@ -186,16 +191,20 @@ class _Program:
     def _max_prompt(self) -> int:
         return min(self._max_len - 2 * _NUM_DECODE_STEPS, self._limits.kv_tokens - 1)
 
-    def _is_possible(self, num_rows: int, own_len: int, shared_len: int = 0) -> bool:
+    def _is_possible(
+        self, num_rows: int, own_len: int, shared_len: int = 0, *, share: float = 1.0
+    ) -> bool:
         limits, num_tokens = self._limits, num_rows * own_len + shared_len
         longest = own_len + self._num_steps(num_tokens)
         held = shared_len + num_rows * -(-longest // limits.block_size) * limits.block_size
         fits = num_rows <= min(limits.max_num_seqs, self._budget) and held <= limits.kv_tokens
         seconds = num_tokens * self._token_s + _NUM_DECODE_STEPS * self._decode_s
-        return fits and shared_len + longest <= self._max_len and self._is_affordable(seconds)
+        is_short = shared_len + longest <= self._max_len
+        return fits and is_short and self._is_affordable(seconds, share)
 
-    def _is_affordable(self, seconds: float) -> bool:
-        return seconds <= min(_MAX_SHARE * self._budget_s, self._end - self._clock())
+    def _is_affordable(self, seconds: float, share: float = 1.0) -> bool:
+        left = share * (self._end - self._clock())
+        return seconds <= min(_MAX_SHARE * self._budget_s, left)
 
 
 class _DecodeStep(NamedTuple):

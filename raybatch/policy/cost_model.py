@@ -122,7 +122,7 @@ class CostModel:
 def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     """Fit costs to measured steps, with the same weight for the relative error of each.
 
-    Knots beyond the largest measured batch are left out, so that the slope before them goes on.
+    A knot is left out where nothing was measured between it and the one before, or beyond it.
 
     Raises:
         ConfigError: there is no step, or one took no time.
@@ -132,8 +132,8 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     seconds = np.array([step.seconds for step in steps])
     if not (seconds > 0).all():
         raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
-    largest = max(step.tokens for step in steps)
-    knots = tuple(knot for knot in TOKEN_KNOTS if knot < largest)
+    # a step of a prefix group would have to tell the slope and the cost of sharing at once
+    knots = _measured_knots({step.tokens for step in steps if not step.shared_pairs})
     features = _features(steps, knots)
     costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))
     error = features @ costs / seconds - 1.0
@@ -146,6 +146,14 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
         fit_error=float(np.sqrt(np.mean(error**2))),
         limits=limits,
     )
+
+
+def _measured_knots(tokens: set[float]) -> tuple[float, ...]:
+    knots = [0.0]
+    for knot in TOKEN_KNOTS:
+        if any(knots[-1] < n <= knot for n in tokens) and knot < max(tokens):
+            knots.append(knot)
+    return tuple(knots[1:])
 
 
 def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats:

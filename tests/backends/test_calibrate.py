@@ -1,4 +1,4 @@
-"""The measuring program: it finds the costs behind a backend, within its time, whatever its size."""
+"""The measuring program: it finds the costs behind a backend, within its time."""
 
 from dataclasses import replace
 
@@ -91,6 +91,13 @@ def test_noise_of_some_percent_leaves_the_estimate_within_ten():
     _, _, model = measured(FAST, noise=0.03)
     seconds, work = run(FAST, 200, 128, 64)
     assert pytest.approx(seconds, rel=0.1) == estimate(model, work).engine_s.expected
+
+
+@pytest.mark.parametrize("truth", [FAST, SLOW], ids=["fast", "slow"])
+def test_every_cost_is_told_apart(truth):
+    _, _, model = measured(truth)
+    for name in ("step_s", "row_s", "pair_s", "context_s", "shared_pair_s", "shared_read_s"):
+        assert pytest.approx(getattr(truth, name), rel=1e-3) == getattr(model, name)
 
 
 @pytest.mark.parametrize("truth", [FAST, SLOW], ids=["fast", "slow"])

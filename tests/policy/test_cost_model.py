@@ -63,6 +63,11 @@ def test_the_slope_of_the_largest_batches_goes_on_beyond_them():
     assert pytest.approx(101.0) == found.predict(step(tokens=100, rows=0))
 
 
+def test_a_slope_is_fitted_only_where_something_was_measured():
+    steps = [step(seconds=1 + n, tokens=n, rows=0) for n in (1, 4, 30, 200)]
+    assert (4.0, 32.0) == fit(steps, LIMITS).knots
+
+
 def test_tokens_cost_along_the_chain_of_slopes():
     # 4 below the first knot, 4 to the second, 2 above it
     assert pytest.approx(4 * 5e-4 + 4 * 4e-4 + 2 * 3e-4) == float(TRUTH.tokens_s(10))
