@@ -171,14 +171,13 @@ class _Program:
             return
         self._decode_s = float(np.median([step.seconds for step in steps]))
         own = own_len + float(np.mean([step.generated for step in steps]))
-        block_size = self._limits.block_size
-        num_blocks = np.ceil(own / block_size)
         self._steps.append(
             MeasuredStep(
                 seconds=self._decode_s,
                 tokens=num_rows,
                 rows=num_rows,
-                context_reads=float(num_rows * num_blocks * block_size),
+                # the rest of a fresh block has no memory behind it yet, and is read for nothing
+                context_reads=num_rows * own,
                 shared_pairs=num_rows * shared_len,
                 shared_reads=shared_len,
             )

@@ -49,7 +49,7 @@ class MeasuredStep:
         tokens: of the forward batch: prompt tokens and one per decoding sequence.
         rows: sequences that got a token.
         pairs: prompt tokens times the tokens that each attends to.
-        context_reads: KV tokens that decoding sequences read for themselves, in whole blocks.
+        context_reads: KV tokens that decoding sequences read for themselves.
         shared_pairs: decoding sequences times KV tokens that they share with others.
         shared_reads: shared KV tokens, counted once for all that share them.
     """
@@ -73,7 +73,7 @@ class CostModel:
         token_s: per token of the forward batch, one slope below each knot and one above the last.
         row_s: per token that is sampled.
         pair_s: per prompt token and token that it attends to.
-        context_s: per KV token that a decoding sequence reads for itself, in whole blocks.
+        context_s: per KV token that a decoding sequence reads for itself.
         shared_pair_s: per decoding sequence and KV token that others read as well.
         shared_read_s: per shared KV token and step.
         fit_error: root mean square of the relative errors over the measured steps.

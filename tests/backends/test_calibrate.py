@@ -47,7 +47,7 @@ def measured(truth, **options):
 
 def run(truth, num_rows, prompt, output, shared=0):
     """Run rows; return the seconds, and the totals of their plan."""
-    backend = TimedBackend(truth)
+    backend = TimedBackend(truth, reads_blocks=True)
     random = np.random.default_rng(0)
     sampling = Sampling(max_tokens=output, ignore_eos=True)
     group_id = 1 if shared else None

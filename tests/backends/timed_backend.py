@@ -23,11 +23,15 @@ class Running:
 class TimedBackend:
     """Prompts in chunks under a budget, a token per step for each row that has all of its prompt.
 
-    `noise` is a relative error of each step, drawn from a seed.
+    Args:
+        truth: what steps cost.
+        reads_blocks: sequences read whole blocks, as they do once all of the memory was in use.
+        noise: relative error of each step, drawn from a seed.
     """
 
     truth: CostModel
     max_model_len: int = 4096
+    reads_blocks: bool = False
     noise: float = 0.0
     error: str = ""
     now: float = 0.0
@@ -93,7 +97,7 @@ class TimedBackend:
         self.is_closed = True
 
     def _decode(self, decoding):
-        block = self.truth.limits.block_size
+        block = self.truth.limits.block_size if self.reads_blocks else 1
         prefixes = {r.request.group_id: r.request.prefix_len for r in decoding}
         own = [r.length - r.request.prefix_len + r.generated for r in decoding]
         return {
