@@ -17,7 +17,7 @@ from tests.backends.timed_backend import TimedBackend
 LIMITS = EngineLimits(kv_tokens=65536, max_num_seqs=256, block_size=64, max_batched_tokens=2048)
 FAST = CostModel(
     step_s=2e-3,
-    knots=(8.0, 64.0),
+    knots=(16.0, 64.0),
     token_s=(1e-4, 6e-5, 4e-5),
     row_s=2e-5,
     pair_s=6e-8,
