@@ -1,0 +1,48 @@
+"""The native engine, measured as any other backend."""
+
+import time
+
+import pytest
+
+from raybatch.backends.calibrate import limits_of, measure_backend
+from raybatch.backends.cost_cache import load_or_measure
+from raybatch.backends.create import create_backend
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.policy.cost_model import fit
+from tests.engine.tiny_models import build
+
+ENGINE = EngineConfig(
+    dtype="float32", device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=16, max_batched_tokens=256
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(path)
+    return str(path)
+
+
+def test_the_native_engine_is_measured_and_left_empty(checkpoint):
+    backend = create_backend(checkpoint, BackendConfig(), ENGINE)
+    limits = limits_of(backend, ENGINE.max_batched_tokens)
+    steps = measure_backend(backend, limits, clock=time.perf_counter, budget_s=1.0)
+    stats = backend.stats()
+    assert (0, 0, 0) == (stats.num_running, stats.num_waiting, backend.num_unfinished())
+    assert 16 == max(step.rows for step in steps)
+    assert fit(steps, limits).step_s > 0
+
+
+def test_prompts_of_the_program_share_nothing_but_their_prefix(checkpoint):
+    backend = create_backend(checkpoint, BackendConfig(), ENGINE)
+    limits = limits_of(backend, ENGINE.max_batched_tokens)
+    ticks = iter(range(10**6))
+    steps = measure_backend(backend, limits, clock=lambda: next(ticks) * 1e-5, vocab_size=211)
+    shared = sum(int(step.shared_pairs - step.shared_reads) for step in steps)
+    assert shared == backend.stats().num_cached_tokens
+
+
+def test_a_native_model_is_measured_and_kept(checkpoint, tmp_path):
+    first = load_or_measure(checkpoint, BackendConfig(), ENGINE, folder=tmp_path)
+    assert 16 == first.limits.max_num_seqs
+    assert first == load_or_measure(checkpoint, BackendConfig(), ENGINE, folder=tmp_path)
