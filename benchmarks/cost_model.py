@@ -35,7 +35,7 @@ from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig
 from raybatch.policy.cost_model import CostModel, fit
-from raybatch.policy.estimate import estimate
+from raybatch.policy.estimate import check_run, estimate
 from raybatch.policy.work import WorkTotals, work_totals
 from raybatch.types import ReplicaStats, Request, Sampling
 
@@ -115,14 +115,14 @@ def compare(
     stats = sorted(measured, key=lambda s: s.engine_s)[len(measured) // 2]
     work = prompts.work
     planned = estimate(model, work)
-    actual = estimate(
-        model,
-        work.actual(
-            computed_tokens=stats.num_prompt_tokens - stats.num_cached_tokens,
-            generated_tokens=stats.num_generated_tokens,
-        ),
-    )
     engine_s = statistics.median(s.engine_s for s in measured)
+    actual = check_run(
+        model,
+        work,
+        computed_tokens=stats.num_prompt_tokens - stats.num_cached_tokens,
+        generated_tokens=stats.num_generated_tokens,
+        engine_s=engine_s,
+    )
     return {
         "workload": workload.name,
         "rows": workload.num_requests,
@@ -130,7 +130,7 @@ def compare(
         "engine_s_runs": [round(s.engine_s, 3) for s in measured],
         "planned_s": round(planned.engine_s.expected, 3),
         "planned_error": round(planned.engine_s.expected / engine_s - 1, 3),
-        "actual_s": round(actual.engine_s.expected, 3),
+        "actual_s": round(actual.predicted_s.expected, 3),
         "is_in_band": planned.engine_s.low <= engine_s <= planned.engine_s.high,
         "steps": stats.num_steps,
         "planned_steps": round(planned.num_steps),

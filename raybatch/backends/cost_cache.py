@@ -28,6 +28,8 @@ from raybatch.policy.cost_model import CostModel, EngineLimits, fit
 __all__ = ["cost_model_path", "load_cost_model", "load_or_measure"]
 
 _FOLDER = "cost-models"
+# of the time by the clock that an engine on a quiet host spends computing
+_QUIET_SHARE = 0.85
 _GPU_INFO = "driver/nvidia/gpus/*/information"
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ def load_or_measure(
     num_engines_on_host: int = 1,
     folder: Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
     create: Callable[..., Backend] = create_backend,
 ) -> CostModel:
     """Return the cost model of a backend on this host, measured if there is none yet.
@@ -54,6 +57,8 @@ def load_or_measure(
         num_engines_on_host: engines that share the host's memory.
         folder: of the cached models; None takes `cost-models` below the cache folder.
         clock: seconds.
+        cpu_clock: CPU seconds of this process; where an engine on a CPU got much less than the time
+            by the clock, others were using it, and what was measured is used once and not kept.
         create: makes the backend.
 
     Raises:
@@ -66,24 +71,28 @@ def load_or_measure(
     _logger.info("measuring what a step of %s costs here; this happens once", model)
     began = clock()
     try:
-        engine_to_measure = create(model, backend, engine, num_engines_on_host=num_engines_on_host)
-        limits = limits_of(engine_to_measure, _token_budget(backend, engine))
-        loaded = clock()
-        vocab_size = _vocab_size(model)
-        steps = measure_backend(engine_to_measure, limits, clock=clock, vocab_size=vocab_size)
-        engine_to_measure.close()
-        measured = fit(steps, limits)
+        running = create(model, backend, engine, num_engines_on_host=num_engines_on_host)
+        loaded, cpu_before = clock(), cpu_clock()
+        measured = _measure(running, model, _token_budget(backend, engine), clock)
+        took_s, cpu_s = clock() - loaded, cpu_clock() - cpu_before
     except MeasureError:
         raise
     except Exception as error:
         raise MeasureError(f"{model} could not be measured: {error_text(error)}") from error
     _logger.info(
         "measured in %.1f s after %.1f s of loading, with a fit error of %.0f %%",
-        clock() - loaded,
+        took_s,
         loaded - began,
         100 * measured.fit_error,
     )
-    _write(path, measured)
+    if _computes_on_cpu(backend, engine) and cpu_s < _QUIET_SHARE * took_s:
+        _logger.warning(
+            "the host is busy: the engine got %.0f %% of a CPU while it was measured; its times "
+            "are too long, and are measured again next time",
+            100 * cpu_s / took_s,
+        )
+    else:
+        _write(path, measured)
     return measured
 
 
@@ -111,13 +120,22 @@ def load_cost_model(path: Path) -> CostModel | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return _from_json(fields)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         _logger.warning(
             "the cost model %s cannot be read and is measured again: %s", path, error_text(error)
         )
         return None
+
+
+def _measure(
+    running: Backend, model: str, max_batched_tokens: int | None, clock: Callable[[], float]
+) -> CostModel:
+    limits = limits_of(running, max_batched_tokens)
+    steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
+    running.close()
+    return fit(steps, limits)
 
 
 def _from_json(fields: dict[str, Any]) -> CostModel:
@@ -139,6 +157,10 @@ def _write(path: Path, model: CostModel) -> None:
         os.replace(file.name, path)
     except OSError as error:
         _logger.warning("the cost model could not be kept in %s: %s", path, error_text(error))
+
+
+def _computes_on_cpu(backend: BackendConfig, engine: EngineConfig) -> bool:
+    return backend.kind == "native" and (engine.device == "cpu" or not _gpu_names())
 
 
 def _token_budget(backend: BackendConfig, engine: EngineConfig) -> int | None:

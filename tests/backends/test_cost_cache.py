@@ -42,13 +42,14 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def measure(tmp_path, checkpoint):
-    def call(factory):
+    def call(factory, cpu_share=1.0):
         return load_or_measure(
             str(checkpoint),
             NATIVE,
             ENGINE,
             folder=tmp_path / "cache",
             clock=factory.clock,
+            cpu_clock=lambda: cpu_share * factory.clock(),
             create=factory,
         )
 
@@ -79,6 +80,15 @@ def test_the_engine_is_closed(measure):
     assert factory.made[0].is_closed
 
 
+def test_what_a_busy_host_measured_is_used_once_with_a_warning(measure, caplog):
+    factory = Factory()
+    measure(factory, cpu_share=0.5)
+    assert "got 50 % of a CPU" in caplog.text
+    measure(factory)
+    measure(factory)
+    assert 2 == len(factory.made)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step_s": 1}', '{"limits": {"kv": 1}}'])
 def test_a_broken_file_is_measured_again_with_a_warning(measure, tmp_path, caplog, text):
     factory = Factory()
@@ -107,7 +117,8 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, checkpo
     blocked = tmp_path / "file"
     blocked.write_text("")
     factory = Factory()
-    options = {"folder": blocked / "cache", "clock": factory.clock, "create": factory}
+    clocks = {"clock": factory.clock, "cpu_clock": factory.clock}
+    options = {"folder": blocked / "cache", "create": factory} | clocks
     assert load_or_measure(str(checkpoint), NATIVE, ENGINE, **options).step_s > 0
     assert "could not be kept" in caplog.text
 

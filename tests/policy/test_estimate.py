@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost_model import CostModel, EngineLimits
-from raybatch.policy.estimate import estimate, money
+from raybatch.policy.estimate import check_run, estimate, money
 from raybatch.policy.work import work_totals
 
 MODEL = CostModel(
@@ -92,6 +92,13 @@ def test_a_perfect_fit_has_a_band_all_the_same():
 def test_money_is_for_the_time_that_engines_are_held():
     cost = estimate(MODEL, WORK, num_replicas=2)
     assert pytest.approx(2 * 5 / 3600 * 36.0) == money(cost, 36.0).expected
+
+
+def test_a_run_is_checked_by_what_it_really_did():
+    model = replace(MODEL, step_s=0.0, row_s=1.0)
+    check = check_run(model, WORK, computed_tokens=80, generated_tokens=60, engine_s=48.0)
+    assert pytest.approx(60.0) == check.predicted_s.expected
+    assert pytest.approx(0.25) == check.error
 
 
 def test_no_replica_is_an_error():
