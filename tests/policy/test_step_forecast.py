@@ -55,6 +55,18 @@ def test_what_no_longer_fits_is_computed_again():
     assert forecast.prefill_tokens.sum() == 80 + forecast.recomputed_tokens
 
 
+def test_a_preempted_row_computes_its_prompt_and_its_output_again():
+    # 28 tokens each at the start and one more per step: 102 after 23 steps
+    forecast = forecast_steps(work(2, 20, 40), replace(LIMITS, kv_tokens=100))
+    assert 20 + 23 == forecast.recomputed_tokens
+
+
+def test_admission_leaves_a_block_for_every_eight_rows_that_grow():
+    # a row takes 8 tokens and half a block: ten would fit, were it not for the ninth's reserve
+    limits = replace(LIMITS, kv_tokens=160, max_num_seqs=64)
+    assert 9 * 8 == forecast_steps(work(20, 8, 2), limits).prefill_tokens[0]
+
+
 def test_a_row_that_does_not_fit_runs_alone():
     forecast = forecast_steps(work(2, 50, 3), replace(LIMITS, kv_tokens=10))
     assert 1 == forecast.decode_rows.max()
