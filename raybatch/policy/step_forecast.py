@@ -24,6 +24,8 @@ _MIN_ROWS, _WAVES = 2048, 8
 # growing sequences per block that admission leaves free
 _GROWING_PER_SPARE = 8
 _GOLDEN = 0.6180339887
+# tokens that are nothing but the error of sums
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +57,20 @@ class StepForecast:
 
 
 class _Row(NamedTuple):
-    """A row that waits: tokens to compute, tokens to generate, KV that it holds once it starts."""
+    """A row that waits.
+
+    Args:
+        tokens: to compute in all.
+        outputs: tokens to generate.
+        held: KV that it holds once it starts.
+        left: of `tokens`, those that are not computed yet.
+        has_started: it was preempted before.
+    """
 
     tokens: float
     outputs: int
     held: float
+    left: float
     has_started: bool = False
 
 
@@ -90,7 +101,7 @@ class _Simulation:
         tokens = work.computed_tokens / work.num_rows
         # half a block of every sequence is empty on average
         held = tokens + limits.block_size / 2
-        self._waiting = deque(_Row(tokens, n, held) for n in _outputs(work, num_rows))
+        self._waiting = deque(_Row(tokens, n, held, tokens) for n in _outputs(work, num_rows))
         self._kv_tokens = float(limits.kv_tokens)
         self._max_rows = limits.max_num_seqs
         self._block_size = limits.block_size
@@ -100,8 +111,6 @@ class _Simulation:
         self._ending: dict[int, tuple[int, float]] = {}
         self._num_running = 0
         self._used = 0.0
-        # tokens still to compute of the prompt that did not fit the last step
-        self._left = 0.0
         self._num_decoding = 0
         self._num_rows = num_rows
         self.decode_rows: list[float] = []
@@ -139,13 +148,11 @@ class _Simulation:
         spent, num_admitted, recomputed = 0.0, 0, 0.0
         while self._waiting and budget > spent and not has_preempted and self._has_room():
             row = self._waiting[0]
-            todo = self._left or row.tokens
-            chunk = min(todo, budget - spent)
+            chunk = min(row.left, budget - spent)
             spent += chunk
-            self._left = todo - chunk
-            if self._left > 1e-6:
+            if row.left - chunk > _ROUNDING:
+                self._waiting[0] = row._replace(left=row.left - chunk)
                 break
-            self._left = 0.0
             self._start(self._waiting.popleft(), step)
             num_admitted += 1
             recomputed += row.tokens if row.has_started else 0.0
@@ -185,8 +192,9 @@ class _Simulation:
         self._num_running -= 1
         self._num_decoding -= 1
         self._used -= row.held + generated
+        tokens = row.tokens + generated
         self._waiting.appendleft(
-            _Row(row.tokens + generated, row.outputs - generated, row.held + generated, True)
+            _Row(tokens, row.outputs - generated, row.held + generated, tokens, True)
         )
 
 
