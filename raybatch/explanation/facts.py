@@ -22,9 +22,7 @@ ORDER_MEANINGS = {
 }
 
 
-def input_section(
-    profile: InputProfile, lengths: LengthBands | None, lengths_from: str
-) -> Section:
+def input_section(profile: InputProfile, lengths: LengthBands | None, lengths_from: str) -> Section:
     """Say what goes in and what is expected to come out."""
     prompts, outputs = profile.prompt_tokens, profile.output_tokens
     facts = [("rows", _rows(profile))]
@@ -40,12 +38,7 @@ def input_section(
         )
     )
     if lengths is not None and lengths.tokens[0] < lengths.tokens[-1]:
-        bands = ", ".join(
-            f"{100 * share:.0f} % up to {full(tokens)}"
-            for share, tokens in zip(lengths.quantiles, lengths.tokens, strict=True)
-        )
-        top = percent(lengths.top_tenth, 0)
-        facts.append(("", f"{bands}; the longest tenth of the rows has {top}"))
+        facts.append(("spread", _bands(lengths)))
     figures = (
         Figure(title="Prompt length", svg=draw_histogram(prompts, x_label="prompt tokens")),
         Figure(
@@ -72,11 +65,11 @@ def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str
         facts.append(("template", f"{layout}; it is yours to change"))
     caption = (
         "Area is prompt tokens. A blue box is a prefix that all rows of its width begin with, so "
-        "one computation serves them all; grey is what rows have for themselves. Pale edges stand "
-        "for deeper prefixes, boxes of several prefixes for those too small to draw. "
-        "Point at a box for its numbers and its text."
+        "one computation serves them all; lighter blue is a level deeper, grey is what rows have "
+        "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
+        "a box for its numbers and its text."
     )
-    drawn = draw_icicle(boxes, num_rows=tree.num_rows)
+    drawn = draw_icicle(boxes, num_rows=tree.num_rows) if tree.num_nodes else ""
     figure = Figure(title="Prefix tree", svg=drawn, caption=caption, is_wide=True)
     return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
 
@@ -132,7 +125,7 @@ def order_section(
         )
         for order in orders
     )
-    header = ("order", "prompt tokens computed", "saved", "hit rate", "meaning")
+    header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
     bars = [
         ShareBar(
             name=order.name,
@@ -165,10 +158,20 @@ def _rows(profile: InputProfile) -> str:
     said = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
     duplicates = profile.num_asked - profile.num_generated
     if duplicates:
-        return f"{said}, {full(duplicates)} of them generated with an identical one"
+        return f"{said}, {full(duplicates)} of them copies that are not generated again"
     if profile.tree.num_duplicates:
-        return f"{said}, {full(profile.tree.num_duplicates)} of them identical to an earlier one"
+        return f"{said}, {full(profile.tree.num_duplicates)} of them copies of an earlier one"
     return said
+
+
+def _bands(lengths: LengthBands) -> str:
+    """Say which share of the rows is expected to stay below which length."""
+    bands = ", ".join(
+        f"{100 * share:.0f} % up to {full(tokens)}"
+        for share, tokens in zip(lengths.quantiles, lengths.tokens, strict=True)
+    )
+    top = percent(lengths.top_tenth, 0)
+    return f"{bands}; the longest tenth has {top} of the tokens"
 
 
 def _spread(histogram: Histogram) -> str:

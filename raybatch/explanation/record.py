@@ -105,7 +105,9 @@ class Explanation:
     def sections(self) -> tuple[Section, ...]:
         """Return what there is to say, for any kind of document."""
         profile = self.profile
-        kv = "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
+        kv = (
+            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
+        )
         num_too_large = 0 if self.kv is None else self.kv.num_rows_too_large
         return (
             input_section(profile, self.lengths, self.lengths_from),

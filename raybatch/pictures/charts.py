@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.pictures.svg import drawing, element, rect, text
-from raybatch.pictures.wording import amount, full, percent
+from raybatch.pictures.wording import full, percent, tick
 from raybatch.prefix.histogram import Histogram
 
 __all__ = ["ShareBar", "draw_histogram", "draw_shares", "ticks"]
 
-_WIDTH, _LEFT, _RIGHT = 460, 52, 8
+_WIDTH, _LEFT, _RIGHT = 460, 62, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 10, 130, 36
 
@@ -90,9 +90,7 @@ def draw_shares(bars: Sequence[ShareBar], *, label: str) -> str:
         parts.append(text(left - 8, y + 17, bar.name, class_="name", text_anchor="end"))
         parts.append(rect(left, y + 4, max(length, 1.0), step - 8, title=value, class_=kind))
         parts.append(text(left + plot + 10, y + 17, f"{value}  {bar.note}".rstrip(), class_="name"))
-    parts.append(
-        text(left + plot / 2, bottom + 32, label, class_="axis", text_anchor="middle")
-    )
+    parts.append(text(left + plot / 2, bottom + 32, label, class_="axis", text_anchor="middle"))
     said = "; ".join(f"{bar.name} {percent(bar.share)}" for bar in bars)
     return drawing(2 * _WIDTH, bottom + 40, f"{label}: {said}", parts)
 
@@ -126,7 +124,7 @@ def _x_axis(first: int, stop: int, scale: _log_scale, label: str) -> list[str]:
     for number in _round_numbers(first, stop):
         x = scale(number)
         parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="base"))
-        parts.append(text(x, base + 16, amount(number), class_="tick", text_anchor="middle"))
+        parts.append(text(x, base + 16, tick(number), class_="tick", text_anchor="middle"))
     x = _LEFT + _PLOT / 2
     parts.append(text(x, base + 32, label, class_="axis", text_anchor="middle"))
     return parts
@@ -145,13 +143,13 @@ def _round_numbers(first: int, stop: int) -> list[int]:
         )
         if len(found) >= 4:
             break
-    return found[:: max(1, len(found) // 6)]
+    return found[:: -(-len(found) // 6) or 1]
 
 
 def _grid_line(value: int, top: float) -> str:
     y = _TOP + _HEIGHT * (1 - value / top)
     return element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid") + text(
-        _LEFT - 6, y + 4, amount(value), class_="tick", text_anchor="end"
+        _LEFT - 6, y + 4, tick(value), class_="tick", text_anchor="end"
     )
 
 

@@ -12,7 +12,7 @@ __all__ = ["Figure", "Section", "Table", "to_fragment", "to_page", "to_text"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Cells of text; the first column is aligned left, the others right but for the last note.
+    """Cells of text: names in the first column, words in the last, numbers between them.
 
     Args:
         header: names of the columns.
@@ -92,9 +92,10 @@ def to_fragment(title: str, sections: Sequence[Section]) -> str:
 def _table_lines(table: Table) -> list[str]:
     cells = [table.header, *table.rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
+    last = len(widths) - 1
     return [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i in (0, last) else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in cells

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from raybatch.pictures.charts import ticks
 from raybatch.pictures.svg import drawing, element, rect, text
-from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.pictures.wording import amount, count, full, percent, tick
 from raybatch.prefix.outline import TreeBox
 
 __all__ = ["draw_icicle"]
 
-_WIDTH, _LEFT, _RIGHT = 960, 64, 10
+_WIDTH, _LEFT, _RIGHT = 960, 64, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 8, 380, 40
 NUM_SHADES = 5
@@ -35,10 +35,8 @@ def draw_icicle(boxes: Sequence[TreeBox], *, num_rows: int) -> str:
     for value in y_ticks:
         if value <= deepest:
             y = _TOP + _HEIGHT * value / deepest
-            parts.append(
-                element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid")
-            )
-            parts.append(text(_LEFT - 6, y + 4, amount(value), class_="tick", text_anchor="end"))
+            parts.append(element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
+            parts.append(text(_LEFT - 6, y + 4, tick(value), class_="tick", text_anchor="end"))
     for box in boxes:
         parts += _box(box, num_rows, deepest)
     parts += _axes(num_rows)
@@ -99,17 +97,14 @@ def _label(box: TreeBox, x: float, y: float, width: float, height: float) -> lis
 def _axes(num_rows: int) -> list[str]:
     base = _TOP + _HEIGHT
     parts = [element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=base, y2=base, class_="base")]
-    for quarter in range(5):
-        x = _LEFT + _PLOT * quarter / 4
-        anchor = "end" if quarter == 4 else "middle"
-        label = amount(num_rows * quarter / 4)
-        parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="base"))
-        parts.append(text(x, base + 16, label, class_="tick", text_anchor=anchor))
+    for number in ticks(num_rows, count=6):
+        if number <= num_rows:
+            x = _LEFT + _PLOT * number / num_rows
+            parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="base"))
+            parts.append(text(x, base + 16, tick(number), class_="tick", text_anchor="middle"))
     middle = _LEFT + _PLOT / 2
     parts.append(
-        text(
-            middle, base + 33, "rows, wide prefixes first", class_="axis", text_anchor="middle"
-        )
+        text(middle, base + 33, "rows, wide prefixes first", class_="axis", text_anchor="middle")
     )
     y = _TOP + _HEIGHT / 2
     turned = f"rotate(-90 13 {y:.0f})"

@@ -32,7 +32,7 @@ STYLE = (
     ".raybatch th,.raybatch td{padding:4px 14px 4px 0;text-align:right;"
     "border-bottom:1px solid var(--line);white-space:nowrap}"
     ".raybatch th{color:var(--soft);font-weight:500}"
-    ".raybatch th:first-child,.raybatch td:first-child{text-align:left}"
+    ".raybatch :is(th,td):is(:first-child,:last-child){text-align:left}"
     ".raybatch figure{margin:10px 0}"
     ".raybatch figcaption{color:var(--soft);font-size:13px;max-width:90ch}"
     ".raybatch .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));"
@@ -46,8 +46,7 @@ STYLE = (
     ".raybatch svg .other{fill:var(--other)}"
     ".raybatch svg .own{fill:var(--own)}"
     + "".join(
-        f".raybatch svg .level{i}{{fill:var(--l{i})}}"
-        f".raybatch svg .onlevel{i}{{fill:var(--t{i})}}"
+        f".raybatch svg .level{i}{{fill:var(--l{i})}}.raybatch svg .onlevel{i}{{fill:var(--t{i})}}"
         for i in range(1, 6)
     )
     + ".raybatch svg .many{opacity:.85}"

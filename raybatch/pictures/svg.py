@@ -44,9 +44,7 @@ def rect(
 ) -> str:
     """Return a rectangle, with `title` shown under the pointer."""
     children = [element("title", children=[escape(title)])] if title else []
-    return element(
-        "rect", x=x, y=y, width=width, height=height, children=children, **attributes
-    )
+    return element("rect", x=x, y=y, width=width, height=height, children=children, **attributes)
 
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:

@@ -1,6 +1,6 @@
 """Numbers as people read them, in ASCII."""
 
-__all__ = ["amount", "count", "duration", "full", "percent", "printable"]
+__all__ = ["amount", "count", "duration", "full", "percent", "printable", "tick"]
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
@@ -26,6 +26,13 @@ def amount(number: float) -> str:
     return full(number)
 
 
+def tick(number: float) -> str:
+    """Return a round number for an axis, as `amount` does, without zeros at the end."""
+    digits, _, letter = amount(number).partition(" ")
+    short = digits.rstrip("0").rstrip(".") if "." in digits else digits
+    return f"{short} {letter}".rstrip()
+
+
 def percent(share: float, digits: int = 1) -> str:
     """Return a share as a percentage; what is not quite everything is not rounded to 100."""
     value = 100 * share
@@ -35,12 +42,14 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit that suits them: "8.3 s", "12 min 5 s", "3 h 10 min", "2 d 4 h"."""
+    """Return seconds in the unit that suits them: "8.3 s", "5 min 2 s", "12 min", "3 h 10 min", "2 d 4 h"."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
+    if minutes < 10:
         return f"{minutes} min {rest} s"
+    if seconds < 3570:
+        return f"{seconds / 60:.0f} min"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 48:
         return f"{hours} h {minutes} min"

@@ -137,9 +137,7 @@ def _planned(
     if len(order) <= max_rows:
         cached = np.maximum(pinned, simulate_hits(load, order, size))
         computed = prompt_tokens - int(cached.sum())
-        return OrderForecast(
-            name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed
-        )
+        return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
     length = max_rows // NUM_WINDOWS
     extra = np.zeros(NUM_WINDOWS)
     for i, start in enumerate(np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)):

@@ -1,10 +1,10 @@
 """The prefix tree reduced to boxes that can be drawn: small nodes are put together.
 
-    rows  -------------------------------------->
-    0     | system prompt                       |
-    token | document A    | document B   | +812 |   boxes of nodes, widest first
-      |   |  |   |  |     |  |  | |      ||||||||   what rows have for themselves
-      v
+rows  -------------------------------------->
+0     | system prompt                       |
+token | document A    | document B   | +812 |   boxes of nodes, widest first
+  |   |  |   |  |     |  |  | |      ||||||||   what rows have for themselves
+  v
 """
 
 from dataclasses import dataclass
