@@ -42,7 +42,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit that suits them: "8.3 s", "5 min 2 s", "12 min", "3 h 10 min", "2 d 4 h"."""
+    """Return seconds in units that suit them: "8.3 s", "5 min 2 s", "12 min", "3 h 10 min"."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
