@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 import raybatch
-from raybatch.cli import app, job_mapping, main, parse_settings, with_model
+from raybatch.cli import app, main
 from raybatch.errors import ConfigError
+from raybatch.job_flags import job_mapping, parse_settings, with_model
 from raybatch.report import RunReport
 
 
