@@ -2,7 +2,10 @@
 
 __all__ = ["amount", "count", "duration", "full", "percent", "printable", "tick"]
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PLAIN_BELOW = 10_000
+# from here on three digits are those of the next unit
+_ROUNDS_UP = 0.9995
 
 
 def full(number: float) -> str:
@@ -17,13 +20,12 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 def amount(number: float) -> str:
     """Return three digits with k, M, G or T; all of them below 10,000."""
-    for size, letter in _UNITS:
-        # the next unit begins where rounding would reach it
-        if abs(number) >= size:
-            scaled = number / (1e3 if letter == "k" else size)
-            digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
-            return f"{scaled:.{digits}f} {letter}"
-    return full(number)
+    if abs(number) < _PLAIN_BELOW:
+        return full(number)
+    size, letter = next(unit for unit in _UNITS if abs(number) >= _ROUNDS_UP * unit[0])
+    scaled = abs(number) / size
+    digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    return f"{number / size:.{digits}f} {letter}"
 
 
 def tick(number: float) -> str:
