@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from raybatch.engine.prompt_errors import PromptError
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.stages.file_slices import ROWS_PER_TABLE, read_slice
@@ -18,7 +19,7 @@ from raybatch.stages.options import StageConfig
 from raybatch.stages.source import Source
 from raybatch.stages.template import PromptTemplate
 
-__all__ = ["LayoutHint", "lint_layout", "sample_tables", "token_counter"]
+__all__ = ["LayoutHint", "lint_layout", "lint_source", "sample_tables", "token_counter"]
 
 SAMPLE_ROWS = 50_000
 # a smaller gain is not worth another prompt
@@ -102,6 +103,24 @@ def lint_layout(
     return LayoutHint(advice=advice, num_rows=num_sampled, is_sample=is_sample)
 
 
+def lint_source(
+    source: Source, config: StageConfig, tokenizer: Tokenizer, *, max_rows: int = SAMPLE_ROWS
+) -> LayoutHint | None:
+    """Return what `lint_layout` says of a sample of a source.
+
+    Raises:
+        ConfigError: the template is malformed, or the source lacks one of its columns.
+    """
+    columns = [name for template in _templates(config) for name in template.fields]
+    for template in _templates(config):
+        template.check(source.schema.names)
+    if len(columns) < 2:
+        return None
+    tables = sample_tables(source, list(dict.fromkeys(columns)), max_rows=max_rows)
+    count = token_counter(tokenizer)
+    return lint_layout(config, tables, count, num_rows=source.num_rows, max_rows=max_rows)
+
+
 def sample_tables(
     source: Source, columns: Sequence[str], *, max_rows: int = SAMPLE_ROWS
 ) -> Iterator[pa.Table]:
@@ -118,9 +137,20 @@ def sample_tables(
 
 
 def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text, without those put around a prompt."""
-    around = len(tokenizer.encode(""))
-    return lambda text: len(tokenizer.encode(text)) - around if text else 0
+    """Return a function that counts the tokens of a text, without those put around a prompt.
+
+    A text that cannot be tokenized counts as nothing: its row fails.
+    """
+
+    def count(text: str) -> int:
+        try:
+            return len(tokenizer.encode(text))
+        except PromptError:
+            return 0
+
+    # a tokenizer that puts nothing around a prompt refuses the empty one
+    around = count("")
+    return lambda text: max(0, count(text) - around)
 
 
 def _templates(config: StageConfig) -> list[PromptTemplate]:

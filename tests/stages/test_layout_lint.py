@@ -5,8 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
-from raybatch.stages.layout_lint import lint_layout, sample_tables, token_counter
+from raybatch.stages.layout_lint import lint_layout, lint_source, sample_tables, token_counter
 from raybatch.stages.options import build_stage_config
 from raybatch.stages.source import scan_source
 from tests.stages.support import make_tokenizer
@@ -122,10 +123,9 @@ def test_values_beyond_the_exact_part_are_measured_by_length(monkeypatch):
     assert sum(text.startswith("question") for text in asked) == 1
 
 
-def test_tokens_around_a_prompt_do_not_count(tmp_path):
-    from raybatch.engine.tokenizer import Tokenizer
-
-    count = token_counter(Tokenizer.load(make_tokenizer(tmp_path / "m", has_bos=True)))
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_tokens_around_a_prompt_do_not_count(tmp_path, has_bos):
+    count = token_counter(Tokenizer.load(make_tokenizer(tmp_path / "m", has_bos=has_bos)))
     assert [count(""), count("abc")] == [0, 3]
 
 
@@ -137,3 +137,22 @@ def test_a_sample_is_spread_over_the_row_groups(tmp_path):
     found = pa.concat_tables(sample_tables(source, ["x"], max_rows=4096))
     assert found.column_names == ["x"]
     assert [i * 3000 + j for i in range(4) for j in range(1024)] == found["x"].to_pylist()
+
+
+def test_a_source_is_sampled_with_the_model_s_tokenizer(tmp_path):
+    tokenizer = Tokenizer.load(make_tokenizer(tmp_path / "m"))
+    pq.write_table(table(num_rows=300), tmp_path / "rows.parquet")
+    source = scan_source(str(tmp_path / "rows.parquet"))
+    asked = config(prompt="Q: {question}\nText: {document}")
+    hint = lint_source(source, asked, tokenizer, max_rows=120)
+    assert (("document", "question"), 120) == (hint.advice.best.fields, hint.num_rows)
+    assert hint.is_sample
+    assert lint_source(source, config(prompt="{document}"), tokenizer) is None
+
+
+def test_a_source_without_a_column_of_the_template_is_a_config_error(tmp_path):
+    tokenizer = Tokenizer.load(make_tokenizer(tmp_path / "m"))
+    pq.write_table(table(), tmp_path / "rows.parquet")
+    source = scan_source(str(tmp_path / "rows.parquet"))
+    with pytest.raises(ConfigError, match=r"no column 'documnet' .did you mean 'document'"):
+        lint_source(source, config(prompt="{question}{documnet}"), tokenizer)
