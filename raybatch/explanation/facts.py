@@ -65,7 +65,7 @@ def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str
         facts.append(("template", f"{layout}; it is yours to change"))
     caption = (
         "Area is prompt tokens. A blue box is a prefix that all rows of its width begin with, so "
-        "one computation serves them all; lighter blue is a level deeper, grey is what rows have "
+        "one computation serves them all, with a shade for each level; grey is what rows have "
         "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
         "a box for its numbers and its text."
     )
@@ -156,11 +156,15 @@ def order_section(
 
 def _rows(profile: InputProfile) -> str:
     said = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
-    duplicates = profile.num_asked - profile.num_generated
+    is_saved = profile.num_generated < profile.num_asked
+    duplicates = profile.tree.num_duplicates
+    if is_saved:
+        duplicates = profile.num_asked - profile.num_generated
+    copies = count(duplicates, "copy", "copies")
+    if is_saved:
+        return f"{said}, {copies} of other rows among them (not generated again)"
     if duplicates:
-        return f"{said}, {full(duplicates)} of them copies that are not generated again"
-    if profile.tree.num_duplicates:
-        return f"{said}, {full(profile.tree.num_duplicates)} of them copies of an earlier one"
+        return f"{said}, {copies} of other rows among them"
     return said
 
 

@@ -14,6 +14,9 @@ __all__ = ["ShareBar", "draw_histogram", "draw_shares", "ticks"]
 _WIDTH, _LEFT, _RIGHT = 460, 62, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 10, 130, 36
+# an axis that spans a smaller factor has evenly spaced numbers on it
+_NARROW = 8
+_MIN_TICKS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +92,11 @@ def draw_shares(bars: Sequence[ShareBar], *, label: str) -> str:
         value = percent(bar.share) + (f" +- {100 * bar.error:.1f}" if bar.error else "")
         parts.append(text(left - 8, y + 17, bar.name, class_="name", text_anchor="end"))
         parts.append(rect(left, y + 4, max(length, 1.0), step - 8, title=value, class_=kind))
-        parts.append(text(left + plot + 10, y + 17, f"{value}  {bar.note}".rstrip(), class_="name"))
+        parts.append(
+            text(
+                left + plot + 10, y + 17, ", ".join(filter(None, (value, bar.note))), class_="name"
+            )
+        )
     parts.append(text(left + plot / 2, bottom + 32, label, class_="axis", text_anchor="middle"))
     said = "; ".join(f"{bar.name} {percent(bar.share)}" for bar in bars)
     return drawing(2 * _WIDTH, bottom + 40, f"{label}: {said}", parts)
@@ -132,18 +139,19 @@ def _x_axis(first: int, stop: int, scale: _log_scale, label: str) -> list[str]:
 
 def _round_numbers(first: int, stop: int) -> list[int]:
     """Return about six round numbers between two, for a logarithmic axis."""
-    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), tuple(np.arange(10, 100) / 10)):
-        found = sorted(
-            {
-                int(step * 10**power)
-                for power in range(0, 14)
-                for step in steps
-                if first <= step * 10**power <= stop and (step * 10**power) % 1 == 0
-            }
-        )
-        if len(found) >= 4:
+    if stop < _NARROW * max(first, 1):
+        step = ticks(stop - first)[1]
+        return list(range(-(-first // step) * step, stop + 1, step))
+    for steps in ((1,), (1, 3), (1, 2, 5)):
+        found = [
+            step * 10**power
+            for power in range(14)
+            for step in steps
+            if first <= step * 10**power <= stop
+        ]
+        if len(found) >= _MIN_TICKS:
             break
-    return found[:: -(-len(found) // 6) or 1]
+    return found[:: -(-len(found) // 6)]
 
 
 def _grid_line(value: int, top: float) -> str:

@@ -77,7 +77,7 @@ class _Outline:
         self.tree = tree
         self.num_below = tree.row_stop - tree.row_start
         self.prompt_sums = start_offsets(keys.num_tokens[tree.row_order])
-        self.by_parent = np.lexsort((-self.num_below, tree.parent))
+        self.by_parent = np.lexsort((-tree.depth_tokens, -self.num_below, tree.parent))
         self.first_child = np.searchsorted(
             tree.parent[self.by_parent], np.arange(tree.num_nodes + 1)
         )
