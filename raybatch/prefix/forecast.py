@@ -159,6 +159,7 @@ def _pinned(load: CacheLoad, plan: RowPlan, order: Ints) -> Ints:
     # the last token of a prompt is always computed, and with it its block
     last = (load.num_tokens[order] - 1) // load.block_size * load.block_size
     pinned = np.where(group_id >= 0, np.minimum(plan.prefix_len[order], last), 0)
-    pinned[np.unique(group_id, return_index=True)[1]] = 0
+    # where a group begins, its prefix is computed; also when others ran in between, as a probe's do
+    pinned[np.diff(group_id, prepend=-1) != 0] = 0
     result: Ints = pinned.astype(np.int64)
     return result

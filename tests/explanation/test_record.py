@@ -57,9 +57,8 @@ def test_rows_that_no_engine_sees_are_told(prompts):
 
 def test_copies_are_told(prompts):
     found = facts(explain_prompts([*prompts, prompts[0]]))
-    assert found["rows"].endswith(
-        "31 for the engines, 1 of them copies that are not generated again"
-    )
+    said = "31 for the engines, 1 copy of other rows among them (not generated again)"
+    assert found["rows"].endswith(said)
 
 
 def test_rows_too_large_for_the_cache_are_told(prompts):

@@ -1,5 +1,7 @@
 """What orders are forecast to compute, in numbers that can be checked by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,15 @@ def test_rows_in_input_order_have_no_pinned_prefixes(rng):
     planned = plan_prompts(rng.integers(0, 10**6, (40, 30)).tolist())
     assert not planned.plan.is_reordered
     assert forecast(planned, num_blocks=40)["planned"].saved_tokens == 0
+
+
+def test_a_group_that_is_torn_apart_computes_its_prefix_again(rng):
+    planned = plan_prompts(grouped_prompts(rng, groups=8, size=4, prefix=64, own=8), limit=4)
+    first, order = planned.plan.order[:1], planned.plan.order
+    torn = dataclasses.replace(planned.plan, order=np.r_[order[1:], first])
+    planned_torn = dataclasses.replace(planned, plan=torn)
+    more = forecast(planned_torn, num_blocks=24)["planned"].computed_tokens
+    assert 64 == more - forecast(planned, num_blocks=24)["planned"].computed_tokens
 
 
 def test_no_rows_are_forecast_to_compute_nothing():
