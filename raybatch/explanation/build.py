@@ -1,6 +1,6 @@
 """From a planned input to its explanation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,11 +12,11 @@ from raybatch.prefix.forecast import forecast_orders, rows_that_fit
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.lengths import length_bands
 from raybatch.prefix.outline import TreeBox, outline_tree
-from raybatch.prefix.profile import profile_rows
+from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.stages.planned import PlannedInput
 from raybatch.types import TokenIds
 
-__all__ = ["SpeedAndPrice", "explain_plan"]
+__all__ = ["SpeedAndPrice", "explain_plan", "explain_profile"]
 
 # tokens of a prefix whose text is shown
 _TEXT_TOKENS = 48
@@ -68,14 +68,9 @@ def explain_plan(
         max_rows: rows to simulate for each order.
     """
     keys, expected = planned.keys, planned.expected_tokens
-    known = speed or SpeedAndPrice()
     limit = planned.max_tokens.astype(float)
-    explanation = Explanation(
-        source=source,
-        model=model,
-        order=plan.order,
-        is_reordered=planned.plan.is_reordered,
-        profile=profile_rows(
+    explanation = explain_profile(
+        profile_rows(
             keys,
             expected,
             planned.plan,
@@ -84,13 +79,18 @@ def explain_plan(
             unasked=planned.unasked,
             limit_tokens=int(planned.max_tokens.sum()),
         ),
+        source=source,
+        model=model,
+        plan=plan,
+        is_reordered=planned.plan.is_reordered,
+        speed=speed,
+        layout=layout,
+        boxes=_boxes(planned, decode),
+    )
+    explanation = replace(
+        explanation,
         lengths=length_bands(expected) if len(expected) else None,
         lengths_from=_lengths_from(plan, is_limit=bool(np.array_equal(expected, limit))),
-        time=known.time,
-        no_time=known.no_time,
-        price_per_engine_hour=known.price_per_engine_hour,
-        layout=layout,
-        boxes=tuple(_boxes(planned, decode)),
     )
     if kv_tokens is None or not keys.num_rows:
         return explanation
@@ -114,6 +114,45 @@ def explain_plan(
             size=size,
             max_rows=max_rows,
         ),
+    )
+
+
+def explain_profile(
+    profile: InputProfile,
+    *,
+    source: str,
+    model: str,
+    plan: PlanConfig,
+    is_reordered: bool,
+    speed: SpeedAndPrice | None = None,
+    layout: str = "",
+    boxes: Sequence[TreeBox] = (),
+) -> Explanation:
+    """Explain what sums over the rows tell, as for an input that was planned in parts.
+
+    Args:
+        profile: of the whole input.
+        source: input path or URI.
+        model: as the user named it.
+        plan: options of the plan.
+        is_reordered: rows run in another order than that of the input.
+        speed: time and price; None says that there is no cost model.
+        layout: what another order of the template's fields would share.
+        boxes: the prefix tree, to be drawn.
+    """
+    known = speed or SpeedAndPrice()
+    return Explanation(
+        source=source,
+        model=model,
+        order=plan.order,
+        is_reordered=is_reordered,
+        profile=profile,
+        lengths_from=_lengths_from(plan, is_limit=False),
+        time=known.time,
+        no_time=known.no_time,
+        price_per_engine_hour=known.price_per_engine_hour,
+        layout=layout,
+        boxes=tuple(boxes),
     )
 
 

@@ -105,11 +105,16 @@ def group_section(profile: InputProfile, order: str, *, is_reordered: bool) -> S
 
 
 def order_section(
-    orders: Sequence[OrderForecast], kv: str, num_too_large: int, *, hit_rate: float
+    orders: Sequence[OrderForecast], kv: str, num_too_large: int, profile: InputProfile
 ) -> Section:
     """Compare orders by the prompt tokens that they compute."""
     if not orders:
-        said = f"{percent(hit_rate)} of the prompt tokens need no computing (each prefix runs once)"
+        total = max(1, profile.tree.logical_tokens)
+        said = (
+            f"{percent(1 - profile.computed_tokens / total)} of the prompt tokens need no "
+            f"computing when each prefix runs once, {percent(1 - profile.bound_tokens / total)} at "
+            "most"
+        )
         return Section(
             title="Orders",
             facts=(("hit rate", said),),

@@ -114,7 +114,7 @@ class Explanation:
             sharing_section(profile, self.boxes, self.layout),
             group_section(profile, self.order, is_reordered=self.is_reordered),
             time_section(self.time, self.no_time, self.price_per_engine_hour),
-            order_section(self.orders, kv, num_too_large, hit_rate=self.hit_rate),
+            order_section(self.orders, kv, num_too_large, profile),
         )
 
     def __str__(self) -> str:

@@ -7,7 +7,8 @@ token | document A    | document B   | +812 |   boxes of nodes, widest first
   v
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from raybatch.prefix.block_keys import BlockKeys, start_offsets
 from raybatch.prefix.load import Ints
 from raybatch.prefix.tree import PrefixTree
 
-__all__ = ["TreeBox", "outline_tree"]
+__all__ = ["TreeBox", "join_outlines", "outline_tree"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,24 @@ def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> 
         min_rows *= 2
         boxes = outline.boxes(min_rows)
     return boxes
+
+
+def join_outlines(parts: Sequence[tuple[Sequence[TreeBox], int]]) -> list[TreeBox]:
+    """Return the boxes of parts of an input, side by side.
+
+    A prefix of several parts is a box in each of them.
+
+    Args:
+        parts: boxes and the number of rows of each part.
+    """
+    joined, first = [], 0
+    for boxes, num_rows in parts:
+        joined += [
+            replace(box, row_start=box.row_start + first, row_stop=box.row_stop + first)
+            for box in boxes
+        ]
+        first += num_rows
+    return joined
 
 
 class _Outline:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.enlarge import multi_level, num_computed_tokens
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.load import Floats
 from raybatch.prefix.plan import Arrangement, RowPlan
@@ -29,6 +30,7 @@ class InputProfile:
         limit_tokens: that all such rows may generate at most.
         tree: what is shared, at all depths.
         computed_tokens: prompt tokens that the plan computes when each prefix runs once.
+        bound_tokens: those that a plan must compute: every shared prefix once, at all depths.
         num_generated: rows that are generated; the others are identical to one of them.
         group_rows: rows of each prefix group.
         group_prefix: tokens of the prefix of each group.
@@ -42,6 +44,7 @@ class InputProfile:
     limit_tokens: int
     tree: TreeStats
     computed_tokens: int
+    bound_tokens: int
     num_generated: int
     group_rows: Histogram
     group_prefix: Histogram
@@ -61,6 +64,7 @@ class InputProfile:
             limit_tokens=sum(part.limit_tokens for part in parts),
             tree=merge_stats([part.tree for part in parts]),
             computed_tokens=sum(part.computed_tokens for part in parts),
+            bound_tokens=sum(part.bound_tokens for part in parts),
             num_generated=sum(part.num_generated for part in parts),
             group_rows=Histogram.merge([part.group_rows for part in parts]),
             group_prefix=Histogram.merge([part.group_prefix for part in parts]),
@@ -108,6 +112,9 @@ def profile_rows(
         limit_tokens=limit_tokens,
         tree=found.stats,
         computed_tokens=found.computed_tokens,
+        bound_tokens=num_computed_tokens(
+            found.tree, keys, multi_level(found.tree), True, representative=representative
+        ),
         num_generated=int(np.count_nonzero(representative == np.arange(len(representative)))),
         group_rows=Histogram.of(found.groups.num_rows),
         group_prefix=Histogram.of(found.groups.prefix_len),

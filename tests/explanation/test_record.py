@@ -6,9 +6,10 @@ import pytest
 
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import SpeedAndPrice
+from raybatch.explanation.build import SpeedAndPrice, explain_profile
 from raybatch.explanation.record import Explanation
 from raybatch.explanation.time import TimeEstimate
+from raybatch.prefix.profile import InputProfile
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 TIME = TimeEstimate(
@@ -38,6 +39,16 @@ def test_without_a_cache_size_each_prefix_counts_as_computed_once(prompts):
     assert (found.orders, found.kv) == ((), None)
     assert found.hit_rate == explain_prompts(prompts, kv_tokens=10_000).hit_rate
     assert "the size of the KV cache is not known" in str(found)
+
+
+def test_sums_over_parts_can_be_explained(prompts):
+    profile = explain_prompts(prompts).profile
+    whole = InputProfile.merge([profile, profile])
+    found = explain_profile(
+        whole, source="in", model="m", plan=PlanConfig(), is_reordered=True, speed=None
+    )
+    assert "12 groups in order 'ratio'" in str(found)
+    assert "64.0 % of the prompt tokens need no computing" in facts(found)["hit rate"]
 
 
 def test_all_orders_are_shown_with_the_cache_size(prompts):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.prefix.outline import outline_tree
+from raybatch.prefix.outline import join_outlines, outline_tree
 from raybatch.prefix.tree import build_tree, tree_stats
 from tests.prefix.prompts import block_sizes, draw_prefix_tree, keys_of, prompt_lists
 
@@ -68,3 +68,13 @@ def test_ten_thousand_groups_become_a_few_boxes():
 
 def test_no_rows_have_no_boxes():
     assert outline([])[0] == []
+
+
+def test_parts_stand_side_by_side():
+    first, tree, _ = outline([[1, 1, 5], [1, 1, 6]])
+    second, _, _ = outline([[2, 2, 5], [2, 2, 6], [3, 3]])
+    joined = join_outlines([(first, tree.num_rows), (second, 3)])
+    assert area(first) + area(second) == area(joined)
+    assert [(0, 2), (0, 2), (2, 4), (2, 4), (4, 5)] == sorted(
+        (box.row_start, box.row_stop) for box in joined
+    )

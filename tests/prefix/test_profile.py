@@ -61,6 +61,12 @@ def test_statistics_of_trees_add_up(parts):
         assert getattr(whole, field.name) == pytest.approx(getattr(merged, field.name))
 
 
+def test_the_bound_is_every_prefix_once(parts):
+    found = profile(parts[0])
+    assert 4 + 3 * 32 + 12 * 8 == found.bound_tokens
+    assert found.bound_tokens < found.computed_tokens
+
+
 def test_an_input_without_rows_has_a_profile():
     found = profile([])
     assert (0, 0, 0) == (found.num_rows, found.num_asked, found.num_groups)
