@@ -1,27 +1,17 @@
-"""The command line: run, demo, report.
+"""The command line: run, explain, demo, report.
 
-Flags are short names of job options and go through `Job.from_mapping` like a job file; every
-option without a flag is reached with `--set`.
+The flags of a job are those of `raybatch.job_flags`.
 """
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
 
 import raybatch
 from raybatch.errors import ConfigError, RaybatchError
-
-DEMO_MODEL = "demo"
-_DEMO_NOTE = (
-    "no --model given: taking the embedded demo model, which answers questions about the demo "
-    "documents and nothing else"
-)
-# every other option belongs to the stage
-JOB_OPTIONS = ("source", "sink", "stage", "plan", "overwrite")
+from raybatch.job_flags import JobFlags, with_job_flags, with_model
 
 app = typer.Typer(
     help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",
@@ -59,57 +49,16 @@ def _set_up(
 
 
 @app.command()
+@with_job_flags
 def run(
-    job_file: Annotated[
-        str | None, typer.Argument(help="YAML job file; the options below win over it.")
-    ] = None,
-    source: Annotated[
-        str | None, typer.Option("--input", help="Parquet or JSONL: a file, a folder or a glob.")
-    ] = None,
-    sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder, hub id or URI; demo by default.")
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
-    ] = None,
-    messages_column: Annotated[
-        str | None, typer.Option(help="Column of OpenAI messages, instead of --prompt.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate a row.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
-    on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier output of raybatch.")
-    ] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
-    ] = None,
+    flags: JobFlags,
     allow_error_rows: Annotated[
         bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
     ] = False,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
-    flags = {
-        "source": source,
-        "sink": sink,
-        "stage.model": model,
-        "stage.prompt": prompt,
-        "stage.messages": messages_column,
-        "stage.sampling.max_tokens": max_tokens,
-        "stage.sampling.temperature": temperature,
-        "stage.id_column": id_column,
-        "stage.pool.replicas": replicas,
-        "stage.on_error": on_error,
-        "overwrite": overwrite or None,
-    }
-    given = {path: value for path, value in flags.items() if value is not None}
-    mapping = job_mapping(job_file, {**given, **parse_settings(settings or [])})
-    note = with_model(mapping)
-    job = raybatch.Job.from_mapping(mapping, where=job_file or "raybatch run")
+    note = with_model(flags.mapping)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     from raybatch.progress import ProgressPrinter  # slow to load, and a wrong option needs none
 
     _start_ray()
@@ -117,6 +66,42 @@ def run(
     typer.echo(result.to_text())
     code = result.exit_code()
     raise typer.Exit(0 if code == 2 and allow_error_rows else code)
+
+
+@app.command()
+@with_job_flags
+def explain(
+    flags: JobFlags,
+    html: Annotated[
+        str | None, typer.Option(help="Write a page with the prefix tree drawn to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV cache of one engine; of this host's engine by default."),
+    ] = None,
+    price_per_engine_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of one replica, in any currency.")
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Do not start an engine to measure its speed.")
+    ] = False,
+) -> None:
+    """Say what a job would share, save, take and cost, without running it."""
+    note = with_model(flags.mapping)
+    # nothing is written, so nobody has to say where
+    job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
+    if note:
+        typer.echo(note, err=True)
+    _start_ray()
+    found = job.explain(  # type: ignore[attr-defined]
+        kv_tokens=kv_tokens,
+        price_per_engine_hour=price_per_engine_hour,
+        measure=not no_measure,
+    )
+    typer.echo(found.to_json() if as_json else str(found))
+    if html is not None:
+        _write_page(html, found.to_html())
 
 
 @app.command()
@@ -140,12 +125,25 @@ def demo(
 def report(
     folder: Annotated[str, typer.Argument(help="Output folder of a job.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    html: Annotated[
+        str | None, typer.Option(help="Write a page with plan and actual to this file.")
+    ] = None,
 ) -> None:
     """Print the report of a finished job."""
     from raybatch.report import read_report  # pyarrow again
 
     found = read_report(folder)
     typer.echo(found.to_json() if as_json else found.to_text())
+    if html is not None:
+        _write_page(html, found.to_html())
+
+
+def _write_page(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: the page cannot be written: {error}") from error
+    typer.echo(f"page: {path}", err=True)
 
 
 def _start_ray() -> None:
@@ -163,63 +161,3 @@ def _start_ray() -> None:
             handler, logging.FileHandler
         ):
             handler.setLevel(logging.CRITICAL)
-
-
-def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a job: those of the file, with the dotted `options` put over them.
-
-    Raises:
-        ConfigError: the file cannot be read, or nothing names a source.
-    """
-    mapping: dict[str, Any] = {}
-    if job_file is not None:
-        from raybatch.job import read_job_file  # slow to load
-
-        mapping = read_job_file(job_file)
-    for path, value in options.items():
-        _put(mapping, path, value)
-    if job_file is None and "source" not in mapping:
-        raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
-    return mapping
-
-
-def with_model(mapping: dict[str, Any]) -> str:
-    """Put the embedded model into options that name none, and return what to tell of it, or ""."""
-    stage = mapping.setdefault("stage", {})
-    if not isinstance(stage, dict) or "model" in stage:
-        return ""
-    stage["model"] = DEMO_MODEL
-    return _DEMO_NOTE
-
-
-def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Return dotted option names to values; a value is read as YAML.
-
-    Names that are not options of the job are those of the stage: `pool.replicas=2` is
-    `stage.pool.replicas=2`.
-
-    Raises:
-        ConfigError: a setting is not of the form option=value.
-    """
-    parsed: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or not all(part.strip() for part in name.split(".")):
-            raise ConfigError(f"--set {setting!r}: expected option=value, such as seed=7")
-        is_of_job = name.split(".")[0].strip() in JOB_OPTIONS
-        path = name.strip() if is_of_job else f"stage.{name.strip()}"
-        try:
-            parsed[path] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting!r}: the value is not YAML: {error}") from error
-    return parsed
-
-
-def _put(mapping: dict[str, Any], path: str, value: object) -> None:
-    """Set the dotted option `path`, making the mappings on the way."""
-    *parents, last = path.split(".")
-    for depth, name in enumerate(parents):
-        mapping = mapping.setdefault(name, {})
-        if not isinstance(mapping, dict):
-            raise ConfigError(f"option {'.'.join(parents[: depth + 1])!r} holds no options: {path}")
-    mapping[last] = value

@@ -1,7 +1,7 @@
 """The account of one run: what went in, what came out, what failed, how fast it was.
 
-`RunReport` is the frozen result as text and JSON. Nothing here decides whether rows are complete;
-it states what was counted (see `raybatch.stages.tally`).
+`RunReport` is the frozen result as text, JSON and HTML. Nothing here decides whether rows are
+complete; it states what was counted (see `raybatch.stages.tally`).
 """
 
 import dataclasses
@@ -16,9 +16,13 @@ import fsspec
 
 from raybatch.config import from_mapping
 from raybatch.errors import ConfigError
+from raybatch.explanation.outcome import PlanOutcome
+from raybatch.pictures.document import Section, to_page
+from raybatch.pictures.wording import amount, duration, percent, printable
 from raybatch.stages.tally import ErrorCount
 
 REPORT_PATH = "_raybatch/report.json"
+PAGE_PATH = "_raybatch/report.html"
 
 _GOOD_STATUSES = ("ok", "truncated", "filtered")
 
@@ -48,6 +52,7 @@ class RunReport:
         restarts: replicas started again after a death.
         versions: package to version.
         output_files: paths below the sink.
+        plan: the plan of the run and what became of it; None where there was none.
     """
 
     source: str
@@ -70,6 +75,7 @@ class RunReport:
     restarts: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
+    plan: PlanOutcome | None = None
 
     @property
     def rows_failed(self) -> int:
@@ -94,11 +100,19 @@ class RunReport:
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        return "\n".join(_printable(line) for line in _text_lines(self))
+        lines = [f"{name}: {value}" for name, value in (*_facts(self), *_plan_facts(self.plan))]
+        return "\n".join(printable(line) for line in lines)
+
+    def to_html(self) -> str:
+        """Return one page that holds all it needs: the run, and its plan beside it."""
+        run = Section(title="Run", facts=tuple(_facts(self)))
+        planned = () if self.plan is None else (*self.plan.sections(), *self.plan.plan.sections())
+        return to_page(f"raybatch report: {self.sink}", (run, *planned))
 
     def to_json(self) -> str:
         """Return every field and the derived rates as a JSON object."""
-        values: dict[str, Any] = dataclasses.asdict(self)
+        values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(self, plan=None))
+        values["plan"] = None if self.plan is None else self.plan.to_mapping()
         values["rows_failed"] = self.rows_failed
         values["prompt_tokens_per_s"] = self.prompt_tokens_per_s
         values["generated_tokens_per_s"] = self.generated_tokens_per_s
@@ -106,12 +120,13 @@ class RunReport:
         return json.dumps(values, indent=2, sort_keys=True)
 
     def write(self, sink: str | None = None) -> str:
-        """Write the JSON below `sink` (the report's own by default) and return its path."""
-        path = report_path(self.sink if sink is None else sink)
-        fs, name = fsspec.core.url_to_fs(path)
-        fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-        fs.pipe_file(name, self.to_json().encode())
-        return path
+        """Write JSON and page below `sink` (the report's own by default); return the first path."""
+        folder = (self.sink if sink is None else sink).rstrip("/")
+        for path, content in ((PAGE_PATH, self.to_html()), (REPORT_PATH, self.to_json())):
+            fs, name = fsspec.core.url_to_fs(f"{folder}/{path}")
+            fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+            fs.pipe_file(name, content.encode("utf-8", "backslashreplace"))
+        return report_path(folder)
 
 
 def report_path(sink: str) -> str:
@@ -138,6 +153,8 @@ def read_report(sink: str) -> RunReport:
             for error in stored["errors"]
         )
         stored["output_files"] = tuple(stored["output_files"])
+        if stored.get("plan") is not None:
+            stored["plan"] = PlanOutcome.from_mapping(stored["plan"], where=f"{path}: plan")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
     return from_mapping(RunReport, stored, where=path)
@@ -158,44 +175,66 @@ def _rate(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def _text_lines(report: RunReport) -> list[str]:
-    rows = f"rows: {report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
+def _facts(report: RunReport) -> list[tuple[str, str]]:
+    """Return names with what there is to say, in the order of the text."""
+    rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
     if report.rows_duplicated:
         rows += f", {report.rows_duplicated} duplicated"
-    lines = [f"model: {report.model}", f"source: {report.source}", rows]
+    facts = [("model", report.model), ("source", report.source), ("rows", rows)]
     if report.statuses:
-        lines.append("status: " + ", ".join(f"{n} {name}" for name, n in report.statuses.items()))
-    lines.append(f"errors: {report.rows_failed}")
+        facts.append(("status", ", ".join(f"{n} {name}" for name, n in report.statuses.items())))
+    facts.append(("errors", str(report.rows_failed)))
     for error in report.errors:
         more = ", ..." if error.rows > len(error.row_ids) else ""
-        lines.append(f"  {error.error_class}: {error.rows} (rows {', '.join(error.row_ids)}{more})")
+        told = f"{error.rows} (rows {', '.join(error.row_ids)}{more})"
+        facts.append((f"  {error.error_class}", told))
     cached = 100 * _rate(report.cached_tokens, report.prompt_tokens)
-    lines += [
-        f"tokens: {report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
-        f"{report.generated_tokens} generated",
-        _speed(report),
-        f"time: {report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
-        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)",
-        f"replicas: {report.replicas}, {_count(report.restarts, 'restart')}",
-        f"output: {report.sink} ({_count(len(report.output_files), 'file')})",
-        f"report: {report_path(report.sink)}",
+    tokens = (
+        f"{report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
+        f"{report.generated_tokens} generated"
+    )
+    seconds = (
+        f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
+        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
+    )
+    return [
+        *facts,
+        ("tokens", tokens),
+        ("speed", _speed(report)),
+        ("time", seconds),
+        ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
+        ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
+        ("report", report_path(report.sink)),
     ]
-    return lines
+
+
+def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
+    if outcome is None:
+        return []
+    plan, actual = outcome.plan, outcome.actual
+    order = f"order {plan.order}" if plan.is_reordered else "input order"
+    facts = [
+        (
+            "plan",
+            f"{order}; hit rate {percent(plan.hit_rate)} planned, {percent(actual.hit_rate)} "
+            f"actual; {amount(plan.saved_tokens)} prompt tokens saved planned, "
+            f"{amount(actual.saved_tokens)} actual",
+        )
+    ]
+    if plan.time is not None:
+        planned = duration(plan.time.wall_s)
+        facts.append(("planned time", f"{planned}, actual {duration(actual.wall_s)}"))
+    return facts + [("  differs", said) for said in outcome.deviations()]
 
 
 def _speed(report: RunReport) -> str:
     if not report.engines_s:
-        return "speed: not measured, too little work"
+        return "not measured, too little work"
     return (
-        f"speed: {report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+        f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
         f"{report.generated_tokens_per_s:.0f} output tokens/s"
     )
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _printable(line: str) -> str:
-    """Escape what a terminal could take for a command; row ids and errors are user data."""
-    return "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in line)

@@ -3,12 +3,16 @@
 import sys
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 import raybatch
-from raybatch.cli import app, job_mapping, main, parse_settings, with_model
+from raybatch.cli import app, main
 from raybatch.errors import ConfigError
+from raybatch.job import Job
+from raybatch.job_flags import job_mapping, parse_settings, with_model
 from raybatch.report import RunReport
+from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 
 def run_main(monkeypatch, *args):
@@ -112,3 +116,73 @@ def test_report_of_a_folder_without_one_is_exit_code_1(monkeypatch, capsys, tmp_
     code = run_main(monkeypatch, "report", str(tmp_path))
     assert code == 1
     assert "no report here" in capsys.readouterr().err
+
+
+def test_report_command_writes_a_page(monkeypatch, capsys, tmp_path):
+    RunReport(source="in", sink=str(tmp_path), model="m", rows_in=2, rows_out=2).write()
+    page = tmp_path / "page.html"
+    code = run_main(monkeypatch, "report", str(tmp_path), "--html", str(page))
+    assert (code, page.read_text().startswith("<!doctype html>")) == (0, True)
+    assert capsys.readouterr().err == f"page: {page}\n"
+
+
+def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path):
+    RunReport(source="in", sink=str(tmp_path), model="m", rows_in=2, rows_out=2).write()
+    code = run_main(monkeypatch, "report", str(tmp_path), "--html", str(tmp_path / "no" / "x"))
+    assert code == 1
+    assert "the page cannot be written" in capsys.readouterr().err
+
+
+@pytest.fixture
+def explained(monkeypatch, rng):
+    """Let jobs explain themselves without reading anything; returns what they were asked."""
+    found = explain_prompts(grouped_prompts(rng), kv_tokens=400)
+    asked = []
+
+    def explain(job, **options):
+        asked.append((job.config, options))
+        return found
+
+    monkeypatch.setattr(Job, "explain", explain, raising=False)
+    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    return found, asked
+
+
+def test_explain_prints_what_the_job_explains(monkeypatch, capsys, explained):
+    code = run_main(monkeypatch, "explain", "--input", "in", "--model", "m", "--prompt", "{a}")
+    assert (code, capsys.readouterr().out) == (0, f"{explained[0]}\n")
+
+
+def test_explain_takes_a_job_file_and_its_own_flags(monkeypatch, job_file, explained):
+    flags = ["--kv-tokens", "9000", "--price-per-engine-hour", "2.5", "--no-measure"]
+    run_main(monkeypatch, "explain", job_file, "--max-tokens", "7", *flags)
+    ((config, options),) = explained[1]
+    assert (config.source, config.sink, config.stage.sampling.max_tokens) == ("in", "out", 7)
+    expected = {"kv_tokens": 9000, "price_per_engine_hour": 2.5, "measure": False}
+    assert expected == options
+
+
+def test_explain_measures_unless_told_otherwise(monkeypatch, job_file, explained):
+    run_main(monkeypatch, "explain", job_file)
+    ((_, options),) = explained[1]
+    assert {"kv_tokens": None, "price_per_engine_hour": None, "measure": True} == options
+
+
+def test_explain_prints_json_and_writes_a_page(monkeypatch, capsys, job_file, explained, tmp_path):
+    page = tmp_path / "page.html"
+    run_main(monkeypatch, "explain", job_file, "--json", "--html", str(page))
+    assert capsys.readouterr().out == f"{explained[0].to_json()}\n"
+    assert explained[0].to_html() == page.read_text()
+
+
+def test_explain_names_itself_in_errors(monkeypatch, capsys):
+    code = run_main(monkeypatch, "explain", "--input", "a", "--set", "promt=x")
+    message = "error: raybatch explain: stage: unknown option 'promt' (did you mean 'prompt'?)\n"
+    assert (code, capsys.readouterr().err) == (1, message)
+
+
+def test_commands_on_a_job_take_the_same_flags():
+    commands = typer.main.get_command(app).commands
+    names = {name: {p.name for p in commands[name].params} for name in ("run", "explain")}
+    own = {"html", "as_json", "kv_tokens", "price_per_engine_hour", "no_measure"}
+    assert names["explain"] - own == names["run"] - {"allow_error_rows"}

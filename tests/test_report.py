@@ -1,18 +1,22 @@
 """The run report: counting output rows, text, JSON, exit codes."""
 
 import json
+import re
 
 import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
+from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.report import (
     ErrorCount,
     RunReport,
     read_report,
     report_path,
 )
-from raybatch.stages.tally import RowTally
+from raybatch.stages.schema import OutputSchema
+from raybatch.stages.tally import RowTally, TokenTally
+from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 
 def output_table(rows):
@@ -134,3 +138,66 @@ def test_foreign_report_is_a_config_error(tmp_path, content):
 def test_speed_of_a_run_too_short_to_be_measured_is_not_zero():
     lines = make_report(prompt_tokens=20, engines_s=0.0).to_text().splitlines()
     assert "speed: not measured, too little work" in lines
+
+
+@pytest.fixture
+def planned_report(tmp_path, rng):
+    plan = explain_prompts(grouped_prompts(rng, groups=6, size=5, prefix=32, own=8), kv_tokens=400)
+    actual = RunActual(
+        prompt_tokens=1200,
+        computed_tokens=600,
+        generated_tokens=480,
+        num_rows=30,
+        num_generated=30,
+        kv_tokens=200,
+    )
+    outcome = PlanOutcome(plan=plan, actual=actual)
+    return make_report(sink=str(tmp_path / "out"), plan=outcome)
+
+
+def test_text_puts_plan_and_actual_side_by_side(planned_report):
+    text = planned_report.to_text()
+    assert "plan: order ratio; hit rate 64.0 % planned, 50.0 % actual" in text
+    assert "the KV cache was 50 % smaller than planned" in text
+
+
+def test_a_report_with_a_plan_is_read_as_it_was_written(planned_report):
+    planned_report.write()
+    assert planned_report == read_report(planned_report.sink)
+
+
+def test_a_page_lies_beside_the_json(planned_report, tmp_path):
+    planned_report.write()
+    page = (tmp_path / "out" / "_raybatch" / "report.html").read_text()
+    assert page == planned_report.to_html()
+    assert {"Run", "Plan and actual", "Input", "Orders"} <= set(re.findall("<h2>(.*?)</h2>", page))
+
+
+def test_a_page_without_a_plan_has_the_run_alone():
+    assert ["Run"] == re.findall("<h2>(.*?)</h2>", make_report().to_html())
+
+
+def test_row_ids_and_errors_are_no_markup():
+    evil = "</script><img src=x>"
+    error = ErrorCount(error_class=evil, rows=1, row_ids=(evil,), message=evil)
+    assert "<img" not in make_report(errors=(error,), source=evil, sink=evil).to_html()
+
+
+def test_a_plan_of_another_version_is_a_config_error(planned_report):
+    path = planned_report.write()
+    with open(path) as file:
+        stored = json.load(file)
+    stored["plan"]["plan"]["unheard_of"] = 1
+    with open(path, "w") as file:
+        json.dump(stored, file)
+    with pytest.raises(ConfigError, match="unheard_of"):
+        read_report(planned_report.sink)
+
+
+def test_rows_with_the_result_of_another_are_counted_as_copies():
+    tokens = TokenTally(OutputSchema())
+    columns = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "attempts")
+    rows = [(10, 0, 3, 1), (10, 10, 3, 1), (10, 9, 3, 1), (None, None, None, 0)]
+    values = zip(*rows, strict=True)
+    tokens.add(pa.table({n: pa.array(c, pa.int64()) for n, c in zip(columns, values, strict=True)}))
+    assert (3, 1, 30, 19) == (tokens.num_asked, tokens.num_copies, tokens.prompt, tokens.cached)

@@ -80,13 +80,16 @@ class RowTally:
 class TokenTally:
     """Sums of tokens over output tables.
 
+    `num_asked` counts the rows that were to reach an engine, `num_copies` those of them that took
+    the result of an identical row: an engine computes one token of each prompt at least.
+
     Args:
         output: the columns of the run.
     """
 
     def __init__(self, output: OutputSchema) -> None:
         self._is_list = output.num_samples > 1
-        self.prompt = self.cached = self.generated = 0
+        self.prompt = self.cached = self.generated = self.num_asked = self.num_copies = 0
 
     def add(self, table: pa.Table) -> None:
         """Count the tokens of `table`."""
@@ -94,6 +97,9 @@ class TokenTally:
         generated = table.column("num_generated_tokens")
         self.prompt += _sum(asked.column("num_input_tokens"))
         self.cached += _sum(asked.column("num_cached_tokens"))
+        self.num_asked += asked.num_rows
+        copied = pc.equal(asked.column("num_cached_tokens"), asked.column("num_input_tokens"))
+        self.num_copies += _sum(copied)
         self.generated += _sum(pc.list_flatten(generated) if self._is_list else generated)
 
 

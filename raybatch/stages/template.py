@@ -9,7 +9,7 @@ import decimal
 import math
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +119,30 @@ class PromptTemplate:
                 prompts.append(None)
                 errors.append(error_text(error))
         return prompts, errors
+
+    @property
+    def layout(self) -> tuple[tuple[str, str | None], ...]:
+        """The text before each field with the field's name; the text at the end with None."""
+        ends = () if not self._pieces or self._pieces[-1].field is None else (("", None),)
+        return tuple((piece.literal, piece.field) for piece in self._pieces) + ends
+
+    def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
+        """Yield the text of each of `fields` for every row of a table; None for a bad row.
+
+        Raises:
+            ConfigError: the table lacks a column.
+        """
+        self.check(table.column_names)
+        columns = [_read_column(table[name]) for name in self.fields]
+        formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
+        for row in zip(*columns, strict=True):
+            try:
+                yield tuple(
+                    _format(name, _check_value(name, value), formats[name])
+                    for name, value in zip(self.fields, row, strict=True)
+                )
+            except PromptError:
+                yield None
 
     def _fill(self, values: Mapping[str, object]) -> str:
         parts = []

@@ -1,0 +1,1 @@
+"""What a plan saves and costs, told before the run; and plan and actual side by side after it."""

@@ -1,0 +1,179 @@
+"""From a planned input to its explanation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raybatch.config import EngineConfig, PlanConfig
+from raybatch.explanation.record import Explanation, KVSize
+from raybatch.explanation.time import TimeEstimate
+from raybatch.prefix.forecast import forecast_orders, rows_that_fit
+from raybatch.prefix.hits import CacheSize
+from raybatch.prefix.lengths import length_bands
+from raybatch.prefix.outline import TreeBox, outline_tree
+from raybatch.prefix.profile import InputProfile, profile_rows
+from raybatch.stages.planned import PlannedInput
+from raybatch.types import TokenIds
+
+__all__ = ["SpeedAndPrice", "explain_plan", "explain_profile"]
+
+# tokens of a prefix whose text is shown
+_TEXT_TOKENS = 48
+_MAX_ROWS_SIMULATED = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedAndPrice:
+    """What the explanation says about time.
+
+    Args:
+        time: None where nothing is known of the speed.
+        no_time: why there is none.
+        price_per_engine_hour: in any currency.
+    """
+
+    time: TimeEstimate | None = None
+    no_time: str = ""
+    price_per_engine_hour: float | None = None
+
+
+def explain_plan(
+    planned: PlannedInput,
+    *,
+    source: str,
+    model: str,
+    plan: PlanConfig,
+    engine: EngineConfig,
+    kv_tokens: int | None = None,
+    kv_origin: str = "given",
+    speed: SpeedAndPrice | None = None,
+    layout: str = "",
+    decode: Callable[[TokenIds], str] | None = None,
+    max_rows: int = _MAX_ROWS_SIMULATED,
+) -> Explanation:
+    """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
+
+    Args:
+        planned: rows and their plan.
+        source: input path or URI.
+        model: as the user named it.
+        plan: options of the plan.
+        engine: options of the engines.
+        kv_tokens: KV cache of one engine; None compares no orders.
+        kv_origin: where that number comes from.
+        speed: time and price; None says that there is no cost model.
+        layout: what another order of the template's fields would share.
+        decode: turns token ids into text, for the prefixes that are drawn.
+        max_rows: rows to simulate for each order.
+    """
+    keys, expected = planned.keys, planned.expected_tokens
+    limit = planned.max_tokens.astype(float)
+    explanation = explain_profile(
+        profile_rows(
+            keys,
+            expected,
+            planned.plan,
+            planned.found,
+            num_rows=planned.num_rows,
+            unasked=planned.unasked,
+            limit_tokens=int(planned.max_tokens.sum()),
+        ),
+        source=source,
+        model=model,
+        plan=plan,
+        is_reordered=planned.plan.is_reordered,
+        speed=speed,
+        layout=layout,
+        boxes=_boxes(planned, decode),
+    )
+    explanation = replace(
+        explanation,
+        lengths=length_bands(expected) if len(expected) else None,
+        lengths_from=_lengths_from(plan, is_limit=bool(np.array_equal(expected, limit))),
+    )
+    if kv_tokens is None or not keys.num_rows:
+        return explanation
+    size = CacheSize(
+        num_blocks=kv_tokens // keys.block_size,
+        concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
+    )
+    num_fitting = len(rows_that_fit(keys, expected, size))
+    return replace(
+        explanation,
+        kv=KVSize(
+            tokens=kv_tokens,
+            origin=kv_origin,
+            num_rows_too_large=keys.num_rows - num_fitting,
+        ),
+        orders=forecast_orders(
+            keys,
+            planned.plan,
+            planned.found,
+            output_tokens=expected,
+            size=size,
+            max_rows=max_rows,
+        ),
+    )
+
+
+def explain_profile(
+    profile: InputProfile,
+    *,
+    source: str,
+    model: str,
+    plan: PlanConfig,
+    is_reordered: bool,
+    speed: SpeedAndPrice | None = None,
+    layout: str = "",
+    boxes: Sequence[TreeBox] = (),
+) -> Explanation:
+    """Explain what sums over the rows tell, as for an input that was planned in parts.
+
+    Args:
+        profile: of the whole input.
+        source: input path or URI.
+        model: as the user named it.
+        plan: options of the plan.
+        is_reordered: rows run in another order than that of the input.
+        speed: time and price; None says that there is no cost model.
+        layout: what another order of the template's fields would share.
+        boxes: the prefix tree, to be drawn.
+    """
+    known = speed or SpeedAndPrice()
+    return Explanation(
+        source=source,
+        model=model,
+        order=plan.order,
+        is_reordered=is_reordered,
+        profile=profile,
+        lengths_from=_lengths_from(plan, is_limit=False),
+        time=known.time,
+        no_time=known.no_time,
+        price_per_engine_hour=known.price_per_engine_hour,
+        layout=layout,
+        boxes=tuple(boxes),
+    )
+
+
+def _lengths_from(plan: PlanConfig, *, is_limit: bool) -> str:
+    if plan.lengths == "probe":
+        return "max_tokens" if is_limit else "a probe"
+    column = plan.expected_tokens_column
+    return "max_tokens" if column is None else f"column {column!r}"
+
+
+def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> list[TreeBox]:
+    boxes = outline_tree(planned.found.tree, planned.keys)
+    prompts = planned.prompts
+    if prompts is None or decode is None:
+        return boxes
+    told = []
+    for box in boxes:
+        if box.num_nodes != 1:
+            told.append(box)
+            continue
+        start, stop = round(box.token_start), round(box.token_stop)
+        text = decode(prompts[box.example_row][start : min(stop, start + _TEXT_TOKENS)])
+        told.append(replace(box, text=text + (" ..." if stop > start + _TEXT_TOKENS else "")))
+    return told

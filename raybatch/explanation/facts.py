@@ -1,0 +1,208 @@
+"""Sentences, tables and drawings about an input and its plan; each function makes one section."""
+
+from collections.abc import Sequence
+
+from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares
+from raybatch.pictures.document import Figure, Section, Table
+from raybatch.pictures.icicle import draw_icicle
+from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.prefix.forecast import OrderForecast
+from raybatch.prefix.histogram import Histogram
+from raybatch.prefix.lengths import LengthBands
+from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.profile import InputProfile
+
+__all__ = ["ORDER_MEANINGS", "group_section", "input_section", "order_section", "sharing_section"]
+
+ORDER_MEANINGS = {
+    "input": "rows as they come, prefix cache alone",
+    "sorted": "sorted by prompt, prefix cache alone",
+    "planned": "prefixes held for their groups, identical rows once",
+    "bound": "every shared prefix once, at all depths",
+}
+
+
+def input_section(profile: InputProfile, lengths: LengthBands | None, lengths_from: str) -> Section:
+    """Say what goes in and what is expected to come out."""
+    prompts, outputs = profile.prompt_tokens, profile.output_tokens
+    facts = [("rows", _rows(profile))]
+    if profile.unasked:
+        kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(profile.unasked.items()))
+        facts.append(("not asked", f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"))
+    facts.append(("prompts", f"{amount(prompts.total)} tokens{_spread(prompts)}"))
+    facts.append(
+        (
+            "outputs",
+            f"{amount(outputs.total)} tokens expected (from {lengths_from}), "
+            f"at most {amount(profile.limit_tokens)}",
+        )
+    )
+    if lengths is not None and lengths.tokens[0] < lengths.tokens[-1]:
+        facts.append(("spread", _bands(lengths)))
+    figures = (
+        Figure(title="Prompt length", svg=draw_histogram(prompts, x_label="prompt tokens")),
+        Figure(
+            title="Expected output length",
+            svg=draw_histogram(outputs, x_label="output tokens"),
+        ),
+    )
+    return Section(title="Input", facts=tuple(facts), figures=figures)
+
+
+def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str) -> Section:
+    """Say what prompts have in common, and draw their prefix tree."""
+    tree = profile.tree
+    if tree.num_nodes:
+        shared = (
+            f"{count(tree.num_nodes, 'prefix', 'prefixes')}; a row has "
+            f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} of "
+            f"its own; {tree.mean_sharing_degree:.1f} rows share a token"
+        )
+    else:
+        shared = "no two prompts begin with the same block of tokens"
+    facts = [("sharing", shared)]
+    if layout:
+        facts.append(("template", f"{layout}; it is yours to change"))
+    caption = (
+        "Area is prompt tokens. A blue box is a prefix that all rows of its width begin with, so "
+        "one computation serves them all, with a shade for each level; grey is what rows have "
+        "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
+        "a box for its numbers and its text."
+    )
+    drawn = draw_icicle(boxes, num_rows=tree.num_rows) if tree.num_nodes else ""
+    figure = Figure(title="Prefix tree", svg=drawn, caption=caption, is_wide=True)
+    return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
+
+
+def group_section(profile: InputProfile, order: str, *, is_reordered: bool) -> Section:
+    """Say how rows are grouped and in what order they run."""
+    rows = profile.group_rows
+    if not is_reordered:
+        said = "rows keep the order of the input: sharing saves too little to reorder them"
+        return Section(title="Groups", facts=(("plan", said),))
+    alone = profile.num_asked - rows.total
+    facts = (
+        (
+            "plan",
+            f"{count(profile.num_groups, 'group')} in order {order!r}, "
+            f"{count(profile.num_units, 'unit')} of commit, {count(alone, 'row')} in no group",
+        ),
+        ("group size", _sizes(rows)),
+    )
+    figures = (
+        Figure(
+            title="Group size",
+            svg=draw_histogram(rows, x_label="rows of a group", y_label="groups"),
+        ),
+        Figure(
+            title="Shared prefix",
+            svg=draw_histogram(
+                profile.group_prefix, x_label="prefix tokens of a group", y_label="groups"
+            ),
+        ),
+    )
+    return Section(title="Groups", facts=facts, figures=figures)
+
+
+def order_section(
+    orders: Sequence[OrderForecast], kv: str, num_too_large: int, profile: InputProfile
+) -> Section:
+    """Compare orders by the prompt tokens that they compute."""
+    if not orders:
+        total = max(1, profile.tree.logical_tokens)
+        said = (
+            f"{percent(1 - profile.computed_tokens / total)} of the prompt tokens need no "
+            f"computing when each prefix runs once, {percent(1 - profile.bound_tokens / total)} at "
+            "most"
+        )
+        return Section(
+            title="Orders",
+            facts=(("hit rate", said),),
+            notes=("the size of the KV cache is not known, so orders are not compared",),
+        )
+    rows = tuple(
+        (
+            order.name,
+            amount(order.computed_tokens),
+            amount(order.saved_tokens),
+            _rate(order),
+            ORDER_MEANINGS[order.name],
+        )
+        for order in orders
+    )
+    header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
+    bars = [
+        ShareBar(
+            name=order.name,
+            share=order.hit_rate,
+            error=order.error,
+            note=f"{amount(order.computed_tokens)} computed",
+            is_main=order.name == "planned",
+        )
+        for order in orders
+    ]
+    figure = Figure(
+        title="Prompt tokens that need no computing",
+        svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
+        is_wide=True,
+    )
+    notes = [f"KV cache: {kv}"] if kv else []
+    if num_too_large:
+        notes.append(f"{count(num_too_large, 'row')} too large for this cache are left out")
+    if any(order.error or order.is_lower_bound for order in orders):
+        notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
+    return Section(
+        title="Orders",
+        table=Table(header=header, rows=rows),
+        notes=tuple(notes),
+        figures=(figure,),
+    )
+
+
+def _rows(profile: InputProfile) -> str:
+    said = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
+    is_saved = profile.num_generated < profile.num_asked
+    duplicates = profile.tree.num_duplicates
+    if is_saved:
+        duplicates = profile.num_asked - profile.num_generated
+    copies = count(duplicates, "copy", "copies")
+    if is_saved:
+        return f"{said}, {copies} of other rows among them (not generated again)"
+    if duplicates:
+        return f"{said}, {copies} of other rows among them"
+    return said
+
+
+def _bands(lengths: LengthBands) -> str:
+    """Say which share of the rows is expected to stay below which length."""
+    bands = ", ".join(
+        f"{100 * share:.0f} % up to {full(tokens)}"
+        for share, tokens in zip(lengths.quantiles, lengths.tokens, strict=True)
+    )
+    top = percent(lengths.top_tenth, 0)
+    return f"{bands}; the longest tenth has {top} of the tokens"
+
+
+def _spread(histogram: Histogram) -> str:
+    if not histogram.num_values:
+        return ""
+    median, high = (amount(histogram.quantile(share)) for share in (0.5, 0.95))
+    return (
+        f", {full(histogram.mean)} a row (half of them up to {median}, 95 % up to {high}, "
+        f"longest {full(histogram.highest)})"
+    )
+
+
+def _sizes(rows: Histogram) -> str:
+    if not rows.num_values:
+        return "no groups"
+    return (
+        f"{rows.mean:.1f} rows on average, half of the groups up to {full(rows.quantile(0.5))}, "
+        f"largest {full(rows.highest)}"
+    )
+
+
+def _rate(order: OrderForecast) -> str:
+    sign = ">= " if order.is_lower_bound else ""
+    error = f" +- {100 * order.error:.1f}" if order.error else ""
+    return f"{sign}{percent(order.hit_rate)}{error}"

@@ -1,0 +1,223 @@
+"""Plan and actual side by side: what a plan had promised, what the run did, and why they differ."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raybatch.explanation.plain import from_plain
+from raybatch.explanation.record import Explanation
+from raybatch.pictures.charts import ShareBar, draw_shares
+from raybatch.pictures.document import Figure, Section, Table
+from raybatch.pictures.wording import amount, count, duration, full, percent
+
+__all__ = ["PlanOutcome", "RunActual"]
+
+# what differs by less is as planned
+_AS_PLANNED = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunActual:
+    """What engines did; None where it was not counted.
+
+    Args:
+        prompt_tokens: of all rows that engines were to see, copies of others included.
+        computed_tokens: those that were computed when their row started for the first time.
+        generated_tokens: of all rows and samples, copies of others included.
+        num_rows: rows that engines were to see.
+        num_generated: rows that were generated; the others are copies.
+        kv_tokens: KV cache of one engine; the smallest of them.
+        num_replicas: that worked.
+        num_restarts: replicas started again after a death.
+        num_preemptions: times that a running sequence gave up its blocks.
+        recomputed_tokens: computed again after that.
+        num_group_cuts: pieces of groups beyond the first one, on other replicas.
+        cut_tokens: prefix tokens that were computed again for these pieces.
+        engine_s: seconds of work, summed over replicas.
+        wall_s: from the first row at a ready engine to the last row back.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    generated_tokens: int = 0
+    num_rows: int = 0
+    num_generated: int = 0
+    kv_tokens: int | None = None
+    num_replicas: int = 1
+    num_restarts: int = 0
+    num_preemptions: int | None = None
+    recomputed_tokens: int | None = None
+    num_group_cuts: int | None = None
+    cut_tokens: int | None = None
+    engine_s: float | None = None
+    wall_s: float = 0.0
+
+    @property
+    def saved_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.prompt_tokens - self.computed_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed."""
+        return self.saved_tokens / max(1, self.prompt_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOutcome:
+    """A plan with what became of it.
+
+    Args:
+        plan: as it was explained before the run.
+        actual: counted after it.
+    """
+
+    plan: Explanation
+    actual: RunActual
+
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """Return name, plan and actual of everything that can be compared."""
+        plan, actual = self.plan, self.actual
+        profile, time = plan.profile, plan.time
+        outputs, generated = profile.output_tokens.total, actual.generated_tokens
+        planned_copies = profile.num_asked - profile.num_generated
+        return (
+            ("hit rate", percent(plan.hit_rate), percent(actual.hit_rate)),
+            ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
+            ("generated tokens", amount(outputs), amount(generated)),
+            ("copies of other rows", full(planned_copies), full(self._num_copies)),
+            ("order", plan.order if plan.is_reordered else "input", ""),
+            ("groups", full(profile.num_groups if plan.is_reordered else 0), self._pieces()),
+            ("KV cache", _tokens(plan.kv.tokens if plan.kv else None), _tokens(actual.kv_tokens)),
+            ("engine time", _time(time.engine_s if time else None), _time(actual.engine_s)),
+            ("time", _time(time.wall_s if time else None), _time(actual.wall_s)),
+        )
+
+    def deviations(self) -> tuple[str, ...]:
+        """Say what differs from the plan by more than 1 %, and what explains it."""
+        actual, more = self.actual, self.actual.saved_tokens - self.plan.saved_tokens
+        said = []
+        if abs(more) > _AS_PLANNED * max(1, self.plan.saved_tokens):
+            word = "more" if more > 0 else "fewer"
+            causes = "; ".join(self._causes()) or "no cause was counted"
+            said.append(
+                f"{amount(abs(more))} {word} prompt tokens were saved than planned: {causes}"
+            )
+        if actual.num_preemptions:
+            again = amount(actual.recomputed_tokens or 0)
+            times = count(actual.num_preemptions, "preemption")
+            said.append(f"{again} tokens were computed again after {times}, on top of that")
+        said += self._time_deviations()
+        return tuple(said)
+
+    def sections(self) -> tuple[Section, ...]:
+        """Return the comparison, for any kind of document."""
+        bars = [ShareBar(name="planned", share=self.plan.hit_rate)]
+        bars.append(ShareBar(name="actual", share=self.actual.hit_rate, is_main=True))
+        bars += [
+            ShareBar(name=f"{order.name}, forecast", share=order.hit_rate, error=order.error)
+            for order in self.plan.orders
+            if order.name != "planned"
+        ]
+        figure = Figure(
+            title="Prompt tokens that were not computed",
+            svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
+            is_wide=True,
+        )
+        return (
+            Section(
+                title="Plan and actual",
+                table=Table(header=("", "plan", "actual", ""), rows=_with_notes(self.rows())),
+                notes=self.deviations() or ("the run went as planned",),
+                figures=(figure,),
+            ),
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain values, what is derived included."""
+        return {
+            "plan": self.plan.to_mapping(),
+            "actual": dataclasses.asdict(self.actual),
+            "hit_rate": {"plan": self.plan.hit_rate, "actual": self.actual.hit_rate},
+            "saved_tokens": {"plan": self.plan.saved_tokens, "actual": self.actual.saved_tokens},
+            "deviations": list(self.deviations()),
+        }
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, where: str) -> "PlanOutcome":
+        """Return what `to_mapping` has written.
+
+        Raises:
+            ConfigError: the mapping is not that of this version.
+            KeyError: a part is missing.
+        """
+        return cls(
+            plan=Explanation.from_mapping(mapping["plan"], where=f"{where}.plan"),
+            actual=from_plain(RunActual, mapping["actual"], where=f"{where}.actual"),
+        )
+
+    @property
+    def _num_copies(self) -> int:
+        return self.actual.num_rows - self.actual.num_generated
+
+    def _pieces(self) -> str:
+        cuts = self.actual.num_group_cuts
+        return "" if cuts is None else f"{full(self.plan.profile.num_groups + cuts)} pieces"
+
+    def _causes(self) -> list[str]:
+        """Return what changed the number of saved tokens."""
+        plan, actual = self.plan, self.actual
+        causes = []
+        lost = plan.profile.prompt_tokens.total - actual.prompt_tokens
+        if lost:
+            word = "fewer" if lost > 0 else "more"
+            causes.append(f"{amount(abs(lost))} {word} prompt tokens reached the engines")
+        if actual.num_group_cuts:
+            pieces = count(actual.num_group_cuts, "cut")
+            tokens = amount(actual.cut_tokens or 0)
+            causes.append(f"{pieces} of groups over replicas: {tokens} prefix tokens more")
+        if plan.kv is not None and actual.kv_tokens is not None:
+            change = actual.kv_tokens / plan.kv.tokens - 1
+            if abs(change) > _AS_PLANNED:
+                word = "larger" if change > 0 else "smaller"
+                causes.append(f"the KV cache was {percent(abs(change), 0)} {word} than planned")
+        if plan.kv is None:
+            causes.append("the plan did not know the size of the KV cache")
+        if actual.num_restarts:
+            causes.append(
+                f"{count(actual.num_restarts, 'replica')} started again with an empty cache"
+            )
+        if self._num_copies != plan.profile.num_asked - plan.profile.num_generated:
+            causes.append("another number of rows was copied than planned")
+        return causes
+
+    def _time_deviations(self) -> list[str]:
+        time, actual = self.plan.time, self.actual
+        said = []
+        outputs, generated = self.plan.profile.output_tokens.total, actual.generated_tokens
+        if generated and abs(generated / max(1, outputs) - 1) > 10 * _AS_PLANNED:
+            said.append(
+                f"rows generated {percent(generated / max(1, outputs), 0)} of the tokens that were "
+                f"expected from {self.plan.lengths_from}"
+            )
+        if time is not None and not time.low_s <= actual.wall_s <= time.high_s:
+            word = "faster" if actual.wall_s < time.low_s else "slower"
+            said.append(f"the engines were {word} than the likely range of the plan")
+            if time.num_replicas != actual.num_replicas:
+                planned = count(time.num_replicas, "replica")
+                said.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
+        return said
+
+
+def _with_notes(rows: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, ...], ...]:
+    # words come last in a table; there are none here
+    return tuple((*row, "") for row in rows)
+
+
+def _tokens(number: int | None) -> str:
+    return "not known" if number is None else f"{amount(number)} tokens"
+
+
+def _time(seconds: float | None) -> str:
+    return "not known" if seconds is None else duration(seconds)

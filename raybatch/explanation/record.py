@@ -1,0 +1,151 @@
+"""What is known of a job before it runs, as a record that shows itself.
+
+As text, in a notebook, as JSON, and as an HTML page with the prefix tree drawn.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raybatch.errors import ConfigError
+from raybatch.explanation.facts import (
+    group_section,
+    input_section,
+    order_section,
+    sharing_section,
+)
+from raybatch.explanation.plain import from_plain
+from raybatch.explanation.time import TimeEstimate, time_section
+from raybatch.pictures.document import Section, to_fragment, to_page, to_text
+from raybatch.prefix.forecast import OrderForecast, OrderName
+from raybatch.prefix.lengths import LengthBands
+from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.profile import InputProfile
+
+__all__ = ["Explanation", "KVSize"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVSize:
+    """The KV cache for which orders are compared.
+
+    Args:
+        tokens: of one engine.
+        origin: where the number comes from, such as "given" or "measured".
+        num_rows_too_large: rows that do not fit it even alone; they are in no comparison.
+    """
+
+    tokens: int
+    origin: str
+    num_rows_too_large: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What a plan will do, save and cost.
+
+    Args:
+        source: input path or URI.
+        model: as the user named it.
+        order: of the groups, by name.
+        is_reordered: rows run in another order than that of the input.
+        profile: rows, tokens, sharing and groups.
+        lengths: expected outputs of the rows that engines see; None without rows.
+        lengths_from: where they come from, such as "max_tokens".
+        kv: None where the size of the cache is not known.
+        orders: the orders compared; empty without `kv`.
+        time: None where nothing is known of the speed.
+        no_time: why there is no `time`.
+        price_per_engine_hour: of one replica, in any currency.
+        layout: what another order of the template's fields would share; "" for nothing.
+        boxes: the prefix tree, to be drawn.
+    """
+
+    source: str
+    model: str
+    order: str
+    is_reordered: bool
+    profile: InputProfile
+    lengths: LengthBands | None = None
+    lengths_from: str = "max_tokens"
+    kv: KVSize | None = None
+    orders: tuple[OrderForecast, ...] = ()
+    time: TimeEstimate | None = None
+    no_time: str = ""
+    price_per_engine_hour: float | None = None
+    layout: str = ""
+    boxes: tuple[TreeBox, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Source and model in one line."""
+        return f"raybatch explain: {self.source} with {self.model}"
+
+    def forecast(self, name: OrderName) -> OrderForecast | None:
+        """Return what an order would compute; None where no cache size is known."""
+        return next((order for order in self.orders if order.name == name), None)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that the plan does not compute."""
+        planned = self.forecast("planned")
+        logical = self.profile.tree.logical_tokens
+        return planned.hit_rate if planned else 1 - self.profile.computed_tokens / max(1, logical)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Prompt tokens that the plan does not compute."""
+        planned = self.forecast("planned")
+        if planned is not None:
+            return planned.saved_tokens
+        return self.profile.tree.logical_tokens - self.profile.computed_tokens
+
+    def sections(self) -> tuple[Section, ...]:
+        """Return what there is to say, for any kind of document."""
+        profile = self.profile
+        kv = (
+            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
+        )
+        num_too_large = 0 if self.kv is None else self.kv.num_rows_too_large
+        return (
+            input_section(profile, self.lengths, self.lengths_from),
+            sharing_section(profile, self.boxes, self.layout),
+            group_section(profile, self.order, is_reordered=self.is_reordered),
+            time_section(self.time, self.no_time, self.price_per_engine_hour),
+            order_section(self.orders, kv, num_too_large, profile),
+        )
+
+    def __str__(self) -> str:
+        return to_text(self.title, self.sections())
+
+    def _repr_html_(self) -> str:
+        return to_fragment(self.title, self.sections())
+
+    def to_html(self) -> str:
+        """Return a page that holds all it needs."""
+        return to_page(self.title, self.sections())
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return every field, and what is derived from them, as plain values."""
+        return dataclasses.asdict(self) | {
+            "hit_rate": self.hit_rate,
+            "saved_tokens": self.saved_tokens,
+        }
+
+    def to_json(self) -> str:
+        """Return `to_mapping` as a JSON object."""
+        return json.dumps(self.to_mapping(), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, where: str) -> "Explanation":
+        """Return what `to_mapping` has written.
+
+        Raises:
+            ConfigError: the mapping is not that of this version.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"{where} must be a mapping, got {mapping!r}")
+        stored = {k: v for k, v in mapping.items() if k not in ("hit_rate", "saved_tokens")}
+        return from_plain(cls, stored, where=where)

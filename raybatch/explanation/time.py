@@ -1,0 +1,56 @@
+"""How long a plan will take, and what that costs."""
+
+from dataclasses import dataclass
+
+from raybatch.pictures.document import Section
+from raybatch.pictures.wording import count, duration
+
+__all__ = ["TimeEstimate", "time_section"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEstimate:
+    """Time that engines need; their start, reading and writing come on top.
+
+    Args:
+        engine_s: seconds of work, summed over replicas.
+        wall_s: by the clock.
+        low_s: `wall_s` at the lower end of the likely range.
+        high_s: `wall_s` at the upper end.
+        num_replicas: that share the work.
+        origin: what the estimate rests on, such as "measured on this host".
+    """
+
+    engine_s: float
+    wall_s: float
+    low_s: float
+    high_s: float
+    num_replicas: int
+    origin: str = ""
+
+    def money(self, price_per_engine_hour: float) -> float:
+        """Return the price of the engines' time, in the currency of the argument."""
+        return self.engine_s / 3600 * price_per_engine_hour
+
+
+def time_section(
+    time: TimeEstimate | None, why_not: str, price_per_engine_hour: float | None
+) -> Section:
+    """Say how long and how much, or why that is not known."""
+    if time is None:
+        reason = f"no cost model: {why_not}" if why_not else "no cost model"
+        return Section(title="Time", facts=(("time", reason),))
+    origin = f", {time.origin}" if time.origin else ""
+    facts = [
+        (
+            "time",
+            f"{duration(time.wall_s)} on {count(time.num_replicas, 'replica')}, likely "
+            f"{duration(time.low_s)} to {duration(time.high_s)}{origin}",
+        ),
+        ("engines", f"{time.engine_s / 3600:,.3g} engine-hours ({duration(time.engine_s)})"),
+    ]
+    if price_per_engine_hour is not None:
+        money = time.money(price_per_engine_hour)
+        said = f"{money:,.2f} at {price_per_engine_hour:,.2f} per engine-hour"
+        facts.append(("money", said))
+    return Section(title="Time", facts=tuple(facts))

@@ -1,0 +1,164 @@
+"""The flags of every command on a job.
+
+Flags are short names of job options and go through `Job.from_mapping` like a job file; every
+option without a flag is reached with `--set`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from raybatch.errors import ConfigError
+
+__all__ = ["JobFlags", "job_mapping", "parse_settings", "with_job_flags", "with_model"]
+
+DEMO_MODEL = "demo"
+_DEMO_NOTE = (
+    "no --model given: taking the embedded demo model, which answers questions about the demo "
+    "documents and nothing else"
+)
+# every other option belongs to the stage
+JOB_OPTIONS = ("source", "sink", "stage", "plan", "overwrite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFlags:
+    """What the flags of a job and its file come to.
+
+    Args:
+        mapping: options of the job.
+        where: what they are called in messages.
+    """
+
+    mapping: dict[str, Any]
+    where: str
+
+
+def read_job_flags(
+    job_file: Annotated[
+        str | None, typer.Argument(help="YAML job file; the options below win over it.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--input", help="Parquet or JSONL: a file, a folder or a glob.")
+    ] = None,
+    sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint folder, hub id or URI; demo by default.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
+    ] = None,
+    messages_column: Annotated[
+        str | None, typer.Option(help="Column of OpenAI messages, instead of --prompt.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate a row.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
+    on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier output of raybatch.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
+    ] = None,
+) -> dict[str, Any]:
+    """Return the options of a job; the parameters are the flags of every command on one."""
+    flags = {
+        "source": source,
+        "sink": sink,
+        "stage.model": model,
+        "stage.prompt": prompt,
+        "stage.messages": messages_column,
+        "stage.sampling.max_tokens": max_tokens,
+        "stage.sampling.temperature": temperature,
+        "stage.id_column": id_column,
+        "stage.pool.replicas": replicas,
+        "stage.on_error": on_error,
+        "overwrite": overwrite or None,
+    }
+    given = {path: value for path, value in flags.items() if value is not None}
+    return job_mapping(job_file, {**given, **parse_settings(settings or [])})
+
+
+def with_job_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of a job before its own; it is called with what they come to."""
+    flags = inspect.signature(read_job_flags).parameters
+    own = list(inspect.signature(command).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def with_flags(**values: Any) -> None:  # noqa: ANN401
+        of_job = {name: values.pop(name) for name in flags}
+        where = of_job["job_file"] or f"raybatch {command.__name__}"
+        command(JobFlags(mapping=read_job_flags(**of_job), where=where), **values)
+
+    taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags.values(), *own)]
+    with_flags.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    with_flags.__annotations__ = {p.name: p.annotation for p in taken}
+    return with_flags
+
+
+def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a job: those of the file, with the dotted `options` put over them.
+
+    Raises:
+        ConfigError: the file cannot be read, or nothing names a source.
+    """
+    mapping: dict[str, Any] = {}
+    if job_file is not None:
+        from raybatch.job import read_job_file  # slow to load
+
+        mapping = read_job_file(job_file)
+    for path, value in options.items():
+        _put(mapping, path, value)
+    if job_file is None and "source" not in mapping:
+        raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
+    return mapping
+
+
+def with_model(mapping: dict[str, Any]) -> str:
+    """Put the embedded model into options that name none, and return what to tell of it, or ""."""
+    stage = mapping.setdefault("stage", {})
+    if not isinstance(stage, dict) or "model" in stage:
+        return ""
+    stage["model"] = DEMO_MODEL
+    return _DEMO_NOTE
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Return dotted option names to values; a value is read as YAML.
+
+    Names that are not options of the job are those of the stage: `pool.replicas=2` is
+    `stage.pool.replicas=2`.
+
+    Raises:
+        ConfigError: a setting is not of the form option=value.
+    """
+    parsed: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not all(part.strip() for part in name.split(".")):
+            raise ConfigError(f"--set {setting!r}: expected option=value, such as seed=7")
+        is_of_job = name.split(".")[0].strip() in JOB_OPTIONS
+        path = name.strip() if is_of_job else f"stage.{name.strip()}"
+        try:
+            parsed[path] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {setting!r}: the value is not YAML: {error}") from error
+    return parsed
+
+
+def _put(mapping: dict[str, Any], path: str, value: object) -> None:
+    """Set the dotted option `path`, making the mappings on the way."""
+    *parents, last = path.split(".")
+    for depth, name in enumerate(parents):
+        mapping = mapping.setdefault(name, {})
+        if not isinstance(mapping, dict):
+            raise ConfigError(f"option {'.'.join(parents[: depth + 1])!r} holds no options: {path}")
+    mapping[last] = value

@@ -1,0 +1,165 @@
+"""How many prompt tokens each order of the rows would compute, for a KV cache of a given size.
+
+input    as the rows come, with a prefix cache alone
+sorted   by prompt, with a prefix cache alone
+planned  as the plan has it: prefixes pinned while their groups live, identical rows once
+bound    every shared prefix at every depth computed once: a cache that holds everything
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.enlarge import multi_level, num_computed_tokens
+from raybatch.prefix.hits import (
+    NUM_WINDOWS,
+    T_QUANTILE,
+    CacheLoad,
+    CacheSize,
+    estimate_hit_rate,
+    simulate_hits,
+)
+from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.plan import Arrangement, RowPlan
+
+__all__ = ["OrderForecast", "OrderName", "forecast_orders", "rows_that_fit"]
+
+OrderName = Literal["input", "sorted", "planned", "bound"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderForecast:
+    """What one order would compute.
+
+    Args:
+        name: of the order.
+        prompt_tokens: of all rows, identical ones included.
+        computed_tokens: those whose KV an engine computes.
+        error: half width of the 95 % interval of the hit rate; 0 where all rows were simulated.
+        is_lower_bound: the sample was too short to fill the cache, so there may be more hits.
+    """
+
+    name: OrderName
+    prompt_tokens: int
+    computed_tokens: int
+    error: float = 0.0
+    is_lower_bound: bool = False
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that need no computing."""
+        return 1 - self.computed_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Prompt tokens that need no computing."""
+        return self.prompt_tokens - self.computed_tokens
+
+
+def rows_that_fit(keys: BlockKeys, output_tokens: Floats, size: CacheSize) -> Ints:
+    """Return the rows that can run alone in a cache of this size, in rising order."""
+    tokens = keys.num_tokens + np.ceil(output_tokens).astype(np.int64)
+    return np.flatnonzero(-(-tokens // keys.block_size) <= size.num_blocks)
+
+
+def forecast_orders(
+    keys: BlockKeys,
+    plan: RowPlan,
+    found: Arrangement,
+    *,
+    output_tokens: Floats,
+    size: CacheSize,
+    max_rows: int = 100_000,
+) -> tuple[OrderForecast, ...]:
+    """Forecast all four orders; rows that do not fit the cache are left out of all of them.
+
+    The cost is that of simulating `max_rows` rows three times.
+
+    Args:
+        keys: of the rows that engines see.
+        plan: of these rows.
+        found: the arrangement that the plan orders.
+        output_tokens: float64 [R], expected.
+        size: of the cache of one engine.
+        max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
+    """
+    fits = np.zeros(keys.num_rows, np.bool_)
+    fits[rows_that_fit(keys, output_tokens, size)] = True
+    load = CacheLoad(
+        keys=keys.keys,
+        offsets=keys.offsets,
+        num_tokens=keys.num_tokens,
+        block_size=keys.block_size,
+        output_tokens=np.ceil(output_tokens).astype(np.int64),
+    )
+    prompt_tokens = int(keys.num_tokens[fits].sum())
+    forecasts = []
+    orders: tuple[tuple[OrderName, Ints], ...] = (
+        ("input", np.flatnonzero(fits)),
+        ("sorted", found.tree.row_order[fits[found.tree.row_order]]),
+    )
+    for name, order in orders:
+        estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
+        forecasts.append(
+            OrderForecast(
+                name=name,
+                prompt_tokens=prompt_tokens,
+                computed_tokens=round(prompt_tokens * (1 - estimate.rate)),
+                error=estimate.error,
+                is_lower_bound=estimate.is_lower_bound,
+            )
+        )
+    representative = found.groups.representative
+    generated = plan.order[(representative == np.arange(keys.num_rows))[plan.order]]
+    planned = _planned(load, plan, generated[fits[generated]], size, max_rows)
+    num_bound = num_computed_tokens(
+        found.tree, keys, multi_level(found.tree), True, representative=representative
+    )
+    if not fits.all():
+        num_bound = min(num_bound, planned.computed_tokens)
+    bound = OrderForecast(name="bound", prompt_tokens=prompt_tokens, computed_tokens=num_bound)
+    return (*forecasts, replace(planned, prompt_tokens=prompt_tokens), bound)
+
+
+def _planned(
+    load: CacheLoad, plan: RowPlan, order: Ints, size: CacheSize, max_rows: int
+) -> OrderForecast:
+    """Forecast the rows that are generated: each finds its pinned prefix, or more by chance.
+
+    Pinned prefixes are known for all rows. What the prefix cache finds beyond them comes from
+    windows where there are many rows, each from an empty cache and counted in its second half.
+    """
+    num_tokens = load.num_tokens[order]
+    pinned = _pinned(load, plan, order)
+    prompt_tokens, num_pinned = int(num_tokens.sum()), int(pinned.sum())
+    if len(order) <= max_rows:
+        cached = np.maximum(pinned, simulate_hits(load, order, size))
+        computed = prompt_tokens - int(cached.sum())
+        return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
+    length = max_rows // NUM_WINDOWS
+    extra = np.zeros(NUM_WINDOWS)
+    for i, start in enumerate(np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)):
+        hits = simulate_hits(load, order[start : start + length], size)
+        counted = slice(start + length // 2, start + length)
+        more = np.maximum(hits[length // 2 :] - pinned[counted], 0)
+        extra[i] = more.sum() / max(1, num_tokens[counted].sum())
+    return OrderForecast(
+        name="planned",
+        prompt_tokens=prompt_tokens,
+        computed_tokens=round(prompt_tokens * (1 - extra.mean())) - num_pinned,
+        error=float(T_QUANTILE * extra.std(ddof=1) / np.sqrt(NUM_WINDOWS)),
+    )
+
+
+def _pinned(load: CacheLoad, plan: RowPlan, order: Ints) -> Ints:
+    """Return the tokens that each row of `order` finds because its group holds them."""
+    group_id = plan.group_id[order]
+    # the last token of a prompt is always computed, and with it its block
+    last = (load.num_tokens[order] - 1) // load.block_size * load.block_size
+    pinned = np.where(group_id >= 0, np.minimum(plan.prefix_len[order], last), 0)
+    # where a group begins, its prefix is computed; also when others ran in between, as a probe's do
+    pinned[np.diff(group_id, prepend=-1) != 0] = 0
+    result: Ints = pinned.astype(np.int64)
+    return result

@@ -1,0 +1,97 @@
+"""Counts of whole numbers in bins that are the same everywhere, so that histograms add up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raybatch.prefix.load import Floats, Ints
+
+__all__ = ["Histogram"]
+
+# below: a bin for each number; from here on four bins for each doubling
+_EXACT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Histogram:
+    """How whole numbers from 0 spread: 0, 1, ..., 8, 10, 12, 14, 16, 20, ... begin a bin.
+
+    Args:
+        counts: numbers in each bin, without the empty bins at the end.
+        total: sum of the numbers.
+        lowest: smallest number; 0 where there are none.
+        highest: largest number; 0 where there are none.
+    """
+
+    counts: tuple[int, ...] = ()
+    total: int = 0
+    lowest: int = 0
+    highest: int = 0
+
+    @classmethod
+    def of(cls, values: Ints | Floats) -> "Histogram":
+        """Count `values`, at least 0 each; fractions count with the nearest whole number."""
+        if not len(values):
+            return cls()
+        numbers = np.rint(values).astype(np.int64)
+        return cls(
+            counts=tuple(np.bincount(_bins(numbers)).tolist()),
+            total=int(numbers.sum()),
+            lowest=int(numbers.min()),
+            highest=int(numbers.max()),
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence["Histogram"]) -> "Histogram":
+        """Return the histogram of what all parts have counted."""
+        filled = [part for part in parts if part.counts]
+        if not filled:
+            return cls()
+        counts = np.zeros(max(len(part.counts) for part in filled), np.int64)
+        for part in filled:
+            counts[: len(part.counts)] += part.counts
+        return cls(
+            counts=tuple(counts.tolist()),
+            total=sum(part.total for part in filled),
+            lowest=min(part.lowest for part in filled),
+            highest=max(part.highest for part in filled),
+        )
+
+    @property
+    def num_values(self) -> int:
+        """Numbers that were counted."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the numbers; 0 where there are none."""
+        return self.total / max(1, self.num_values)
+
+    def edges(self) -> list[int]:
+        """Return the first number of each bin, and of the bin after the last."""
+        return [_first(index) for index in range(len(self.counts) + 1)]
+
+    def quantile(self, share: float) -> float:
+        """Return the number that this share does not exceed, as far as the bins tell."""
+        if not self.counts:
+            return 0.0
+        sums = np.concatenate([[0], np.cumsum(self.counts)])
+        value = float(np.interp(share * sums[-1], sums, self.edges()))
+        return min(max(value, self.lowest), self.highest)
+
+
+def _bins(numbers: Ints) -> Ints:
+    """Return the bin of each number."""
+    large = np.maximum(numbers, _EXACT)
+    doublings = np.frexp(large.astype(float))[1] - 1
+    steps = (large >> (doublings - 2)) - 4
+    bins: Ints = np.where(numbers < _EXACT, numbers, _EXACT + 4 * (doublings - 3) + steps)
+    return bins
+
+
+def _first(index: int) -> int:
+    if index < _EXACT:
+        return index
+    doublings, steps = divmod(index - _EXACT, 4)
+    return (4 + steps) << (doublings + 1)

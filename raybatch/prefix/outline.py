@@ -1,0 +1,199 @@
+"""The prefix tree reduced to boxes that can be drawn: small nodes are put together.
+
+rows  -------------------------------------->
+0     | system prompt                       |
+token | document A    | document B   | +812 |   boxes of nodes, widest first
+  |   |  |   |  |     |  |  | |      ||||||||   what rows have for themselves
+  v
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raybatch.prefix.block_keys import BlockKeys, start_offsets
+from raybatch.prefix.load import Ints
+from raybatch.prefix.tree import PrefixTree
+
+__all__ = ["TreeBox", "join_outlines", "outline_tree"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeBox:
+    """A rectangle over rows and token positions.
+
+    Args:
+        row_start: place of its first row, in an order that puts wide nodes first.
+        row_stop: place after its last row.
+        token_start: first position; a mean where several nodes are put together.
+        token_stop: position after the last one.
+        level: nodes above.
+        num_nodes: prefixes in this box; 0 for what rows do not share.
+        saved_tokens: prompt tokens of these rows here that need no computing.
+        example_row: a row whose prompt runs through this box.
+        text: what the box says, for one prefix; "" where it is not known.
+    """
+
+    row_start: int
+    row_stop: int
+    token_start: float
+    token_stop: float
+    level: int
+    num_nodes: int
+    saved_tokens: int
+    example_row: int
+    text: str = ""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that run through the box."""
+        return self.row_stop - self.row_start
+
+
+def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> list[TreeBox]:
+    """Return boxes from the root down, parents before children.
+
+    Nodes with too few rows to be seen are put together with their neighbours in depth, and what is
+    below them is not shown. O(N log N) time for N nodes.
+
+    Args:
+        tree: prefix tree of all rows.
+        keys: the keys from which it was built.
+        max_boxes: about as many boxes at most.
+    """
+    outline = _Outline(tree, keys)
+    min_rows = max(1, tree.num_rows // (max_boxes // 2))
+    boxes = outline.boxes(min_rows)
+    while len(boxes) > max_boxes and min_rows <= tree.num_rows:
+        min_rows *= 2
+        boxes = outline.boxes(min_rows)
+    return boxes
+
+
+def join_outlines(parts: Sequence[tuple[Sequence[TreeBox], int]]) -> list[TreeBox]:
+    """Return the boxes of parts of an input, side by side.
+
+    A prefix of several parts is a box in each of them.
+
+    Args:
+        parts: boxes and the number of rows of each part.
+    """
+    joined, first = [], 0
+    for boxes, num_rows in parts:
+        joined += [
+            replace(box, row_start=box.row_start + first, row_stop=box.row_stop + first)
+            for box in boxes
+        ]
+        first += num_rows
+    return joined
+
+
+class _Outline:
+    """The children of each node, and sums over rows in the order of the tree."""
+
+    def __init__(self, tree: PrefixTree, keys: BlockKeys) -> None:
+        self.tree = tree
+        self.num_below = tree.row_stop - tree.row_start
+        self.prompt_sums = start_offsets(keys.num_tokens[tree.row_order])
+        self.by_parent = np.lexsort((-tree.depth_tokens, -self.num_below, tree.parent))
+        self.first_child = np.searchsorted(
+            tree.parent[self.by_parent], np.arange(tree.num_nodes + 1)
+        )
+
+    def boxes(self, min_rows: int) -> list[TreeBox]:
+        """Return boxes of at least `min_rows` rows, but for the rest of a node's children."""
+        found: list[TreeBox] = []
+        stack = [(0, 0, 0)]
+        while stack:
+            node, place, level = stack.pop()
+            if node:
+                found.append(self._node(node, place, level))
+            children = self.by_parent[self.first_child[node] : self.first_child[node + 1]]
+            num_wide = int(np.searchsorted(-self.num_below[children], -min_rows, side="right"))
+            for child in children[:num_wide].tolist():
+                stack.append((child, place, level + 1))
+                place += int(self.num_below[child])
+            for nodes in self._bunches(children[num_wide:], min_rows):
+                found += self._bunch(nodes, place, level + 1)
+                place = found[-1].row_stop
+            found += self._own(node, place, level + 1)
+        return found
+
+    def _bunches(self, nodes: Ints, min_rows: int) -> list[Ints]:
+        """Split small siblings, deep ones first, into runs of `min_rows` rows or a little more."""
+        if not len(nodes):
+            return []
+        nodes = nodes[np.lexsort((nodes, -self.tree.depth_tokens[nodes]))]
+        before = np.cumsum(self.num_below[nodes]) - self.num_below[nodes]
+        cuts = np.flatnonzero(np.diff(before // min_rows)) + 1
+        return np.split(nodes, cuts)
+
+    def _node(self, node: int, place: int, level: int) -> TreeBox:
+        tree, num_rows = self.tree, int(self.num_below[node])
+        start, stop = int(tree.depth_tokens[tree.parent[node]]), int(tree.depth_tokens[node])
+        return TreeBox(
+            row_start=place,
+            row_stop=place + num_rows,
+            token_start=start,
+            token_stop=stop,
+            level=level,
+            num_nodes=1,
+            saved_tokens=(num_rows - 1) * (stop - start),
+            example_row=int(tree.row_order[tree.row_start[node]]),
+        )
+
+    def _bunch(self, nodes: Ints, place: int, level: int) -> list[TreeBox]:
+        """Return a box for several siblings, and one for the rest of their rows below it."""
+        tree, rows = self.tree, self.num_below[nodes]
+        num_rows = int(rows.sum())
+        start = int(tree.depth_tokens[tree.parent[nodes[0]]])
+        depth = tree.depth_tokens[nodes]
+        stop = float((depth * rows).sum() / num_rows)
+        prompts = self.prompt_sums[tree.row_stop[nodes]] - self.prompt_sums[tree.row_start[nodes]]
+        shared = TreeBox(
+            row_start=place,
+            row_stop=place + num_rows,
+            token_start=start,
+            token_stop=stop,
+            level=level,
+            num_nodes=len(nodes),
+            saved_tokens=int(((rows - 1) * (depth - start)).sum()),
+            example_row=int(tree.row_order[tree.row_start[nodes[0]]]),
+        )
+        return [shared, *self._rest(shared, float(prompts.sum()) / num_rows, level + 1)]
+
+    def _own(self, node: int, place: int, level: int) -> list[TreeBox]:
+        """Return the box of the rows of a node that are in no child."""
+        first, count = int(self.tree.row_start[node]), int(self.tree.num_ending[node])
+        if not count:
+            return []
+        depth = float(self.tree.depth_tokens[node])
+        above = TreeBox(
+            row_start=place,
+            row_stop=place + count,
+            token_start=depth,
+            token_stop=depth,
+            level=level,
+            num_nodes=0,
+            saved_tokens=0,
+            example_row=int(self.tree.row_order[first]),
+        )
+        prompts = self.prompt_sums[first + count] - self.prompt_sums[first]
+        return self._rest(above, float(prompts) / count, level)
+
+    def _rest(self, above: TreeBox, mean_prompt: float, level: int) -> list[TreeBox]:
+        if mean_prompt <= above.token_stop:
+            return []
+        return [
+            TreeBox(
+                row_start=above.row_start,
+                row_stop=above.row_stop,
+                token_start=above.token_stop,
+                token_stop=mean_prompt,
+                level=level,
+                num_nodes=0,
+                saved_tokens=0,
+                example_row=above.example_row,
+            )
+        ]

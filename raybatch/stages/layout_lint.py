@@ -1,0 +1,222 @@
+"""Advice on the order of the fields of a prompt template, from a sample of rows.
+
+Engines share the beginnings of prompts, so what many rows have in common should come first. The
+template is the user's and is never changed here.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.engine.prompt_errors import PromptError
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
+from raybatch.stages.file_slices import ROWS_PER_TABLE, read_slice
+from raybatch.stages.options import StageConfig
+from raybatch.stages.source import Source
+from raybatch.stages.template import PromptTemplate
+
+__all__ = ["LayoutHint", "lint_layout", "lint_source", "sample_tables", "token_counter"]
+
+SAMPLE_ROWS = 50_000
+# a smaller gain is not worth another prompt
+_MIN_GAIN = 0.01
+# characters of one field that are tokenized; further values are measured by their length
+_EXACT_CHARS = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutHint:
+    """A better order of the fields.
+
+    Args:
+        advice: the order in use and the best one.
+        num_rows: rows of the sample.
+        is_sample: there are more rows than that.
+    """
+
+    advice: LayoutAdvice
+    num_rows: int
+    is_sample: bool = False
+
+    @property
+    def text(self) -> str:
+        """One sentence for the user."""
+        where = f", in a sample of {self.num_rows:,} rows" if self.is_sample else ""
+        return f"{self.advice.text}{where}"
+
+
+def lint_layout(
+    config: StageConfig,
+    tables: Iterable[pa.Table],
+    count_tokens: Callable[[str], int],
+    *,
+    num_rows: int | None = None,
+    max_rows: int = SAMPLE_ROWS,
+) -> LayoutHint | None:
+    """Return a better order of the template's fields, or None where there is none to speak of.
+
+    Nothing is said of templates with fewer than two fields or with a field that stands twice, and
+    of prompts that no template makes.
+
+    Args:
+        config: of the stage.
+        tables: rows spread over the input, with the columns of the template.
+        count_tokens: of a text, without tokens that are put around a prompt.
+        num_rows: of the whole input; None takes the sample for all of it.
+        max_rows: rows to read at most.
+
+    Raises:
+        ConfigError: the template is malformed, or a table lacks one of its columns.
+    """
+    templates = _templates(config)
+    fields = [name for template in templates for name in template.fields]
+    pieces = [piece for template in templates for piece in template.layout]
+    if len(fields) < 2 or len([name for _, name in pieces if name is not None]) != len(fields):
+        return None
+    if len(set(fields)) != len(fields):
+        return None
+    values = [_Values(count_tokens) for _ in fields]
+    num_sampled = 0
+    for table in tables:
+        table = table.slice(0, max_rows - num_sampled)
+        num_sampled += table.num_rows
+        _add(table, templates, values)
+        if num_sampled >= max_rows:
+            break
+    head, labels, tail = _split(pieces)
+    advice = advise_layout(
+        [
+            found.field(name, count_tokens(label))
+            for name, label, found in zip(fields, labels, values, strict=True)
+        ],
+        head_tokens=count_tokens(head),
+        tail_tokens=count_tokens(tail),
+        block_size=config.engine.block_size_tokens,
+    )
+    if advice.best.hit_rate - advice.used.hit_rate < _MIN_GAIN:
+        return None
+    is_sample = num_rows is not None and num_sampled < num_rows
+    return LayoutHint(advice=advice, num_rows=num_sampled, is_sample=is_sample)
+
+
+def lint_source(
+    source: Source, config: StageConfig, tokenizer: Tokenizer, *, max_rows: int = SAMPLE_ROWS
+) -> LayoutHint | None:
+    """Return what `lint_layout` says of a sample of a source.
+
+    Raises:
+        ConfigError: the template is malformed, or the source lacks one of its columns.
+    """
+    columns = [name for template in _templates(config) for name in template.fields]
+    for template in _templates(config):
+        template.check(source.schema.names)
+    if len(columns) < 2:
+        return None
+    tables = sample_tables(source, list(dict.fromkeys(columns)), max_rows=max_rows)
+    count = token_counter(tokenizer)
+    return lint_layout(config, tables, count, num_rows=source.num_rows, max_rows=max_rows)
+
+
+def sample_tables(
+    source: Source, columns: Sequence[str], *, max_rows: int = SAMPLE_ROWS
+) -> Iterator[pa.Table]:
+    """Yield about `max_rows` rows of some columns, from slices spread evenly over a source."""
+    num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
+    chosen = np.linspace(0, len(source.slices) - 1, num_slices).astype(np.int64)
+    for i, index in enumerate(chosen.tolist()):
+        wanted = max_rows * (i + 1) // num_slices - max_rows * i // num_slices
+        for table in read_slice(source.slices[index], columns=list(columns)):
+            yield table.slice(0, wanted)
+            wanted -= table.num_rows
+            if wanted <= 0:
+                break
+
+
+def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text, without those put around a prompt.
+
+    A text that cannot be tokenized counts as nothing: its row fails.
+    """
+
+    def count(text: str) -> int:
+        try:
+            return len(tokenizer.encode(text))
+        except PromptError:
+            return 0
+
+    # a tokenizer that puts nothing around a prompt refuses the empty one
+    around = count("")
+    return lambda text: max(0, count(text) - around)
+
+
+def _templates(config: StageConfig) -> list[PromptTemplate]:
+    if config.prompt is not None:
+        return [PromptTemplate(config.prompt)]
+    if config.messages is None or isinstance(config.messages, str) or callable(config.messages):
+        return []
+    return [PromptTemplate(message["content"]) for message in config.messages]
+
+
+def _split(pieces: Sequence[tuple[str, str | None]]) -> tuple[str, list[str], str]:
+    """Return the text before all fields, the label of each field, and the text after them.
+
+    A label is what stands between two fields; of the text before the first one, its last line.
+    """
+    labels, pending = [], ""
+    for text, name in pieces:
+        pending += text
+        if name is not None:
+            labels.append(pending)
+            pending = ""
+    head, line_end, label = labels[0].rpartition("\n")
+    return head + line_end, [label, *labels[1:]], pending
+
+
+def _add(table: pa.Table, templates: Sequence[PromptTemplate], values: Sequence["_Values"]) -> None:
+    """Take in the rows whose prompts can be made."""
+    for row in zip(*(template.field_texts(table) for template in templates), strict=True):
+        texts = [texts for texts in row if texts is not None]
+        if len(texts) == len(row):
+            flat = [text for part in texts for text in part]
+            for found, text in zip(values, flat, strict=True):
+                found.add(text)
+
+
+class _Values:
+    """The values of one field by number, and how long they are."""
+
+    def __init__(self, count_tokens: Callable[[str], int]) -> None:
+        self._count_tokens = count_tokens
+        self._numbers: dict[bytes, int] = {}
+        self._lengths: list[int] = []
+        self._rows: list[int] = []
+        self._num_chars = self._num_tokens = 0
+
+    def add(self, text: str) -> None:
+        """Count one row with this value."""
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        number = self._numbers.setdefault(digest, len(self._lengths))
+        if number == len(self._lengths):
+            self._lengths.append(self._length(text))
+        self._rows.append(number)
+
+    def field(self, name: str, label_tokens: int) -> TemplateField:
+        """Return the field over all rows."""
+        rows = np.array(self._rows, np.int64)
+        lengths = np.array(self._lengths, np.int64)
+        return TemplateField(
+            name=name, value_ids=rows, num_tokens=lengths[rows], label_tokens=label_tokens
+        )
+
+    def _length(self, text: str) -> int:
+        if self._num_chars >= _EXACT_CHARS:
+            return round(len(text) * self._num_tokens / self._num_chars)
+        num_tokens = self._count_tokens(text)
+        self._num_chars += len(text)
+        self._num_tokens += num_tokens
+        return num_tokens

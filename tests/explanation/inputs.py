@@ -1,0 +1,69 @@
+"""Planned inputs and explanations for tests."""
+
+import numpy as np
+
+from raybatch.config import EngineConfig, PlanConfig
+from raybatch.explanation.build import explain_plan
+from raybatch.prefix.plan import PlanRows, plan_rows
+from raybatch.stages.planned import PlannedInput
+from tests.prefix.prompts import keys_of
+
+
+def plan_prompts(prompts, *, block_size=4, expected=None, limit=16, unasked=None, **options):
+    """Plan prompts, given as sequences of token ids, as a job would."""
+    keys = keys_of(prompts, block_size)
+    limits = np.full(len(prompts), limit)
+    lengths = limits.astype(float) if expected is None else np.array(expected, float)
+    rows = PlanRows(keys=keys, expected_tokens=lengths)
+    plan, found = plan_rows(rows, PlanConfig(**options))
+    return PlannedInput(
+        keys=keys,
+        asked=np.arange(len(prompts)),
+        num_rows=len(prompts) + sum((unasked or {}).values()),
+        max_tokens=limits,
+        expected_tokens=lengths,
+        unasked=unasked or {},
+        plan=plan,
+        whole=plan,
+        found=found,
+        prompts=[np.array(prompt, np.int32) for prompt in prompts],
+    )
+
+
+def grouped_prompts(rng, *, groups=6, size=5, prefix=32, own=8, vocab=200):
+    """Prompts of some groups, mixed."""
+    prompts = []
+    for _ in range(groups):
+        shared = rng.integers(0, vocab, prefix)
+        prompts += [np.r_[shared, rng.integers(0, vocab, own)].tolist() for _ in range(size)]
+    return [prompts[i] for i in rng.permutation(len(prompts))]
+
+
+def tree_prompts(rng, *, count, vocab=200):
+    """Prompts from a random tree of segments, with copies, parts of others and short ones."""
+    stems = [np.zeros(0, np.int64)]
+    for branching, length in ((2, 30), (5, 90), (3, 60), (5, 30)):
+        stems = [
+            np.r_[stem, rng.integers(0, vocab, int(rng.integers(length // 2, length * 2)))]
+            for stem in stems
+            for _ in range(branching)
+        ]
+    drawn = [stems[i] for i in rng.zipf(1.3, count) % len(stems)]
+    prompts = [np.r_[stem, rng.integers(0, vocab, int(rng.integers(4, 40)))] for stem in drawn]
+    prompts += [prompts[0], prompts[1], prompts[2][:70], prompts[3][:5]]
+    return [prompts[i].tolist() for i in rng.permutation(len(prompts))]
+
+
+def explain_prompts(prompts, *, kv_tokens=None, planned=None, **options):
+    """Explain the plan of prompts; `planned` are options of `plan_prompts`."""
+    return explain_plan(
+        plan_prompts(prompts, **(planned or {})),
+        **{
+            "source": "prompts/",
+            "model": "demo",
+            "plan": PlanConfig(),
+            "engine": EngineConfig(),
+            "kv_tokens": kv_tokens,
+            **options,
+        },
+    )

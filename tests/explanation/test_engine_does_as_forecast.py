@@ -1,0 +1,111 @@
+"""What a plan is said to save is what the native engine saves."""
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.backends.native import create
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
+from raybatch.prefix.forecast import forecast_orders
+from raybatch.prefix.hits import CacheSize
+from raybatch.types import Request, Sampling
+from tests.engine.tiny_models import save
+from tests.explanation.inputs import grouped_prompts, plan_prompts, tree_prompts
+
+BLOCK, MAX_SEQS = 16, 32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    save("llama", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=["groups", "tree"])
+def planned(request, rng):
+    if request.param == "groups":
+        prompts = grouped_prompts(rng, groups=24, size=8, prefix=256, own=32)
+    else:
+        prompts = tree_prompts(rng, count=240)
+    expected = rng.integers(1, 13, len(prompts))
+    return plan_prompts(prompts, block_size=BLOCK, expected=expected, limit=12)
+
+
+def run_engine(checkpoint, planned, order, *, num_blocks, has_groups):
+    token_bytes = kv_bytes_per_token(read_model_spec(checkpoint), torch.float32)
+    config = EngineConfig(
+        block_size_tokens=BLOCK,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=num_blocks * BLOCK * token_bytes,
+        max_batched_tokens=256,
+        max_num_seqs=MAX_SEQS,
+    )
+    backend = create(str(checkpoint), BackendConfig(), config)
+    plan = planned.plan
+    backend.submit(
+        [
+            Request(
+                request_id=row,
+                row_id=str(row),
+                prompt_token_ids=planned.prompts[row],
+                sampling=Sampling(max_tokens=int(planned.expected_tokens[row]), ignore_eos=True),
+                group_id=int(plan.group_id[row])
+                if has_groups and plan.group_id[row] >= 0
+                else None,
+                prefix_len=int(plan.prefix_len[row]) if has_groups else 0,
+            )
+            for row in order.tolist()
+        ]
+    )
+    while backend.num_unfinished():
+        backend.poll()
+    return backend.stats()
+
+
+def forecast(planned, num_blocks):
+    forecasts = forecast_orders(
+        planned.keys,
+        planned.plan,
+        planned.found,
+        output_tokens=planned.expected_tokens,
+        size=CacheSize(num_blocks=num_blocks, concurrency=MAX_SEQS),
+    )
+    return {forecast.name: forecast for forecast in forecasts}
+
+
+def blocks_for(planned, share):
+    """Blocks for a share of all prefixes, and for the largest row in any case."""
+    wanted = share * planned.found.load.prefix_tokens.sum() / BLOCK
+    largest = (planned.keys.num_tokens + planned.expected_tokens).max() / BLOCK + 2
+    return int(np.ceil(max(wanted, largest)))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.5])
+def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned, share):
+    num_blocks = blocks_for(planned, share)
+    representative = planned.found.groups.representative
+    order = planned.plan.order[
+        (representative == np.arange(len(representative)))[planned.plan.order]
+    ]
+    stats = run_engine(checkpoint, planned, order, num_blocks=num_blocks, has_groups=True)
+    copies = int(planned.keys.num_tokens.sum()) - stats.num_prompt_tokens
+    said = forecast(planned, num_blocks)["planned"].saved_tokens
+    assert abs(said / (stats.num_cached_tokens + copies) - 1) < 0.01
+
+
+@pytest.mark.parametrize("share", [0.25, 1.5])
+def test_the_engine_hits_in_input_order_about_what_is_forecast(checkpoint, planned, share):
+    num_blocks = blocks_for(planned, share)
+    order = np.arange(planned.keys.num_rows)
+    stats = run_engine(checkpoint, planned, order, num_blocks=num_blocks, has_groups=False)
+    said = forecast(planned, num_blocks)["input"].hit_rate
+    assert abs(said - stats.num_cached_tokens / stats.num_prompt_tokens) < 0.04

@@ -1,0 +1,104 @@
+"""Plan and actual side by side."""
+
+import dataclasses
+import json
+
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.explanation.build import SpeedAndPrice
+from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.time import TimeEstimate
+from tests.explanation.inputs import explain_prompts, grouped_prompts
+
+COMPUTED = 6 * (32 + 5 * 8)
+
+
+@pytest.fixture
+def plan(rng):
+    time = TimeEstimate(engine_s=100, wall_s=50, low_s=40, high_s=60, num_replicas=2)
+    return explain_prompts(
+        grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
+        kv_tokens=400,
+        speed=SpeedAndPrice(time=time),
+    )
+
+
+def outcome(plan, **changes):
+    values = {
+        "prompt_tokens": 1200,
+        "computed_tokens": COMPUTED,
+        "generated_tokens": 480,
+        "num_rows": 30,
+        "num_generated": 30,
+        "kv_tokens": 400,
+        "num_replicas": 2,
+        "engine_s": 98.0,
+        "wall_s": 51.0,
+    }
+    return PlanOutcome(plan=plan, actual=RunActual(**{**values, **changes}))
+
+
+def test_a_run_as_planned_has_no_deviations(plan):
+    found = outcome(plan)
+    assert found.deviations() == ()
+    assert "the run went as planned" in found.sections()[0].notes
+
+
+def test_plan_and_actual_stand_side_by_side(plan):
+    rows = {name: (planned, actual) for name, planned, actual in outcome(plan).rows()}
+    assert rows["hit rate"] == ("64.0 %", "64.0 %")
+    assert rows["saved prompt tokens"] == ("768", "768")
+    assert rows["engine time"] == ("1 min 40 s", "98 s")
+    assert rows["KV cache"] == ("400 tokens", "400 tokens")
+
+
+def test_what_was_not_counted_is_said_to_be_unknown(plan):
+    planless = dataclasses.replace(plan, time=None, kv=None, orders=())
+    rows = {name: said for name, *said in outcome(planless, kv_tokens=None, engine_s=None).rows()}
+    assert rows["KV cache"] == rows["engine time"] == ["not known", "not known"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"computed_tokens": 600}, "168 fewer prompt tokens were saved than planned: no cause"),
+        ({"computed_tokens": 400}, "32 more prompt tokens were saved than planned"),
+        (
+            {"computed_tokens": 600, "num_group_cuts": 3, "cut_tokens": 96},
+            "3 cuts of groups over replicas: 96 prefix tokens more",
+        ),
+        ({"computed_tokens": 600, "kv_tokens": 200}, "the KV cache was 50 % smaller than planned"),
+        ({"computed_tokens": 600, "num_restarts": 1}, "1 replica started again with an empty"),
+        (
+            {"prompt_tokens": 1000, "computed_tokens": 400},
+            "200 fewer prompt tokens reached the engines",
+        ),
+        (
+            {"num_preemptions": 4, "recomputed_tokens": 77},
+            "77 tokens were computed again after 4 preemptions",
+        ),
+        ({"generated_tokens": 240}, "rows generated 50 % of the tokens that were expected"),
+        ({"wall_s": 61.0}, "the engines were slower than the likely range of the plan"),
+        ({"wall_s": 10.0, "num_replicas": 8}, "8 worked where 2 replicas were planned"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_deviations_are_explained(plan, changes, said):
+    assert any(said in told for told in outcome(plan, **changes).deviations())
+
+
+def test_a_difference_below_one_percent_is_none(plan):
+    assert outcome(plan, computed_tokens=COMPUTED + 7).deviations() == ()
+
+
+def test_json_gives_back_the_same_outcome(plan):
+    found = outcome(plan, num_preemptions=2, recomputed_tokens=3)
+    stored = json.loads(json.dumps(found.to_mapping()))
+    assert found == PlanOutcome.from_mapping(stored, where="file")
+
+
+def test_json_of_another_version_is_a_config_error(plan):
+    stored = outcome(plan).to_mapping() | {"actual": {"prompt": 1}}
+    with pytest.raises(ConfigError, match=r"file\.actual"):
+        PlanOutcome.from_mapping(stored, where="file")

@@ -1,0 +1,186 @@
+"""Explanations as text, JSON and pages."""
+
+import json
+
+import pytest
+
+from raybatch.config import EngineConfig, PlanConfig
+from raybatch.errors import ConfigError
+from raybatch.explanation.build import SpeedAndPrice, explain_profile
+from raybatch.explanation.record import Explanation
+from raybatch.explanation.time import TimeEstimate
+from raybatch.prefix.profile import InputProfile
+from tests.explanation.inputs import explain_prompts, grouped_prompts
+
+TIME = TimeEstimate(
+    engine_s=7200, wall_s=3700, low_s=3300, high_s=4400, num_replicas=2, origin="measured here"
+)
+
+
+@pytest.fixture
+def prompts(rng):
+    return grouped_prompts(rng, groups=6, size=5, prefix=32, own=8)
+
+
+def facts(explanation):
+    """Return the facts of all sections by name."""
+    return {name: said for section in explanation.sections() for name, said in section.facts}
+
+
+def test_the_hit_rate_is_that_of_the_planned_order(prompts):
+    found = explain_prompts(prompts, kv_tokens=400)
+    computed = 6 * (32 + 5 * 8)
+    assert 1 - computed / 1200 == found.hit_rate == found.forecast("planned").hit_rate
+    assert 1200 - computed == found.saved_tokens
+
+
+def test_without_a_cache_size_each_prefix_counts_as_computed_once(prompts):
+    found = explain_prompts(prompts)
+    assert (found.orders, found.kv) == ((), None)
+    assert found.hit_rate == explain_prompts(prompts, kv_tokens=10_000).hit_rate
+    assert "the size of the KV cache is not known" in str(found)
+
+
+def test_sums_over_parts_can_be_explained(prompts):
+    profile = explain_prompts(prompts).profile
+    whole = InputProfile.merge([profile, profile])
+    found = explain_profile(
+        whole, source="in", model="m", plan=PlanConfig(), is_reordered=True, speed=None
+    )
+    assert "12 groups in order 'ratio'" in str(found)
+    assert "64.0 % of the prompt tokens need no computing" in facts(found)["hit rate"]
+
+
+def test_all_orders_are_shown_with_the_cache_size(prompts):
+    told = str(explain_prompts(prompts, kv_tokens=400, kv_origin="measured"))
+    assert ["input", "sorted", "planned", "bound"] == [
+        line.split()[0] for line in told.splitlines()[-5:-1]
+    ]
+    assert told.endswith("KV cache: 400 tokens of one engine (measured)")
+
+
+def test_rows_that_no_engine_sees_are_told(prompts):
+    planned = {"unasked": {"PromptTooLong": 3, "filtered": 1}}
+    found = facts(explain_prompts(prompts, planned=planned))
+    assert found["rows"] == "34 in the source, 30 for the engines"
+    assert found["not asked"] == "4 rows: 3 PromptTooLong, 1 filtered"
+
+
+def test_copies_are_told(prompts):
+    found = facts(explain_prompts([*prompts, prompts[0]]))
+    said = "31 for the engines, 1 copy of other rows among them (not generated again)"
+    assert found["rows"].endswith(said)
+
+
+def test_rows_too_large_for_the_cache_are_told(prompts):
+    found = explain_prompts([*prompts, list(range(900))], kv_tokens=400)
+    assert "1 row too large for this cache are left out" in str(found)
+
+
+def test_expected_lengths_name_their_origin(prompts):
+    assert facts(explain_prompts(prompts))["outputs"] == (
+        "480 tokens expected (from max_tokens), at most 480"
+    )
+    plan = PlanConfig(expected_tokens_column="n")
+    planned = {"expected": [4.0] * 30}
+    assert facts(explain_prompts(prompts, plan=plan, planned=planned))["outputs"] == (
+        "120 tokens expected (from column 'n'), at most 480"
+    )
+
+
+def test_bands_are_told_where_lengths_differ(prompts):
+    planned = {"expected": list(range(1, 31)), "limit": 30}
+    found = facts(explain_prompts(prompts, planned=planned))
+    assert "50 % up to 16" in found["spread"]
+    assert "spread" not in facts(explain_prompts(prompts))
+
+
+def test_time_has_a_range_and_a_price(prompts):
+    speed = SpeedAndPrice(time=TIME, price_per_engine_hour=2.5)
+    found = facts(explain_prompts(prompts, speed=speed))
+    assert found["time"] == "1 h 2 min on 2 replicas, likely 55 min to 1 h 13 min, measured here"
+    assert found["money"] == "5.00 at 2.50 per engine-hour"
+
+
+def test_unknown_time_says_why(prompts):
+    speed = SpeedAndPrice(no_time="the engine was not measured", price_per_engine_hour=2.5)
+    found = facts(explain_prompts(prompts, speed=speed))
+    assert found["time"] == "no cost model: the engine was not measured"
+    assert "money" not in found
+
+
+def test_rows_without_sharing_keep_their_order(rng):
+    found = explain_prompts(rng.integers(0, 10**6, (20, 30)).tolist(), kv_tokens=400)
+    assert "rows keep the order of the input" in facts(found)["plan"]
+    assert facts(found)["sharing"] == "no two prompts begin with the same block of tokens"
+    assert "Prefix tree" not in found.to_html()
+
+
+def test_the_text_fits_a_terminal(prompts):
+    planned = {"unasked": {"a": 1}, "expected": list(range(1, 31)), "limit": 30}
+    found = explain_prompts(
+        prompts,
+        kv_tokens=400,
+        planned=planned,
+        speed=SpeedAndPrice(time=TIME, price_per_engine_hour=1.0),
+        layout="putting {a} before {b} raises the hit rate from 1 % to 2 %",
+    )
+    lines = str(found).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 160
+
+
+def test_json_gives_back_the_same_explanation(prompts):
+    speed = SpeedAndPrice(time=TIME, price_per_engine_hour=2.5)
+    found = explain_prompts(prompts, kv_tokens=400, speed=speed, decode=str)
+    assert found == Explanation.from_mapping(json.loads(found.to_json()), where="file")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"profile": 3}, {"orders": {}}, {"unheard_of": 1}, {"boxes": [{"row_start": 1}]}],
+    ids=str,
+)
+def test_json_of_another_version_is_a_config_error(prompts, change):
+    with pytest.raises(ConfigError, match="file"):
+        Explanation.from_mapping(explain_prompts(prompts).to_mapping() | change, where="file")
+
+
+def test_prefixes_are_drawn_with_their_text(prompts):
+    evil = "</title></script><img src=x>"
+    page = explain_prompts(prompts, decode=lambda ids: f"{evil} {len(ids)} tokens").to_html()
+    assert "tokens" in page
+    assert "&lt;/title&gt;&lt;/script&gt;&lt;img src=x&gt; 32 tokens" in page
+    assert "<img" not in page
+
+
+def test_only_the_beginning_of_a_long_prefix_is_decoded(rng):
+    prompts = grouped_prompts(rng, groups=2, size=4, prefix=300, own=8)
+    found = explain_prompts(prompts, decode=lambda ids: f"{len(ids)} tokens")
+    assert {"48 tokens ..."} == {box.text for box in found.boxes if box.num_nodes == 1}
+
+
+def test_source_and_model_are_no_markup(prompts):
+    page = explain_prompts(prompts, source="<b>", model="<i>").to_html()
+    assert "<b>" not in page
+    assert "<i>" not in page
+
+
+def test_a_notebook_shows_facts_and_no_page(prompts):
+    shown = explain_prompts(prompts, kv_tokens=400)._repr_html_()
+    assert "<html" not in shown
+    assert "Prefix tree" not in shown
+    assert "for the engines" in shown
+
+
+def test_an_explanation_of_no_rows_can_be_shown():
+    found = explain_prompts([], kv_tokens=400, planned={"unasked": {"InvalidPrompt": 2}})
+    assert "2 in the source, 0 for the engines" in str(found)
+    assert found.to_html()
+    assert found == Explanation.from_mapping(json.loads(found.to_json()), where="file")
+
+
+def test_rows_that_run_one_by_one_leave_more_room_for_the_cache(prompts):
+    alone = explain_prompts(prompts, kv_tokens=400, engine=EngineConfig(max_num_seqs=1))
+    together = explain_prompts(prompts, kv_tokens=400)
+    assert alone.forecast("input").hit_rate > together.forecast("input").hit_rate

@@ -1,0 +1,163 @@
+"""SVG and pages: well formed, labelled, and safe with user data."""
+
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares, ticks
+from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
+from raybatch.pictures.icicle import draw_icicle
+from raybatch.pictures.svg import element, text
+from raybatch.prefix.histogram import Histogram
+from raybatch.prefix.outline import TreeBox
+
+EVIL = "</script></svg><img src=x onerror=alert(1)>\"'&\x00\u202e"
+
+
+def box(**changes):
+    values = {
+        "row_start": 0,
+        "row_stop": 50,
+        "token_start": 0,
+        "token_stop": 100,
+        "level": 1,
+        "num_nodes": 1,
+        "saved_tokens": 4900,
+        "example_row": 0,
+    }
+    return TreeBox(**{**values, **changes})
+
+
+def texts(svg):
+    return [node.text for node in ElementTree.fromstring(svg).iter() if node.tag == "text"]
+
+
+def bars(svg):
+    """Return the attributes of the rectangles, as numbers where they are."""
+    found = []
+    for node in ElementTree.fromstring(svg).iter("rect"):
+        found.append({k: v if k == "class" else float(v) for k, v in node.attrib.items()})
+    return found
+
+
+def test_attributes_and_text_are_escaped():
+    svg = element("g", title='a"<', children=[text(0, 0, "<b>&")])
+    assert svg == '<g title="a&quot;&lt;"><text x="0" y="0">&lt;b&gt;&amp;</text></g>'
+
+
+def test_a_histogram_names_its_axes():
+    svg = draw_histogram(Histogram.of(np.array([5, 900, 910])), x_label="prompt tokens")
+    assert {"prompt tokens", "rows"} <= set(texts(svg))
+
+
+def test_bars_of_a_histogram_are_as_high_as_their_counts():
+    svg = draw_histogram(Histogram.of(np.array([1, 4, 4, 4])), x_label="tokens")
+    low, high = bars(svg)
+    assert high["height"] == pytest.approx(3 * low["height"], rel=1e-3)
+
+
+def test_bars_lie_within_the_drawing():
+    svg = draw_histogram(Histogram.of(np.array([0, 1, 10**6])), x_label="tokens")
+    width = float(ElementTree.fromstring(svg).get("viewBox").split()[2])
+    assert all(0 <= bar["x"] and bar["x"] + bar["width"] <= width for bar in bars(svg))
+
+
+def test_a_histogram_of_nothing_is_not_drawn():
+    assert draw_histogram(Histogram(), x_label="tokens") == ""
+
+
+@pytest.mark.parametrize(
+    ("highest", "expected"),
+    [(4, [0, 1, 2, 3, 4]), (7, [0, 2, 4, 6, 8]), (930, [0, 500, 1000])],
+)
+def test_ticks_are_round(highest, expected):
+    assert expected == ticks(highest)
+
+
+def test_bars_of_shares_are_as_long_as_their_shares():
+    svg = draw_shares(
+        [ShareBar(name="a", share=0.2), ShareBar(name="b", share=0.8, is_main=True)], label="rate"
+    )
+    short, long = bars(svg)
+    assert long["width"] == pytest.approx(4 * short["width"])
+    assert [short["class"], long["class"]] == ["bar other", "bar"]
+
+
+def test_a_box_is_as_wide_as_its_rows_and_as_high_as_its_tokens():
+    half = box(row_start=50, row_stop=100, token_start=100, token_stop=150, num_nodes=0)
+    wide, narrow = bars(draw_icicle([box(row_stop=100), half], num_rows=100))
+    assert wide["width"] == pytest.approx(2 * narrow["width"], rel=0.01)
+    assert wide["height"] == pytest.approx(2 * narrow["height"], rel=0.02)
+    assert narrow["y"] == pytest.approx(wide["y"] + wide["height"], abs=1)
+
+
+def test_a_box_tells_its_rows_tokens_and_text():
+    svg = draw_icicle([box(text="Once upon a time")], num_rows=100)
+    (title,) = [node.text for node in ElementTree.fromstring(svg).iter("title")]
+    expected = "prefix of 50 rows (50.0 %)\ntokens 0 to 100\nsharing saves 4,900 tokens"
+    assert f"{expected}\nOnce upon a time" == title
+
+
+def test_a_box_of_several_prefixes_says_how_many():
+    svg = draw_icicle([box(num_nodes=1200)], num_rows=100)
+    assert "1,200 prefixes of 50 rows" in svg
+    assert "1,200 prefixes" in texts(svg)
+
+
+def test_no_rows_are_not_drawn():
+    assert draw_icicle([], num_rows=0) == ""
+
+
+def sections():
+    drawn = draw_icicle([box(text=EVIL)], num_rows=100)
+    return [
+        Section(
+            title=EVIL,
+            facts=((EVIL, EVIL),),
+            table=Table(header=("a", EVIL), rows=((EVIL, "1"),)),
+            notes=(EVIL,),
+            figures=(Figure(title=EVIL, svg=drawn, caption=EVIL, is_wide=True),),
+        )
+    ]
+
+
+@pytest.mark.parametrize("render", [to_page, to_fragment])
+def test_user_data_is_no_markup(render):
+    page = render(EVIL, sections())
+    assert "<img" not in page
+    assert "</script" not in page
+
+
+def test_a_page_needs_nothing_from_elsewhere():
+    page = to_page("title", sections())
+    assert re.findall(r"<script|<link|<iframe|@import|url\(|https?:|src=x[^ ]", page) == []
+
+
+def test_a_page_knows_dark_surroundings():
+    assert "prefers-color-scheme:dark" in to_page("title", [])
+
+
+def test_a_fragment_leaves_the_rest_of_a_notebook_alone():
+    selectors = re.findall(r"(?:^|\})([^{}@]+)\{", to_fragment("t", []).split("<style>")[1])
+    assert selectors
+    assert all(selector.startswith((".raybatch", "@")) for selector in selectors)
+
+
+def test_text_is_printable_ascii():
+    told = to_text(EVIL, sections())
+    assert all(" " <= c <= "~" or c == "\n" for c in told)
+
+
+def test_text_is_aligned():
+    table = Table(header=("order", "rate", "note"), rows=(("a", "9 %", "x"), ("long", "10 %", "")))
+    told = to_text("title", [Section(title="s", facts=(("name", "1"), ("b", "2")), table=table)])
+    assert told.split("\n") == [
+        "title",
+        "name  1",
+        "b     2",
+        "order  rate  note",
+        "a       9 %  x",
+        "long   10 %",
+    ]

@@ -1,0 +1,93 @@
+"""What orders are forecast to compute, in numbers that can be checked by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from raybatch.prefix.forecast import forecast_orders, rows_that_fit
+from raybatch.prefix.hits import CacheSize
+from tests.explanation.inputs import grouped_prompts, plan_prompts
+
+
+def forecast(planned, *, num_blocks, concurrency=4, **options):
+    found = forecast_orders(
+        planned.keys,
+        planned.plan,
+        planned.found,
+        output_tokens=planned.expected_tokens,
+        size=CacheSize(num_blocks=num_blocks, concurrency=concurrency),
+        **options,
+    )
+    assert [order.name for order in found] == ["input", "sorted", "planned", "bound"]
+    return {order.name: order for order in found}
+
+
+def test_a_plan_computes_each_prefix_once_where_the_cache_holds_a_single_one(rng):
+    planned = plan_prompts(grouped_prompts(rng, groups=6, size=5, prefix=32, own=8), limit=4)
+    found = forecast(planned, num_blocks=24)
+    assert 6 * (32 + 5 * 8) == found["planned"].computed_tokens
+    assert found["input"].computed_tokens > 2 * found["planned"].computed_tokens
+
+
+def test_a_cache_that_holds_everything_makes_all_orders_equal(rng):
+    found = forecast(plan_prompts(grouped_prompts(rng), limit=4), num_blocks=10_000)
+    assert len({order.computed_tokens for order in found.values()}) == 1
+
+
+def test_copies_cost_nothing_in_a_plan_alone(rng):
+    prompts = grouped_prompts(rng, groups=1, size=3, prefix=32, own=7)
+    found = forecast(plan_prompts([*prompts, prompts[0]], limit=4), num_blocks=10_000)
+    # the copy computes what follows its last whole block
+    assert 3 == found["sorted"].computed_tokens - found["planned"].computed_tokens
+    assert found["planned"].prompt_tokens == found["input"].prompt_tokens == 4 * 39
+
+
+def test_a_row_that_is_all_prefix_computes_its_last_block_again():
+    # three rows share [1] * 8; the shortest has nothing else
+    prompts = [[1] * 8, [1] * 8 + [2] * 4, [1] * 8 + [3] * 4]
+    found = forecast(plan_prompts(prompts, limit=4), num_blocks=100)
+    assert 8 + 4 + 4 <= found["planned"].computed_tokens <= 8 + 4 + 4 + 4
+
+
+def test_rows_that_do_not_fit_are_in_no_order(rng):
+    prompts = [*grouped_prompts(rng, groups=2, size=3), list(range(500))]
+    planned = plan_prompts(prompts, limit=4)
+    size = CacheSize(num_blocks=30, concurrency=4)
+    assert [0, 1, 2, 3, 4, 5] == rows_that_fit(planned.keys, planned.expected_tokens, size).tolist()
+    assert {6 * 40} == {order.prompt_tokens for order in forecast(planned, num_blocks=30).values()}
+
+
+def test_the_planned_figure_never_passes_the_bound_by_more_than_its_rounding(rng):
+    prompts = [[1, 2, 3, 4] * 4 + prompt for prompt in grouped_prompts(rng, groups=9, size=3)]
+    found = forecast(plan_prompts(prompts, limit=4), num_blocks=60)
+    assert found["bound"].computed_tokens <= found["planned"].computed_tokens
+
+
+def test_a_sample_of_many_rows_is_near_the_whole(rng):
+    planned = plan_prompts(grouped_prompts(rng, groups=200, size=5), limit=4)
+    whole = forecast(planned, num_blocks=60)
+    sample = forecast(planned, num_blocks=60, max_rows=400)
+    assert whole["planned"].hit_rate == pytest.approx(sample["planned"].hit_rate, abs=0.01)
+    assert sample["input"].error > 0
+
+
+def test_rows_in_input_order_have_no_pinned_prefixes(rng):
+    planned = plan_prompts(rng.integers(0, 10**6, (40, 30)).tolist())
+    assert not planned.plan.is_reordered
+    assert forecast(planned, num_blocks=40)["planned"].saved_tokens == 0
+
+
+def test_a_group_that_is_torn_apart_computes_its_prefix_again(rng):
+    planned = plan_prompts(grouped_prompts(rng, groups=8, size=4, prefix=64, own=8), limit=4)
+    first, order = planned.plan.order[:1], planned.plan.order
+    torn = dataclasses.replace(planned.plan, order=np.r_[order[1:], first])
+    planned_torn = dataclasses.replace(planned, plan=torn)
+    more = forecast(planned_torn, num_blocks=24)["planned"].computed_tokens
+    assert 64 == more - forecast(planned, num_blocks=24)["planned"].computed_tokens
+
+
+def test_no_rows_are_forecast_to_compute_nothing():
+    found = forecast(plan_prompts([]), num_blocks=4)
+    assert {0} == {order.computed_tokens for order in found.values()}
+    assert np.isfinite(found["planned"].hit_rate)
