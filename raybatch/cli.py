@@ -93,8 +93,9 @@ def explain(
     job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
     if note:
         typer.echo(note, err=True)
-    _start_ray()
-    found = job.explain(  # type: ignore[attr-defined]
+    if not no_measure:
+        _start_ray()
+    found = job.explain(
         kv_tokens=kv_tokens,
         price_per_engine_hour=price_per_engine_hour,
         measure=not no_measure,

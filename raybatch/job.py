@@ -1,7 +1,7 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ import yaml
 
 from raybatch.config import PlanConfig, from_mapping
 from raybatch.errors import ConfigError
+from raybatch.explanation.explain import Question, explain_source
+from raybatch.explanation.record import Explanation
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, installed_versions
 from raybatch.stages.feeder import StageFeeder
@@ -180,6 +182,39 @@ class Job:
             report.write()
         return report
 
+    def explain(
+        self,
+        *,
+        kv_tokens: int | None = None,
+        price_per_engine_hour: float | None = None,
+        measure: bool = True,
+    ) -> Explanation:
+        """Plan the job without running it, and say what it shares, saves, takes and costs.
+
+        The first time, an engine is started for some seconds to measure its speed.
+
+        Args:
+            kv_tokens: KV cache of one engine, for which orders are compared; None takes that of
+                the measured engine.
+            price_per_engine_hour: of one replica, in any currency.
+            measure: False starts no engine; there is a time then only if one was measured before.
+
+        Raises:
+            ConfigError: found before any work starts, where it can be.
+        """
+        source = scan_source(self.config.source)
+        self._check(source, self.config.stage.output)
+        return explain_source(
+            Question(
+                job=self._planned_run(source, self.config.stage, run=_run_nothing),
+                spec=self._stage.pool.spec,
+                name=self.config.source,
+                kv_tokens=kv_tokens,
+                price_per_engine_hour=price_per_engine_hour,
+                measure=measure,
+            )
+        )
+
     def _check(self, source: Source, output: OutputSchema) -> None:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
@@ -211,26 +246,28 @@ class Job:
                 if self.config.plan.mode == "off":
                     _map(source.dataset(row_id_column=row_id_column), stage, sink)
                 else:
-                    self._run_plan(source, stage, sink, row_id_column)
+                    self._run_plan(source, stage, sink)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done, source.num_rows)
             raise
 
-    def _run_plan(
-        self, source: Source, stage: type[StageFeeder], sink: PartSink, row_id_column: str | None
-    ) -> None:
+    def _run_plan(self, source: Source, stage: type[StageFeeder], sink: PartSink) -> None:
         def run(dataset: Any, **options: Any) -> None:  # noqa: ANN401
             _map(dataset, stage, sink.after(output_files(self.config.sink)), **options)
 
-        run_planned(
-            PlannedRun(
-                source=source,
-                config=stage.config,
-                plan=self.config.plan,
-                sink=self.config.sink,
-                row_id_column=row_id_column,
-                run=run,
-            )
+        run_planned(self._planned_run(source, stage.config, run=run))
+
+    def _planned_run(
+        self, source: Source, config: StageConfig, *, run: Callable[..., None]
+    ) -> PlannedRun:
+        row_id_column = self._row_id_column(self.config.stage.output)
+        return PlannedRun(
+            source=source,
+            config=config if row_id_column is None else replace(config, id_column=row_id_column),
+            plan=self.config.plan,
+            sink=self.config.sink,
+            row_id_column=row_id_column,
+            run=run,
         )
 
     def _tell_interrupted(self, rows_done: int, num_rows: int) -> None:
@@ -296,6 +333,10 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")
     return mapping
+
+
+def _run_nothing(*_: object, **__: object) -> None:
+    raise AssertionError("an explanation generates nothing")
 
 
 def _plan_config(plan: object, *, where: str) -> PlanConfig:
