@@ -112,7 +112,7 @@ def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, A
     """
     mapping: dict[str, Any] = {}
     if job_file is not None:
-        from raybatch.job import read_job_file  # slow to load
+        from raybatch.job_config import read_job_file  # slow to load
 
         mapping = read_job_file(job_file)
     for path, value in options.items():

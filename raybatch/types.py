@@ -216,7 +216,8 @@ class ReplicaStats:
     """Counters of one backend since it started, and its state at this moment.
 
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
-    memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now.
+    memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
+    `kv_tokens` is the size of the KV cache, 0 where it is not known.
     """
 
     num_running: int = 0
@@ -230,6 +231,7 @@ class ReplicaStats:
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0
     num_pinned_blocks: int = 0
+    kv_tokens: int = 0
     engine_s: float = 0.0
 
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
-from raybatch.job import Job, JobConfig
+from raybatch.job import Job
+from raybatch.job_config import JobConfig
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.options import StageConfig
 from raybatch.types import Sampling

@@ -137,6 +137,7 @@ class FakeBackend:
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens,
+            kv_tokens=self.capacity().kv_tokens,
             engine_s=self._engine_s,
         )
 

@@ -179,6 +179,7 @@ class Engine:
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_held_steps=counters.num_held_steps,
             num_pinned_blocks=self._scheduler.num_pinned,
+            kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
             engine_s=self._engine_s,
         )
 

@@ -87,8 +87,8 @@ class GatheredRows:
     sidecar: Sidecar
 
 
-def run_small(job: PlannedRun) -> StoredPlan:
-    """Plan a source in this process, write the plan, and generate the rows in its order.
+def run_small(job: PlannedRun) -> PlannedInput:
+    """Plan a source in this process, write the plan, generate the rows, and return the plan.
 
     Raises:
         ConfigError: another plan lies below the sink, or the folder cannot be written.
@@ -103,7 +103,7 @@ def run_small(job: PlannedRun) -> StoredPlan:
     is_length_known = job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None
     blocks = units(rows, planned.whole, first_unit, is_length_known=is_length_known)
     job.run(ray.data.from_arrow(list(blocks)), batch_size=None)
-    return stored
+    return planned
 
 
 def gather(job: PlannedRun) -> GatheredRows:

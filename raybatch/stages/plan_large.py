@@ -100,8 +100,8 @@ class LargePlan:
         return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])
 
 
-def run_large(job: PlannedRun) -> StoredPlan:
-    """Plan a source by Ray tasks, write the plan, and generate the rows in its order.
+def run_large(job: PlannedRun) -> LargePlan:
+    """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
 
     Raises:
         ConfigError: another plan lies below the sink, or the folder cannot be written.
@@ -114,7 +114,7 @@ def run_large(job: PlannedRun) -> StoredPlan:
     log_plan(stored, time.monotonic() - began)
     num_done = len(_even_units(len(large.probed.row), job.plan))
     job.run(_dataset(job, stored, num_done), batch_size=job.plan.unit_rows)
-    return stored
+    return large
 
 
 def plan_large(job: PlannedRun) -> LargePlan:

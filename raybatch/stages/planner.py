@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from raybatch.config import PlanConfig
 from raybatch.stages.plan import run_small
-from raybatch.stages.plan_large import run_large
-from raybatch.stages.plan_store import StoredPlan
-from raybatch.stages.planned import PlannedRun
+from raybatch.stages.plan_large import LargePlan, run_large
+from raybatch.stages.planned import PlannedInput, PlannedRun
 from raybatch.stages.source import Source
 
 __all__ = ["fit_units", "is_small", "run_planned"]
@@ -15,8 +14,8 @@ __all__ = ["fit_units", "is_small", "run_planned"]
 _MAX_UNIT_BYTES = 64 << 20
 
 
-def run_planned(job: PlannedRun) -> StoredPlan:
-    """Plan a source, write the plan, and generate the rows in its order.
+def run_planned(job: PlannedRun) -> PlannedInput | LargePlan:
+    """Plan a source, write the plan, generate the rows in its order, and return the plan.
 
     Raises:
         ConfigError: another plan lies below the sink, or the folder cannot be written.

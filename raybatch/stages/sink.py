@@ -3,7 +3,7 @@
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import fsspec
@@ -105,9 +105,9 @@ class PartSink(Datasink):  # type: ignore[misc]
         self._schema = schema
         self._first_part = first_part
 
-    def after(self, parts: Sequence[str]) -> "PartSink":
-        """Return the same sink for another dataset, whose files come after `parts`."""
-        numbers = [int(_NUMBER.findall(path)[-1]) for path in parts]
+    def after_existing(self) -> "PartSink":
+        """Return the same sink for another dataset, whose files come after those there are."""
+        numbers = [int(_NUMBER.findall(path)[-1]) for path in output_files(self._sink)]
         return PartSink(self._sink, self._schema, first_part=max(numbers, default=-1) + 1)
 
     def write(self, blocks: Iterable[pa.Table], ctx: Any) -> int:  # noqa: ANN401

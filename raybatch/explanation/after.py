@@ -1,0 +1,48 @@
+"""What the engines of a pool did for one run, from their counters before and after it."""
+
+from collections.abc import Callable
+
+from raybatch.explanation.outcome import RunActual
+from raybatch.stages.tally import TokenTally
+from raybatch.types import PoolStats, ReplicaStats
+
+__all__ = ["actual_of"]
+
+
+def actual_of(
+    tokens: TokenTally, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float
+) -> RunActual:
+    """Return the counts of a run; None stands for what died with an engine.
+
+    Args:
+        tokens: of the output.
+        before: state of the pool when the run began; its engines may have worked before.
+        after: state of the pool when the run had ended.
+        num_restarts: of engines during the run.
+        wall_s: from the first row at a ready engine to the last row back.
+    """
+
+    def count(name: Callable[[ReplicaStats], int]) -> int | None:
+        if num_restarts:
+            return None
+        return _sum(after, name) - min(_sum(before, name), _sum(after, name))
+
+    sizes = [replica.kv_tokens for replica in after.replicas if replica.kv_tokens]
+    return RunActual(
+        prompt_tokens=tokens.prompt,
+        computed_tokens=tokens.prompt - tokens.cached,
+        generated_tokens=tokens.generated,
+        num_rows=tokens.num_asked,
+        num_generated=tokens.num_asked - tokens.num_copies,
+        kv_tokens=min(sizes, default=None),
+        num_replicas=after.num_replicas,
+        num_restarts=num_restarts,
+        num_preemptions=count(lambda replica: replica.num_preemptions),
+        recomputed_tokens=count(lambda replica: replica.num_recomputed_tokens),
+        engine_s=max(0.0, after.busy_s - before.busy_s),
+        wall_s=wall_s,
+    )
+
+
+def _sum(stats: PoolStats, name: Callable[[ReplicaStats], int]) -> int:
+    return sum(name(replica) for replica in stats.replicas)
