@@ -130,18 +130,18 @@ def _cached(
 def _planned(
     load: CacheLoad, plan: RowPlan, order: Ints, size: CacheSize, max_rows: int
 ) -> OrderForecast:
-    """Forecast the rows that are generated: each finds its pinned prefix, or more by chance.
+    """Forecast the rows that are generated.
 
-    Pinned prefixes are known for all rows. What the prefix cache finds beyond them comes from
-    windows where there are many rows, each from an empty cache and counted in its second half.
+    A group runs in one go, so the simulated cache finds at least what the group pins. That part is
+    known for all rows; of many rows only the rest is simulated, in windows that begin with an
+    empty cache and count their second half.
     """
     num_tokens = load.num_tokens[order]
-    pinned = _pinned(load, plan, order)
-    prompt_tokens, num_pinned = int(num_tokens.sum()), int(pinned.sum())
+    prompt_tokens = int(num_tokens.sum())
     if len(order) <= max_rows:
-        cached = np.maximum(pinned, simulate_hits(load, order, size))
-        computed = prompt_tokens - int(cached.sum())
+        computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
         return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
+    pinned = _pinned(load, plan, order)
     length = max_rows // NUM_WINDOWS
     extra = np.zeros(NUM_WINDOWS)
     for i, start in enumerate(np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)):
@@ -152,7 +152,7 @@ def _planned(
     return OrderForecast(
         name="planned",
         prompt_tokens=prompt_tokens,
-        computed_tokens=round(prompt_tokens * (1 - extra.mean())) - num_pinned,
+        computed_tokens=round(prompt_tokens * (1 - extra.mean())) - int(pinned.sum()),
         error=float(T_QUANTILE * extra.std(ddof=1) / np.sqrt(NUM_WINDOWS)),
     )
 
