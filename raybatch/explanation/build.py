@@ -98,22 +98,8 @@ def explain_plan(
         num_blocks=kv_tokens // keys.block_size,
         concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
     )
-    num_fitting = len(rows_that_fit(keys, expected, size))
-    return replace(
-        explanation,
-        kv=KVSize(
-            tokens=kv_tokens,
-            origin=kv_origin,
-            num_rows_too_large=keys.num_rows - num_fitting,
-        ),
-        orders=forecast_orders(
-            keys,
-            planned.plan,
-            planned.found,
-            output_tokens=expected,
-            size=size,
-            max_rows=max_rows,
-        ),
+    return _with_orders(
+        explanation, planned, size, KVSize(tokens=kv_tokens, origin=kv_origin), max_rows
     )
 
 
@@ -154,6 +140,23 @@ def explain_profile(
         layout=layout,
         boxes=tuple(boxes),
     )
+
+
+def _with_orders(
+    explanation: Explanation, planned: PlannedInput, size: CacheSize, kv: KVSize, max_rows: int
+) -> Explanation:
+    expected = planned.expected_tokens
+    num_fitting = len(rows_that_fit(planned.keys, expected, size))
+    orders = forecast_orders(
+        planned.keys,
+        planned.plan,
+        planned.found,
+        output_tokens=expected,
+        size=size,
+        max_rows=max_rows,
+    )
+    kv = replace(kv, num_rows_too_large=planned.keys.num_rows - num_fitting)
+    return replace(explanation, kv=kv, orders=orders)
 
 
 def _lengths_from(plan: PlanConfig, *, is_limit: bool) -> str:

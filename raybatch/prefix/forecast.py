@@ -94,23 +94,11 @@ def forecast_orders(
         block_size=keys.block_size,
         output_tokens=np.ceil(output_tokens).astype(np.int64),
     )
-    prompt_tokens = int(keys.num_tokens[fits].sum())
-    forecasts = []
-    orders: tuple[tuple[OrderName, Ints], ...] = (
-        ("input", np.flatnonzero(fits)),
-        ("sorted", found.tree.row_order[fits[found.tree.row_order]]),
+    in_cache = (
+        _cached("input", load, np.flatnonzero(fits), size, max_rows),
+        _cached("sorted", load, found.tree.row_order[fits[found.tree.row_order]], size, max_rows),
     )
-    for name, order in orders:
-        estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
-        forecasts.append(
-            OrderForecast(
-                name=name,
-                prompt_tokens=prompt_tokens,
-                computed_tokens=round(prompt_tokens * (1 - estimate.rate)),
-                error=estimate.error,
-                is_lower_bound=estimate.is_lower_bound,
-            )
-        )
+    prompt_tokens = in_cache[0].prompt_tokens
     representative = found.groups.representative
     generated = plan.order[(representative == np.arange(keys.num_rows))[plan.order]]
     planned = _planned(load, plan, generated[fits[generated]], size, max_rows)
@@ -120,24 +108,40 @@ def forecast_orders(
     if not fits.all():
         num_bound = min(num_bound, planned.computed_tokens)
     bound = OrderForecast(name="bound", prompt_tokens=prompt_tokens, computed_tokens=num_bound)
-    return (*forecasts, replace(planned, prompt_tokens=prompt_tokens), bound)
+    # copies are prompt tokens that need no computing
+    return (*in_cache, replace(planned, prompt_tokens=prompt_tokens), bound)
+
+
+def _cached(
+    name: OrderName, load: CacheLoad, order: Ints, size: CacheSize, max_rows: int
+) -> OrderForecast:
+    """Forecast an order that has a prefix cache alone."""
+    estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
+    prompt_tokens = int(load.num_tokens[order].sum())
+    return OrderForecast(
+        name=name,
+        prompt_tokens=prompt_tokens,
+        computed_tokens=round(prompt_tokens * (1 - estimate.rate)),
+        error=estimate.error,
+        is_lower_bound=estimate.is_lower_bound,
+    )
 
 
 def _planned(
     load: CacheLoad, plan: RowPlan, order: Ints, size: CacheSize, max_rows: int
 ) -> OrderForecast:
-    """Forecast the rows that are generated: each finds its pinned prefix, or more by chance.
+    """Forecast the rows that are generated.
 
-    Pinned prefixes are known for all rows. What the prefix cache finds beyond them comes from
-    windows where there are many rows, each from an empty cache and counted in its second half.
+    A group runs in one go, so the simulated cache finds at least what the group pins. That part is
+    known for all rows; of many rows only the rest is simulated, in windows that begin with an
+    empty cache and count their second half.
     """
     num_tokens = load.num_tokens[order]
-    pinned = _pinned(load, plan, order)
-    prompt_tokens, num_pinned = int(num_tokens.sum()), int(pinned.sum())
+    prompt_tokens = int(num_tokens.sum())
     if len(order) <= max_rows:
-        cached = np.maximum(pinned, simulate_hits(load, order, size))
-        computed = prompt_tokens - int(cached.sum())
+        computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
         return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
+    pinned = _pinned(load, plan, order)
     length = max_rows // NUM_WINDOWS
     extra = np.zeros(NUM_WINDOWS)
     for i, start in enumerate(np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)):
@@ -148,7 +152,7 @@ def _planned(
     return OrderForecast(
         name="planned",
         prompt_tokens=prompt_tokens,
-        computed_tokens=round(prompt_tokens * (1 - extra.mean())) - num_pinned,
+        computed_tokens=round(prompt_tokens * (1 - extra.mean())) - int(pinned.sum()),
         error=float(T_QUANTILE * extra.std(ddof=1) / np.sqrt(NUM_WINDOWS)),
     )
 

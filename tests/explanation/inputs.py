@@ -9,13 +9,15 @@ from raybatch.stages.planned import PlannedInput
 from tests.prefix.prompts import keys_of
 
 
-def plan_prompts(prompts, *, block_size=4, expected=None, limit=16, unasked=None, **options):
+def plan_prompts(
+    prompts, *, block_size=4, expected=None, limit=16, unasked=None, dedup=True, **options
+):
     """Plan prompts, given as sequences of token ids, as a job would."""
     keys = keys_of(prompts, block_size)
     limits = np.full(len(prompts), limit)
     lengths = limits.astype(float) if expected is None else np.array(expected, float)
     rows = PlanRows(keys=keys, expected_tokens=lengths)
-    plan, found = plan_rows(rows, PlanConfig(**options))
+    plan, found = plan_rows(rows, PlanConfig(**options), dedup=dedup)
     return PlannedInput(
         keys=keys,
         asked=np.arange(len(prompts)),

@@ -72,6 +72,23 @@ def test_a_sample_of_many_rows_is_near_the_whole(rng):
     assert sample["input"].error > 0
 
 
+def test_a_sample_knows_that_a_covered_row_computes_a_block(rng):
+    prompts = grouped_prompts(rng, groups=200, size=3)
+    prompts += [prompt[:32] for prompt in prompts]
+    planned = plan_prompts(prompts, limit=4, dedup=False)
+    whole = forecast(planned, num_blocks=60)["planned"]
+    sample = forecast(planned, num_blocks=60, max_rows=400)["planned"]
+    assert whole.hit_rate == pytest.approx(sample.hit_rate, abs=0.003)
+
+
+def test_a_cache_finds_the_heads_that_deep_prefixes_repeat(rng):
+    groups = grouped_prompts(rng, groups=6, size=5, prefix=64, own=8)
+    planned = plan_prompts([[7] * 8 + prompt for prompt in groups], limit=4)
+    large, small = (forecast(planned, num_blocks=n)["planned"] for n in (10_000, 30))
+    assert planned.found.computed_tokens == 6 * (8 + 64 + 5 * 8)
+    assert 8 + 6 * (64 + 5 * 8) == large.computed_tokens <= small.computed_tokens
+
+
 def test_rows_in_input_order_have_no_pinned_prefixes(rng):
     planned = plan_prompts(rng.integers(0, 10**6, (40, 30)).tolist())
     assert not planned.plan.is_reordered
