@@ -138,7 +138,7 @@ class JobRun:
     def _outcome(
         self, planned: PlannedInput | LargePlan | None, actual: RunActual
     ) -> PlanOutcome | None:
-        if not isinstance(planned, PlannedInput):
+        if planned is None:
             return None
         question = Question(
             job=planned_run(self.config, self.source),

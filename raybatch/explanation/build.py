@@ -16,7 +16,7 @@ from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.stages.planned import PlannedInput
 from raybatch.types import TokenIds
 
-__all__ = ["SpeedAndPrice", "explain_plan", "explain_profile"]
+__all__ = ["SpeedAndPrice", "cache_size", "explain_plan", "explain_profile"]
 
 # tokens of a prefix whose text is shown
 _TEXT_TOKENS = 48
@@ -73,11 +73,11 @@ def explain_plan(
         profile_rows(
             keys,
             expected,
-            planned.plan,
             planned.found,
             num_rows=planned.num_rows,
             unasked=planned.unasked,
             limit_tokens=int(planned.max_tokens.sum()),
+            num_units=planned.plan.num_units,
         ),
         source=source,
         model=model,
@@ -94,12 +94,17 @@ def explain_plan(
     )
     if kv_tokens is None or not keys.num_rows:
         return explanation
-    size = CacheSize(
-        num_blocks=kv_tokens // keys.block_size,
-        concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
-    )
+    size = cache_size(engine, kv_tokens, keys.block_size)
     return _with_orders(
         explanation, planned, size, KVSize(tokens=kv_tokens, origin=kv_origin), max_rows
+    )
+
+
+def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:
+    """Return the cache that one engine has, as a forecast sees it."""
+    return CacheSize(
+        num_blocks=kv_tokens // block_size,
+        concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
     )
 
 

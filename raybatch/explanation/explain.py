@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import ray
 
@@ -11,16 +13,24 @@ from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import MeasureError
-from raybatch.explanation.build import SpeedAndPrice, explain_plan
-from raybatch.explanation.record import Explanation
+from raybatch.explanation.build import (
+    SpeedAndPrice,
+    cache_size,
+    explain_plan,
+    explain_profile,
+)
+from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.policy.cost_model import CostModel
 from raybatch.policy.estimate import estimate
-from raybatch.policy.work import WorkTotals
+from raybatch.policy.work import WorkTotals, merge_work
+from raybatch.prefix.outline import join_outlines
+from raybatch.prefix.plan import is_worth_ordering
 from raybatch.stages.layout_lint import lint_source
 from raybatch.stages.plan import gather, plan_gathered
+from raybatch.stages.plan_large import LargePlan, forecast_large, plan_large
 from raybatch.stages.planned import PlannedInput, PlannedRun
-from raybatch.stages.planner import fit_units
+from raybatch.stages.planner import fit_units, is_small
 from raybatch.stages.prepare import find_model
 from raybatch.stages.work import planned_work
 
@@ -52,42 +62,65 @@ class Question:
 
 def explain_source(question: Question) -> Explanation:
     """Plan a source and explain it; nothing is generated."""
-    job = replace(question.job, plan=fit_units(question.job.plan, question.job.source))
-    planned = plan_gathered(gather(job), job.config, job.plan)
-    return explain_planned(question, planned)
+    source = question.job.source
+    job = replace(question.job, plan=fit_units(question.job.plan, source))
+    question = replace(question, job=job)
+    if is_small(source, job.plan) or not source.num_rows:
+        return explain_planned(question, plan_gathered(gather(job), job.config, job.plan))
+    return explain_planned(question, plan_large(job))
 
 
-def explain_planned(question: Question, planned: PlannedInput) -> Explanation:
+def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
     """Explain a source that has been planned."""
     job, spec = question.job, question.spec
     tokenizer = Tokenizer.load(find_model(job.config))
     hint = lint_source(job.source, job.config, tokenizer)
     costs, why_not = _cost_model(question)
-    work = planned_work(
+    kv_tokens, origin = question.kv_tokens, "given"
+    if kv_tokens is None and costs is not None:
+        kv_tokens, origin = costs.limits.kv_tokens, "measured"
+    common: dict[str, Any] = {
+        "source": question.name,
+        "model": spec.model,
+        "plan": job.plan,
+        "speed": SpeedAndPrice(
+            time=None if costs is None else _time(costs, _work(planned), num_replicas(spec)),
+            no_time=why_not,
+            price_per_engine_hour=question.price_per_engine_hour,
+        ),
+        "layout": "" if hint is None else hint.text,
+    }
+    if isinstance(planned, PlannedInput):
+        return explain_plan(
+            planned,
+            engine=spec.engine,
+            kv_tokens=kv_tokens,
+            kv_origin=origin,
+            decode=partial(tokenizer.decode, skip_special_tokens=False),
+            max_rows=question.max_rows,
+            **common,
+        )
+    explanation = explain_profile(
+        planned.profile,
+        is_reordered=is_worth_ordering(planned.saved_fraction, job.plan),
+        boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
+        **common,
+    )
+    if kv_tokens is None:
+        return explanation
+    size = cache_size(spec.engine, kv_tokens, planned.block_size)
+    orders = forecast_large(job, planned, size, max_rows=question.max_rows)
+    return replace(explanation, kv=KVSize(tokens=kv_tokens, origin=origin), orders=orders)
+
+
+def _work(planned: PlannedInput | LargePlan) -> WorkTotals:
+    if isinstance(planned, LargePlan):
+        return merge_work([part.work for part in planned.parts])
+    return planned_work(
         planned.keys,
         planned.expected_tokens,
         planned.found,
         is_grouped=planned.plan.is_reordered,
-    )
-    kv_tokens, origin = question.kv_tokens, "given"
-    if kv_tokens is None and costs is not None:
-        kv_tokens, origin = costs.limits.kv_tokens, "measured"
-    return explain_plan(
-        planned,
-        source=question.name,
-        model=spec.model,
-        plan=job.plan,
-        engine=spec.engine,
-        kv_tokens=kv_tokens,
-        kv_origin=origin,
-        speed=SpeedAndPrice(
-            time=None if costs is None else _time(costs, work, num_replicas(spec)),
-            no_time=why_not,
-            price_per_engine_hour=question.price_per_engine_hour,
-        ),
-        layout="" if hint is None else hint.text,
-        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
-        max_rows=question.max_rows,
     )
 
 

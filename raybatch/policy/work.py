@@ -1,5 +1,6 @@
 """What a plan gives engines to do, as totals."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -7,12 +8,13 @@ import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 
-__all__ = ["WorkTotals", "output_sample", "work_totals"]
+__all__ = ["WorkTotals", "merge_work", "output_sample", "work_totals"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _SAMPLE_SIZE = 128
+_MERGED_SIZE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,24 @@ class WorkTotals:
             shared_reads=self.shared_reads * decode,
             output_lengths=tuple(length * n for n in self.output_lengths),
         )
+
+
+def merge_work(parts: Sequence[WorkTotals]) -> WorkTotals:
+    """Return the totals of all parts together; at least one part."""
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in parts)
+        for field in fields(WorkTotals)
+        if field.name != "output_lengths"
+    }
+    # every length stands for as many rows as the others of its part
+    lengths = np.concatenate([np.array(part.output_lengths) for part in parts])
+    weights = np.concatenate(
+        [np.full(n, part.num_rows / n) for part in parts if (n := len(part.output_lengths))]
+        or [np.zeros(0)]
+    )
+    copies = np.ceil(weights * _MERGED_SIZE / max(1.0, weights.sum())).astype(np.int64)
+    sample = output_sample(np.repeat(lengths, copies))
+    return WorkTotals(**sums, output_lengths=sample)
 
 
 def work_totals(

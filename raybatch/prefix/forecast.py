@@ -6,6 +6,7 @@ planned  as the plan has it: prefixes pinned while their groups live, identical 
 bound    every shared prefix at every depth computed once: a cache that holds everything
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +25,13 @@ from raybatch.prefix.hits import (
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import Arrangement, RowPlan
 
-__all__ = ["OrderForecast", "OrderName", "forecast_orders", "rows_that_fit"]
+__all__ = [
+    "OrderForecast",
+    "OrderName",
+    "forecast_orders",
+    "merge_forecasts",
+    "rows_that_fit",
+]
 
 OrderName = Literal["input", "sorted", "planned", "bound"]
 
@@ -110,6 +117,44 @@ def forecast_orders(
     bound = OrderForecast(name="bound", prompt_tokens=prompt_tokens, computed_tokens=num_bound)
     # copies are prompt tokens that need no computing
     return (*in_cache, replace(planned, prompt_tokens=prompt_tokens), bound)
+
+
+def merge_forecasts(
+    parts: Sequence[tuple[OrderForecast, ...]], windows: Sequence[tuple[int, int]]
+) -> tuple[OrderForecast, ...]:
+    """Return the forecasts of all parts of an input together.
+
+    Args:
+        parts: of each part, as `forecast_orders` returns them; what they say of the order of the
+            input is not used, because a part is no stretch of it.
+        windows: cached and all prompt tokens of stretches of the input.
+    """
+    merged = []
+    for orders in zip(*parts, strict=True):
+        weights = np.array([order.prompt_tokens for order in orders], float)
+        errors = np.array([order.error for order in orders]) * weights
+        merged.append(
+            OrderForecast(
+                name=orders[0].name,
+                prompt_tokens=int(weights.sum()),
+                computed_tokens=sum(order.computed_tokens for order in orders),
+                error=float(np.sqrt((errors**2).sum()) / max(1.0, weights.sum())),
+                is_lower_bound=any(order.is_lower_bound for order in orders),
+            )
+        )
+    cached, tokens = np.array(windows, float).T
+    rate = cached.sum() / max(1.0, tokens.sum())
+    rates = cached / np.maximum(tokens, 1)
+    first = merged[0]
+    spread = rates.std(ddof=1) if len(rates) > 1 else 0.0
+    from_input = replace(
+        first,
+        name="input",
+        computed_tokens=round(first.prompt_tokens * (1 - rate)),
+        error=float(T_QUANTILE * spread / np.sqrt(len(rates))),
+        is_lower_bound=True,
+    )
+    return (from_input, *merged[1:])
 
 
 def _cached(

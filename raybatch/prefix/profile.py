@@ -10,7 +10,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.enlarge import multi_level, num_computed_tokens
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.load import Floats
-from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.prefix.plan import Arrangement
 from raybatch.prefix.tree import TreeStats
 
 __all__ = ["InputProfile", "merge_stats", "profile_rows"]
@@ -85,23 +85,23 @@ class InputProfile:
 def profile_rows(
     keys: BlockKeys,
     expected_tokens: Floats,
-    plan: RowPlan,
     found: Arrangement,
     *,
     num_rows: int,
     unasked: Mapping[str, int],
     limit_tokens: int,
+    num_units: int,
 ) -> InputProfile:
-    """Sum up planned rows; arguments without a description are those of the plan.
+    """Sum up planned rows; arguments without a description are those of `InputProfile`.
 
     Args:
         keys: of the rows that engines see.
         expected_tokens: float64 [R], output to expect of them.
-        plan: of these rows.
         found: the arrangement that the plan orders.
         num_rows: of the source.
-        unasked: see `InputProfile`.
-        limit_tokens: see `InputProfile`.
+        unasked: see there.
+        limit_tokens: see there.
+        num_units: see there.
     """
     representative = found.groups.representative
     return InputProfile(
@@ -118,7 +118,7 @@ def profile_rows(
         num_generated=int(np.count_nonzero(representative == np.arange(len(representative)))),
         group_rows=Histogram.of(found.groups.num_rows),
         group_prefix=Histogram.of(found.groups.prefix_len),
-        num_units=plan.num_units,
+        num_units=num_units,
     )
 
 

@@ -15,9 +15,12 @@ from ray import cloudpickle
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.forecast import OrderForecast, merge_forecasts
+from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
+from raybatch.prefix.profile import InputProfile
 from raybatch.stages import plan_tasks
 from raybatch.stages.movable import as_movable
 from raybatch.stages.plan_columns import RANK, plan_columns
@@ -35,7 +38,7 @@ from raybatch.stages.planned import PlannedRun
 from raybatch.stages.probe import generated_lengths
 from raybatch.stages.source import Source
 
-__all__ = ["LargePlan", "plan_large", "run_large"]
+__all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]
 
 # a part of so many rows of 30 blocks takes about 2 GB while it is planned
 ROWS_PER_PART = 1 << 21
@@ -57,6 +60,7 @@ class LargePlan:
 
     Args:
         pieces: of the source, in order.
+        tables: references to what is known of the rows of each piece.
         parts: that were planned apart.
         rows: for each part references to its rows, piece by piece.
         arranged: references to the parts in their own order.
@@ -64,6 +68,7 @@ class LargePlan:
     """
 
     pieces: Sequence[PieceSummary]
+    tables: Sequence[_Ref]
     parts: Sequence[PartSummary]
     rows: Sequence[Sequence[_Ref]]
     arranged: Sequence[_Ref]
@@ -75,19 +80,26 @@ class LargePlan:
         return sum(piece.num_rows for piece in self.pieces)
 
     @property
-    def unasked(self) -> Counter[str]:
-        """Rows that no engine sees, by class of error, or "filtered"."""
-        return sum((piece.unasked for piece in self.pieces), Counter())
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.pieces[0].sample.block_size
+
+    @property
+    def profile(self) -> InputProfile:
+        """What the input is made of."""
+        unasked = sum((piece.unasked for piece in self.pieces), Counter())
+        merged = InputProfile.merge([part.profile for part in self.parts])
+        return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
 
     @property
     def logical_tokens(self) -> int:
         """Prompt tokens of the rows that engines see."""
-        return sum(part.stats.logical_tokens for part in self.parts)
+        return sum(part.profile.tree.logical_tokens for part in self.parts)
 
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens that engines compute when every shared prefix runs once."""
-        return sum(part.computed_tokens for part in self.parts)
+        return sum(part.profile.computed_tokens for part in self.parts)
 
     @property
     def saved_fraction(self) -> float:
@@ -137,7 +149,11 @@ def plan_large(job: PlannedRun) -> LargePlan:
         by_part = list(zip(*(split.remote(table, rule) for table in tables), strict=True))
     nothing = ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0))
     return LargePlan(
-        pieces=pieces, rows=by_part, probed=nothing, **_arrange(job, by_part, probed=None)
+        pieces=pieces,
+        tables=tables,
+        rows=by_part,
+        probed=nothing,
+        **_arrange(job, by_part, probed=None),
     )
 
 
@@ -145,12 +161,41 @@ def _arrange(
     job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
 ) -> dict[str, Any]:
     arrange = ray.remote(num_returns=2)(plan_tasks.arrange)
-    what = ArrangeJob(plan=job.plan, dedup=job.config.dedup, num_rows=job.source.num_rows)
+    what = _arrange_job(job, len(by_part))
     arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
     return {
         "parts": ray.get([summary for summary, _ in arranged]),
         "arranged": [part for _, part in arranged],
     }
+
+
+def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
+    return ArrangeJob(
+        plan=job.plan,
+        dedup=job.config.dedup,
+        num_rows=job.source.num_rows,
+        num_parts=num_parts,
+    )
+
+
+def forecast_large(
+    job: PlannedRun, large: LargePlan, size: CacheSize, *, max_rows: int
+) -> tuple[OrderForecast, ...]:
+    """Forecast what orders compute: the input's from stretches of it, the others part by part.
+
+    Args:
+        job: that was planned.
+        large: its plan.
+        size: of the cache of one engine.
+        max_rows: rows to simulate for each order.
+    """
+    forecast, hits = ray.remote(plan_tasks.forecast), ray.remote(plan_tasks.input_hits)
+    what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
+    by_part = [forecast.remote(what, size, max(share, NUM_WINDOWS), *rows) for rows in large.rows]
+    num_windows = min(NUM_WINDOWS, len(large.tables))
+    chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
+    windows = [hits.remote(large.tables[i], size, max_rows // num_windows) for i in chosen]
+    return merge_forecasts(ray.get(by_part), ray.get(windows))
 
 
 def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
@@ -196,11 +241,11 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         hash=name,
         num_rows=large.num_rows,
         num_units=len(unit_rows),
-        num_groups=sum(part.num_groups for part in large.parts) if is_reordered else 0,
+        num_groups=large.profile.num_groups if is_reordered else 0,
         is_reordered=is_reordered,
         logical_tokens=large.logical_tokens,
         computed_tokens=large.computed_tokens,
-        block_size=large.pieces[0].sample.block_size,
+        block_size=large.block_size,
         options=dataclasses.asdict(plan),
         files=files,
         shards=tuple(zip(written, firsts, strict=True)),
@@ -222,7 +267,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     first_units = before + len(head)
     middle = [part[stretch] for stretch in range(counts.shape[1]) for part in sizes]
     unit_rows = np.concatenate([head, *middle])
-    first_groups = np.cumsum([0, *(part.num_groups for part in large.parts)]).tolist()
+    first_groups = np.cumsum([0, *(part.profile.num_groups for part in large.parts)]).tolist()
     piece_rows, num_pieces = ray.put(large.piece_rows), len(large.pieces)
     rank = ray.remote(num_returns=num_pieces)(plan_tasks.rank)
     ranked = [

@@ -24,19 +24,31 @@ import pyarrow as pa
 from ray import cloudpickle
 
 from raybatch.config import PlanConfig
+from raybatch.policy.work import WorkTotals
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.forecast import OrderForecast, forecast_orders, rows_that_fit
+from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.order import decode_ratio, order_groups
+from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.partition import Partitioner
-from raybatch.prefix.plan import Arrangement, PlanRows, arrange_rows, rank_entries
+from raybatch.prefix.plan import (
+    Arrangement,
+    PlanRows,
+    arrange_rows,
+    is_worth_ordering,
+    plan_rows,
+    rank_entries,
+)
+from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.prefix.split import cut_units
-from raybatch.prefix.tree import TreeStats
 from raybatch.stages.movable import as_movable
 from raybatch.stages.plan import RowDescriber
 from raybatch.stages.plan_store import SHARD_SCHEMA, digest_of
 from raybatch.stages.probe import estimate, probe_rows
 from raybatch.stages.sidecar import Sidecar
 from raybatch.stages.source import Source
+from raybatch.stages.work import planned_work
 
 __all__ = [
     "ArrangeJob",
@@ -47,6 +59,8 @@ __all__ = [
     "arrange",
     "chosen_rows",
     "describe",
+    "forecast",
+    "input_hits",
     "input_shard",
     "rank",
     "shard",
@@ -56,6 +70,8 @@ __all__ = [
 
 # what a summary of a part says of the values by which its entries are ordered
 _NUM_VALUES = 256
+# boxes that are drawn of the prefix tree, of all parts together and of one at least
+_MAX_BOXES, _MIN_BOXES = 600, 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,19 +94,19 @@ class PartSummary:
     """What the driver keeps of one part.
 
     Args:
-        num_rows: of the part.
-        num_groups: prefix groups.
-        computed_tokens: prompt tokens to compute when every shared prefix runs once.
-        stats: of the part's tree.
+        num_rows: that are still to be generated.
+        profile: of all rows of the part.
+        work: that they make.
+        boxes: their prefix tree, to be drawn.
         values: float64 [n], some of the values by which entries are ordered.
         weights: int64 [n], rows that each of them stands for.
         probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
     """
 
     num_rows: int
-    num_groups: int
-    computed_tokens: int
-    stats: TreeStats
+    profile: InputProfile
+    work: WorkTotals
+    boxes: Sequence[TreeBox]
     values: Floats
     weights: Ints
     probe: Ints
@@ -117,11 +133,19 @@ class ArrangedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrangeJob:
-    """What `arrange` needs beside the rows: options, and how many rows the whole source has."""
+    """What `arrange` needs beside the rows.
+
+    Args:
+        plan: options.
+        dedup: identical rows are generated once.
+        num_rows: of the whole source.
+        num_parts: of the plan.
+    """
 
     plan: PlanConfig
     dedup: bool
     num_rows: int
+    num_parts: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -203,20 +227,81 @@ def arrange(
     if probed is not None:
         at = np.flatnonzero(np.isin(row, probed.row))
         lengths = probed.lengths[np.searchsorted(probed.row, row[at])]
-        expected = estimate(at, lengths, group_id, max_tokens)
-        found = arrange_rows(replace(rows, expected_tokens=expected), plan, dedup=job.dedup)
+        rows = replace(rows, expected_tokens=estimate(at, lengths, group_id, max_tokens))
+        found = arrange_rows(rows, plan, dedup=job.dedup)
     elif plan.lengths == "probe":
         probe = row[probe_rows(group_id, max_tokens, plan, num_rows=job.num_rows)]
     part = _ordered(found, row, plan, np.zeros(0, np.int64) if probed is None else probed.row)
+    is_grouped = is_worth_ordering(found.saved_fraction, plan)
+    num_boxes = max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
     summary = PartSummary(
         num_rows=len(part.row),
-        num_groups=found.groups.num_groups,
-        computed_tokens=found.computed_tokens,
-        stats=found.stats,
+        profile=profile_rows(
+            keys,
+            rows.expected_tokens,
+            found,
+            num_rows=len(row),
+            unasked={},
+            limit_tokens=int(max_tokens.sum()),
+            # as many as there are where stretches of parts cut none
+            num_units=sum(len(starts) - 1 for starts in _units(part, np.zeros(0), plan)),
+        ),
+        work=planned_work(keys, rows.expected_tokens, found, is_grouped=is_grouped),
+        boxes=outline_tree(
+            found.tree, keys, max_boxes=max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
+        ),
         probe=probe,
         **_sketch(part.values, np.cumsum(part.entry_rows)),
     )
     return summary, part
+
+
+def forecast(
+    job: ArrangeJob, size: CacheSize, max_rows: int, *pieces: pa.Table
+) -> tuple[OrderForecast, ...]:
+    """Return what orders of one part compute; that of the input is told by `input_hits`.
+
+    Args:
+        job: options, and rows of the whole source.
+        size: of the cache of one engine.
+        max_rows: rows to simulate for each order.
+        pieces: rows of the part.
+    """
+    rows = PlanRows(keys=_keys_of(pieces), expected_tokens=_column(pieces, "expected"))
+    plan, found = plan_rows(rows, job.plan, dedup=job.dedup)
+    return forecast_orders(
+        rows.keys,
+        plan,
+        found,
+        output_tokens=rows.expected_tokens,
+        size=size,
+        max_rows=max_rows,
+    )
+
+
+def input_hits(piece: pa.Table, size: CacheSize, max_rows: int) -> tuple[int, int]:
+    """Return cached and all prompt tokens of a stretch of the input, from an empty cache.
+
+    The first half of the stretch fills the cache and is not counted.
+
+    Args:
+        piece: rows in input order, of which the first `max_rows` are taken.
+        size: of the cache of one engine.
+        max_rows: rows to simulate.
+    """
+    piece = piece.slice(0, max_rows)
+    keys, expected = _keys_of([piece]), _column([piece], "expected")
+    load = CacheLoad(
+        keys=keys.keys,
+        offsets=keys.offsets,
+        num_tokens=keys.num_tokens,
+        block_size=keys.block_size,
+        output_tokens=np.ceil(expected).astype(np.int64),
+    )
+    order = rows_that_fit(keys, expected, size)
+    counted = slice(len(order) // 2, None)
+    cached = simulate_hits(load, order, size)[counted].sum()
+    return int(cached), int(keys.num_tokens[order[counted]].sum())
 
 
 def _ordered(found: Arrangement, row: Ints, plan: PlanConfig, left_out: Ints) -> ArrangedPart:

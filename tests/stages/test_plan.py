@@ -191,7 +191,7 @@ class Tasks:
         rule = choose_parts(BlockKeys.concat([p.sample for p in self.pieces]), num_parts)
         split = [plan_tasks.split(table, rule) for table in tables]
         split = [[tables] if num_parts == 1 else tables for tables in split]
-        arrange = ArrangeJob(plan=plan, dedup=True, num_rows=first_row)
+        arrange = ArrangeJob(plan=plan, dedup=True, num_rows=first_row, num_parts=num_parts)
         arranged = [
             plan_tasks.arrange(arrange, probed, *(tables[part] for tables in split))
             for part in range(num_parts)
@@ -213,7 +213,7 @@ class Tasks:
         for part, first, summary in zip(self.arranged, first_units, self.parts, strict=True):
             tables = plan_tasks.rank(part, cuts, plan, first, group, self.piece_rows)
             ranked.append([tables] if len(self.pieces) == 1 else tables)
-            group += summary.num_groups
+            group += summary.profile.num_groups
         shards, unasked = [], 0
         for i, piece in enumerate(self.pieces):
             where = (int(self.piece_rows[i]), piece.num_rows, unasked, unit, plan.unit_rows, probe)
@@ -255,7 +255,7 @@ def test_parts_save_what_the_whole_saves_and_keep_groups_together(tmp_path, mode
     found = plan_gathered(gather(job), job.config, job.plan).found
     tasks = Tasks(job, 3)
     # documents share nothing with each other, so that cutting between them costs nothing
-    assert found.computed_tokens == sum(part.computed_tokens for part in tasks.parts)
+    assert found.computed_tokens == sum(part.profile.computed_tokens for part in tasks.parts)
     shard = tasks.shards(2)
     groups = shard.column("group_id").to_pylist()
     ranked = [groups[row] for row in order_of(shard) if groups[row] is not None]
