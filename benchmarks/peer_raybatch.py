@@ -1,15 +1,21 @@
-"""Peer: raybatch's native engine in this process ("engine"), or a whole job on Ray ("job")."""
+"""Peer: raybatch's native engine in this process, or a whole job on Ray; with a plan or without.
 
+Variants: "engine" and "engine-plan", "job" and "job-plan".
+"""
+
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peer_loop import Answer, PeerConfig, read_config, say, serve, take_stdout, versions
 from workloads_e2e import TokenRequest
 
 if TYPE_CHECKING:
+    from planning import Plan
+
     from raybatch.backends.base import Backend
     from raybatch.config import EngineConfig
     from raybatch.types import Request
@@ -56,7 +62,8 @@ class NativeEngine:
         return self.generate(requests)
 
     def generate(self, requests: Sequence[TokenRequest]) -> Answer:
-        self._backend.submit(_native_requests(requests))
+        plan = self._plan(requests)
+        self._backend.submit(native_requests(requests, plan))
         token_ids: list[list[int]] = [[] for _ in requests]
         cached_tokens = 0
         while self._backend.num_unfinished():
@@ -71,10 +78,19 @@ class NativeEngine:
             counters={
                 "cached_tokens": cached_tokens,
                 "preemptions": stats.num_preemptions,
+                "recomputed_tokens": stats.num_recomputed_tokens,
                 "steps": stats.num_steps,
                 "kv_tokens": self._backend.capacity().kv_tokens,
+                **({"plan_s": plan.plan_s} if plan else {}),
             },
         )
+
+    def _plan(self, requests: Sequence[TokenRequest]) -> "Plan | None":
+        if self._config.variant != "engine-plan":
+            return None
+        from planning import plan_requests
+
+        return plan_requests(requests, self._config.settings.block_size)
 
     def _load(self) -> "Backend":
         from raybatch.backends.create import create_backend
@@ -83,7 +99,8 @@ class NativeEngine:
         return create_backend(self._config.model, BackendConfig(), engine_config(self._config))
 
 
-def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":
+def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "list[Request]":
+    """Return the requests as the engine takes them: as given, or grouped in planned order."""
     import numpy as np
 
     from raybatch.types import Request, Sampling
@@ -96,10 +113,12 @@ def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":
         Request(
             request_id=i,
             row_id=str(i),
-            prompt_token_ids=np.asarray(request.prompt_ids, np.int32),
-            sampling=samplings[request.output_len],
+            prompt_token_ids=np.asarray(requests[i].prompt_ids, np.int32),
+            sampling=samplings[requests[i].output_len],
+            group_id=plan.group_ids[i] if plan else None,
+            prefix_len=plan.prefix_lens[i] if plan else 0,
         )
-        for i, request in enumerate(requests)
+        for i in (plan.rows if plan else range(len(requests)))
     ]
 
 
@@ -118,15 +137,23 @@ def run_job(config: PeerConfig) -> float:
         engine=engine_config(config),
         pool=PoolConfig(replicas=config.options["replicas"]),
     )
-    report = Job(config.options["input"], config.options["output"], stage).run()
+    options = plan_options(config, inspect.signature(Job).parameters)
+    report = Job(config.options["input"], config.options["output"], stage, **options).run()
     ray.shutdown()
     return report.engines_s
+
+
+def plan_options(config: PeerConfig, known: Collection[str]) -> dict[str, Any]:
+    """Return the job's options for a plan, or against one where jobs know of plans."""
+    if config.variant == "job-plan":
+        return {"plan": {}}
+    return {"plan": "off"} if "plan" in known else {}
 
 
 def main() -> None:
     """Serve an engine, or run one job and say which versions ran it."""
     config = read_config(sys.argv[1])
-    if config.variant == "engine":
+    if config.variant.startswith("engine"):
         serve(NativeEngine, PACKAGES)
         return
     answers = take_stdout()
