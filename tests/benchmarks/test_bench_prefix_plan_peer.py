@@ -1,0 +1,82 @@
+"""The planned form of raybatch's peers."""
+
+from itertools import groupby
+
+import pytest
+from peer_loop import PeerConfig
+from peer_raybatch import native_requests, plan_options
+from planning import plan_requests
+from prefix_orders import rows_in_order
+from prefix_suites import W2, W10, ZERO, w1
+from workloads_e2e import build
+
+WORKLOADS = [w1(16, 128), W2, W10, ZERO]
+
+
+def shuffled(workload):
+    requests = build(workload)
+    return [requests[row] for row in rows_in_order(workload, "shuffled")]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_a_plan_runs_every_request_once(workload):
+    plan = plan_requests(shuffled(workload), 16)
+    assert sorted(plan.rows) == list(range(workload.num_requests))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_members_of_a_group_follow_each_other_and_share_its_prefix(workload):
+    requests = shuffled(workload)
+    plan = plan_requests(requests, 16)
+    runs = [list(run) for _, run in groupby(plan.rows, key=lambda row: plan.group_ids[row])]
+    grouped = [run for run in runs if plan.group_ids[run[0]] is not None]
+    assert len(grouped) == len({plan.group_ids[run[0]] for run in grouped})
+    for run in grouped:
+        (prefix_len,) = {plan.prefix_lens[row] for row in run}
+        assert len({requests[row].prompt_ids[:prefix_len] for row in run}) == 1
+
+
+def test_w1_is_planned_as_its_groups():
+    plan = plan_requests(shuffled(w1(16, 128)), 32)
+    assert len(set(plan.group_ids)) == 8
+    assert set(plan.prefix_lens) == {256}
+
+
+def test_groups_with_much_output_for_little_prefill_run_first():
+    requests = shuffled(W2)
+    plan = plan_requests(requests, 16)
+    lengths = [len(requests[row].prompt_ids) for row in plan.rows]
+    assert lengths == sorted(lengths)
+
+
+def test_nothing_shared_is_planned_without_groups():
+    plan = plan_requests(shuffled(ZERO), 16)
+    assert set(plan.group_ids) == {None}
+    assert set(plan.prefix_lens) == {0}
+
+
+def test_requests_carry_their_own_index_whatever_the_order():
+    requests = shuffled(w1(16, 128))
+    plan = plan_requests(requests, 16)
+    native = native_requests(requests, plan)
+    assert [request.request_id for request in native] == plan.rows
+    for request in native:
+        assert tuple(request.prompt_token_ids) == requests[request.request_id].prompt_ids
+        assert request.group_id == plan.group_ids[request.request_id]
+        assert request.prefix_len == 256
+
+
+def test_requests_without_a_plan_stay_in_order_and_alone():
+    native = native_requests(build(w1(16, 128)), None)
+    assert [request.request_id for request in native] == list(range(128))
+    assert {request.group_id for request in native} == {None}
+
+
+def test_a_job_without_a_plan_says_so_where_jobs_know_of_plans():
+    job = PeerConfig(model="m", variant="job")
+    assert plan_options(job, {"plan", "source"}) == {"plan": "off"}
+    assert plan_options(job, {"source"}) == {}
+
+
+def test_a_planned_job_takes_the_defaults_of_a_plan():
+    assert plan_options(PeerConfig(model="m", variant="job-plan"), {"plan"}) == {"plan": {}}
