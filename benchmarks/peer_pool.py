@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 import ray
 from peer_loop import Answer, PeerConfig, serve
-from peer_raybatch import PACKAGES, engine_config
+from peer_raybatch import PACKAGES, engine_config, plan_config
 from planning import Plan, plan_requests
 from workloads_e2e import TokenRequest
 
@@ -73,9 +73,10 @@ class PoolEngine:
         )
 
     def _plan(self, requests: Sequence[TokenRequest]) -> Plan | None:
-        if self._config.variant != "pool-plan":
+        config = plan_config(self._config.variant)
+        if config is None:
             return None
-        return plan_requests(requests, self._config.settings.block_size)
+        return plan_requests(requests, self._config.settings.block_size, config)
 
     async def _generate(
         self, requests: Sequence[TokenRequest], rows: Sequence[int], plan: Plan | None

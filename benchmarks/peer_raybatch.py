@@ -1,14 +1,13 @@
 """Peer: raybatch's native engine in this process, or a whole job on Ray; with a plan or without.
 
-Variants: "engine" and "engine-plan", "job" and "job-plan".
+Variants: "engine", "engine-plan" and "engine-plan-multi", and the same of "job".
 """
 
-import inspect
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peer_loop import Answer, PeerConfig, read_config, say, serve, take_stdout, versions
 from workloads_e2e import TokenRequest
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from planning import Plan
 
     from raybatch.backends.base import Backend
-    from raybatch.config import EngineConfig
+    from raybatch.config import EngineConfig, PlanConfig
     from raybatch.types import Request
 
 PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
@@ -45,6 +44,15 @@ def kv_bytes_per_token(model: Path) -> int:
     fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads, layers = fields["num_key_value_heads"], fields["num_hidden_layers"]
     return int(2 * 4 * layers * heads * fields["head_dim"])
+
+
+def plan_config(variant: str) -> "PlanConfig | None":
+    """Return the plan's options of a variant such as "engine-plan"; None for one without a plan."""
+    from raybatch.config import PlanConfig
+
+    if variant.endswith("-plan"):
+        return PlanConfig()
+    return PlanConfig(sharing="multi_level") if variant.endswith("-plan-multi") else None
 
 
 class NativeEngine:
@@ -86,11 +94,12 @@ class NativeEngine:
         )
 
     def _plan(self, requests: Sequence[TokenRequest]) -> "Plan | None":
-        if self._config.variant != "engine-plan":
+        config = plan_config(self._config.variant)
+        if config is None:
             return None
         from planning import plan_requests
 
-        return plan_requests(requests, self._config.settings.block_size)
+        return plan_requests(requests, self._config.settings.block_size, config)
 
     def _load(self) -> "Backend":
         from raybatch.backends.create import create_backend
@@ -137,17 +146,10 @@ def run_job(config: PeerConfig) -> float:
         engine=engine_config(config),
         pool=PoolConfig(replicas=config.options["replicas"]),
     )
-    options = plan_options(config, inspect.signature(Job).parameters)
-    report = Job(config.options["input"], config.options["output"], stage, **options).run()
+    plan = plan_config(config.variant) or "off"
+    report = Job(config.options["input"], config.options["output"], stage, plan=plan).run()
     ray.shutdown()
     return report.engines_s
-
-
-def plan_options(config: PeerConfig, known: Collection[str]) -> dict[str, Any]:
-    """Return the job's options for a plan, or against one where jobs know of plans."""
-    if config.variant == "job-plan":
-        return {"plan": {}}
-    return {"plan": "off"} if "plan" in known else {}
 
 
 def main() -> None:

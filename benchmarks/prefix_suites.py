@@ -29,6 +29,9 @@ class Side:
 
 SIDES = {
     "raybatch-plan": Side(venv="raybatch", script="peer_raybatch.py", variant="engine-plan"),
+    "raybatch-multi-plan": Side(
+        venv="raybatch", script="peer_raybatch.py", variant="engine-plan-multi"
+    ),
     "raybatch": Side(venv="raybatch", script="peer_raybatch.py", variant="engine"),
     "vllm-compiled": Side(venv="vllm", script="peer_vllm.py", variant="compiled"),
     "vllm-eager": Side(venv="vllm", script="peer_vllm.py", variant="eager"),
@@ -140,13 +143,17 @@ def _on(sides: Sequence[str], *orders: PromptOrder, replicas: int = 1) -> tuple[
 PLANNED = _on(["raybatch-plan"], "shuffled")
 # the strongest cheap baseline, and the order in which files come
 BRIEF = PLANNED + _on(["vllm-compiled"], "sorted", "shuffled")
+# prefixes of prefixes, for trees
+MULTI_LEVEL = _on(["raybatch-multi-plan"], "shuffled")
 HEADLINE = (
     PLANNED
     + _on(["raybatch"], "shuffled", "sorted")
     + _on(["vllm-compiled"], "shuffled", "sorted", "groups")
     + _on(["vllm-eager"], "sorted")
 )
-EVERY_ENGINE = PLANNED + _on(["raybatch", "vllm-compiled", "vllm-eager"], *PROMPT_ORDERS)
+EVERY_ENGINE = (
+    PLANNED + MULTI_LEVEL + _on(["raybatch", "vllm-compiled", "vllm-eager"], *PROMPT_ORDERS)
+)
 CONTROL = PLANNED + _on(["raybatch"], "shuffled")
 JOBS = _on(["raybatch-job-plan"], "shuffled") + _on(["raydata-llm"], "shuffled", "sorted")
 EVERY_JOB = (
@@ -203,7 +210,7 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
         _trial(W1, 50, BRIEF),
         _trial(W1, 150, BRIEF),
         _trial(W2, 25, BRIEF),
-        _trial(W10, 25, BRIEF),
+        _trial(W10, 25, MULTI_LEVEL + BRIEF),
         _trial(ZERO, 25, CONTROL, 5),
         _trial(W1, 25, pools(*REPLICAS), 1),
         _trial(W1, 25, JOBS),

@@ -68,6 +68,7 @@ class Verdict:
     """The planned run of a cell against others, in one measure.
 
     Args:
+        side: that is judged.
         measure: "engine CPU s", "job wall s" or "job window s".
         planned: seconds of the planned run.
         cheap: best peer on sorted prompts or shuffled groups.
@@ -78,6 +79,7 @@ class Verdict:
     model: str
     workload: str
     kv_percent: int
+    side: str
     measure: str
     planned: float
     cheap: tuple[str, float] | None
@@ -149,6 +151,7 @@ def _verdict(
         model=planned.model,
         workload=planned.workload,
         kv_percent=planned.kv_percent,
+        side=planned.contestant.side,
         measure=measure,
         planned=own.median if own is not None else float("nan"),
         cheap=best(is_peer=True, is_shuffled=False),

@@ -53,20 +53,22 @@ def test_random_trees_hold_what_breaks_planners():
 def test_every_order_is_a_permutation_and_only_shuffled_ones_are_random():
     for order in PROMPT_ORDERS:
         assert sorted(rows_in_order(SMALL, order)) == list(range(16))
-    prompts = [build(SMALL)[row].prompt_ids for row in rows_in_order(SMALL, "sorted")]
+    requests = build(SMALL)
+    prompts = [requests[row].prompt_ids for row in rows_in_order(SMALL, "sorted")]
     assert prompts == sorted(prompts)
 
 
 def test_group_order_keeps_members_together_and_shuffles_the_groups():
-    prompts = [build(W1)[row].prompt_ids for row in rows_in_order(W1, "groups")]
-    heads = [prompt[:256] for prompt in prompts]
+    requests = build(W1)
+    heads = [requests[row].prompt_ids[:256] for row in rows_in_order(W1, "groups")]
     borders = [i for i in range(1, len(heads)) if heads[i] != heads[i - 1]]
     assert borders == list(range(16, 1024, 16))
     assert heads[::16] != sorted(heads[::16])
 
 
 def test_shuffled_order_spreads_the_groups():
-    heads = [build(W1)[row].prompt_ids[0] for row in rows_in_order(W1, "shuffled")]
+    requests = build(W1)
+    heads = [requests[row].prompt_ids[0] for row in rows_in_order(W1, "shuffled")]
     neighbours = sum(a == b for a, b in pairwise(heads))
     assert neighbours < 40
 
