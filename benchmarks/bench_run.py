@@ -225,10 +225,11 @@ class Bench:
     ) -> PeerProcess:
         """Start a peer; it loads the model by itself."""
         python = venvs.ensure(peer.venv, self.given_venvs)
+        block_size = peer.block_size or self.settings.block_size
         config = PeerConfig(
             model=str(self.model_folder(model)),
             variant=peer.variant,
-            settings=self.settings,
+            settings=dataclasses.replace(self.settings, block_size=block_size),
             options=dict(options or {}),
         )
         return PeerProcess(peer, python, config, self.folder / f"{peer.process_name}.log")

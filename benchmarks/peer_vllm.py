@@ -47,8 +47,8 @@ class VllmEngine:
 
         torch.set_num_threads(config.settings.num_threads)
         self._llm = LLM(model=config.model, disable_log_stats=False, **engine_options(config))
-        self._recomputed_tokens = 0
-        self._count_recomputed()
+        self._recomputed_tokens = self._num_steps = 0
+        self._listen()
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._kv_tokens = cache.num_gpu_blocks * cache.block_size
 
@@ -68,7 +68,8 @@ class VllmEngine:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        preemptions, recomputed = self._num_preemptions(), self._recomputed_tokens
+        preemptions, steps = self._num_preemptions(), self._num_steps
+        recomputed = self._recomputed_tokens
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return Answer(
             token_ids=[output.outputs[0].token_ids for output in outputs],
@@ -76,12 +77,13 @@ class VllmEngine:
                 "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
                 "preemptions": self._num_preemptions() - preemptions,
                 "recomputed_tokens": self._recomputed_tokens - recomputed,
+                "steps": self._num_steps - steps,
                 "kv_tokens": self._kv_tokens,
             },
         )
 
-    def _count_recomputed(self) -> None:
-        """Listen to the statistics of every step: `get_metrics` leaves preempted requests out."""
+    def _listen(self) -> None:
+        """Count from the statistics of every step: `get_metrics` leaves preempted requests out."""
         manager = self._llm.llm_engine.logger_manager
         record = manager.record
 
@@ -89,6 +91,7 @@ class VllmEngine:
             scheduler_stats: "SchedulerStats | None", *args: object, **kwargs: object
         ) -> None:
             if scheduler_stats is not None:
+                self._num_steps += 1
                 stats = scheduler_stats.prefix_cache_stats
                 self._recomputed_tokens += stats.preempted_queries - stats.preempted_hits
             record(scheduler_stats, *args, **kwargs)

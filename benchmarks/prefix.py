@@ -23,14 +23,15 @@ from e2e import RESULTS, add_run_options, named_models, names
 from models import SHAPES
 from peer_loop import Settings
 from prefix_orders import PROMPT_ORDERS, kv_tokens_for, sharing
-from prefix_suites import SIDES, SUITES, WORKLOADS, Trial, chosen
+from prefix_sides import SIDES
+from prefix_suites import SUITES, WORKLOADS, Trial, chosen
 from prefix_summary import summarize
 from runlog import RunLog
 from suites import Part
 from summary import failures, refusals
 
-# vLLM's attention on a CPU takes multiples of 32 alone
-SETTINGS = Settings(kv_tokens=0, max_model_len=0, block_size=32)
+# the rest is set for each trial
+SETTINGS = Settings(kv_tokens=0, max_model_len=0, block_size=16)
 
 
 def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
@@ -43,7 +44,7 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"comma separated, of {', '.join(WORKLOADS)}")
     parser.add_argument("--models", help=f"comma separated, of {', '.join(SHAPES)}, or folders")
     parser.add_argument("--repetitions", type=int, help="instead of the suite's")
-    parser.add_argument("--block-size", type=int, default=SETTINGS.block_size)
+    parser.add_argument("--block-size", type=int, default=16, help="of raybatch, in tokens")
     add_run_options(parser)
     return parser.parse_args(arguments)
 
@@ -66,9 +67,8 @@ def run_trial(bench: Bench, trial: Trial) -> None:
     )
     part = sized_to_vocabulary(part, bench.model_folder(trial.model))
     (workload,) = part.engine
-    block_size = bench.settings.block_size
-    kv_tokens = kv_tokens_for(workload, trial.kv_percent / 100, block_size)
-    shared = sharing(workload, block_size)
+    shared = sharing(workload, bench.settings.block_size)
+    kv_tokens = kv_tokens_for(shared, trial.kv_percent / 100)
     key = (trial.model, workload.name, f"kv{trial.kv_percent}")
     if not bench.log.find("facts", *key):
         bench.log.add("facts", *key, {"kv_tokens": kv_tokens, **dataclasses.asdict(shared)})

@@ -13,6 +13,8 @@ from token_streams import stream
 from workloads_e2e import TokenRequest, Workload, build
 
 PromptOrder = Literal["shuffled", "sorted", "groups"]
+# of any side, so that the same number of tokens is whole blocks for all
+LARGEST_BLOCK = 32
 PROMPT_ORDERS: tuple[PromptOrder, ...] = get_args(PromptOrder)
 
 
@@ -79,16 +81,15 @@ def sharing(workload: Workload, block_size: int) -> Sharing:
     )
 
 
-def kv_tokens_for(workload: Workload, fraction: float, block_size: int) -> int:
-    """Return a KV size as a fraction of the shared prefixes, in whole blocks.
+def kv_tokens_for(facts: Sharing, fraction: float) -> int:
+    """Return a KV size as a fraction of the shared prefixes, in whole blocks of every side.
 
     A workload that shares nothing counts its prompts like the prefixes of groups of sixteen.
     Two of the longest requests always fit.
     """
-    facts = sharing(workload, block_size)
     prefixes = facts.shared_tokens or facts.prompt_tokens // 16
-    wanted = max(round(prefixes * fraction), 2 * (facts.longest + block_size))
-    return -(-wanted // block_size) * block_size
+    wanted = max(round(prefixes * fraction), 2 * (facts.longest + LARGEST_BLOCK))
+    return -(-wanted // LARGEST_BLOCK) * LARGEST_BLOCK
 
 
 def _common_len(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,8 +1,4 @@
-"""What the prefix benchmark measures: workloads, KV sizes, and who runs them in which order.
-
-A contestant is one side (an engine, a job or a pool, with its settings) that gets the prompts in
-one order, with one KV size, on some replicas. Its name says all of this.
-"""
+"""What the prefix benchmark measures: workloads, KV sizes, and who runs them in which order."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,80 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefix_orders import PROMPT_ORDERS, PromptOrder
-from suites import Peer, PeerKind
+from prefix_sides import Contestant
 from workloads_e2e import Workload
 from workloads_prefix import GroupClass
 
 SuiteName = Literal["smoke", "default", "full"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One way to run prompts."""
-
-    venv: str
-    script: str
-    variant: str
-    kind: PeerKind = "engine"
-
-
-SIDES = {
-    "raybatch-plan": Side(venv="raybatch", script="peer_raybatch.py", variant="engine-plan"),
-    "raybatch-multi-plan": Side(
-        venv="raybatch", script="peer_raybatch.py", variant="engine-plan-multi"
-    ),
-    "raybatch": Side(venv="raybatch", script="peer_raybatch.py", variant="engine"),
-    "vllm-compiled": Side(venv="vllm", script="peer_vllm.py", variant="compiled"),
-    "vllm-eager": Side(venv="vllm", script="peer_vllm.py", variant="eager"),
-    "raybatch-job-plan": Side(
-        venv="raybatch", script="peer_raybatch.py", variant="job-plan", kind="job"
-    ),
-    "raybatch-job": Side(venv="raybatch", script="peer_raybatch.py", variant="job", kind="job"),
-    "raydata-llm": Side(venv="vllm", script="peer_raydata_llm.py", variant="eager", kind="job"),
-    "raybatch-pool-plan": Side(
-        venv="raybatch", script="peer_pool.py", variant="pool-plan", kind="pool"
-    ),
-    "raybatch-pool": Side(venv="raybatch", script="peer_pool.py", variant="pool", kind="pool"),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contestant:
-    """A side in one setting; `name` and `parse` are inverse."""
-
-    side: str
-    order: PromptOrder = "shuffled"
-    replicas: int = 1
-
-    def name(self, kv_percent: int) -> str:
-        return f"{self.side}/{self.order}/kv{kv_percent}/x{self.replicas}"
-
-    def peer(self, kv_percent: int) -> Peer:
-        """Return what the machinery runs; engines are shared by all orders."""
-        side = SIDES[self.side]
-        engine = f"{self.side}-kv{kv_percent}"
-        process = engine if side.kind == "engine" else f"{engine}-{self.order}-x{self.replicas}"
-        return Peer(
-            name=self.name(kv_percent),
-            venv=side.venv,
-            script=side.script,
-            variant=side.variant,
-            kind=side.kind,
-            replicas=self.replicas,
-            order=self.order,
-            process=process,
-        )
-
-
-def parse(name: str) -> tuple[Contestant, int]:
-    """Return the contestant and the KV percentage of a name."""
-    side, order, kv, replicas = name.split("/")
-    contestant = Contestant(
-        side=side,
-        order=next(known for known in PROMPT_ORDERS if known == order),
-        replicas=int(replicas.removeprefix("x")),
-    )
-    return contestant, int(kv.removeprefix("kv"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +74,7 @@ BRIEF = PLANNED + _on(["vllm-compiled"], "sorted", "shuffled")
 MULTI_LEVEL = _on(["raybatch-multi-plan"], "shuffled")
 HEADLINE = (
     PLANNED
+    + _on(["raybatch-32-plan"], "shuffled")
     + _on(["raybatch"], "shuffled", "sorted")
     + _on(["vllm-compiled"], "shuffled", "sorted", "groups")
     + _on(["vllm-eager"], "sorted")

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from prefix_suites import SIDES, Contestant, parse
+from prefix_sides import SIDES, Contestant, parse
 from suites import BASELINE, PeerKind
 from summary import Cell, Record, Spread, differing_rows, refusals, spread
 

@@ -35,6 +35,7 @@ class Peer:
         order: of the prompts that it gets; None leaves them as the workload lists them.
         process: name of the engine process that peers share who differ in nothing but their
             prompts' order; None for one of its own.
+        block_size: positions of one cache block, where it is not that of all.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Peer:
     baseline: str = BASELINE
     order: PromptOrder | None = None
     process: str | None = None
+    block_size: int | None = None
 
     @property
     def process_name(self) -> str:

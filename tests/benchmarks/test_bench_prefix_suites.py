@@ -3,7 +3,8 @@ import itertools
 import pytest
 from prefix import percents, versions
 from prefix_orders import rows_in_order
-from prefix_suites import SIDES, SUITES, W1, Contestant, chosen, parse, w1
+from prefix_sides import SIDES, Contestant, parse
+from prefix_suites import SUITES, W1, chosen, w1
 from runlog import RunLog
 from suites import rows_to_run
 
@@ -21,6 +22,12 @@ def test_orders_of_one_engine_share_its_process_and_kv_sizes_do_not():
     first, second = (Contestant(side="vllm-eager", order=o) for o in ("shuffled", "sorted"))
     assert first.peer(25).process_name == second.peer(25).process_name
     assert first.peer(25).process_name != first.peer(50).process_name
+
+
+def test_every_side_on_vllm_has_blocks_that_its_attention_takes():
+    for name, side in SIDES.items():
+        peer = Contestant(side=name).peer(25)
+        assert (peer.block_size == 32) == (side.venv == "vllm" or "-32-" in name), name
 
 
 def test_jobs_and_pools_have_processes_of_their_own():

@@ -2,7 +2,7 @@ import dataclasses
 from collections import Counter
 from itertools import pairwise
 
-from prefix_orders import PROMPT_ORDERS, kv_tokens_for, rows_in_order, sharing
+from prefix_orders import LARGEST_BLOCK, PROMPT_ORDERS, kv_tokens_for, rows_in_order, sharing
 from prefix_suites import W1, W2, W10, ZERO, classes, w1
 from workloads_e2e import build, digest, from_json
 
@@ -98,13 +98,15 @@ def test_w1_can_save_all_prefixes_but_one_of_each_group():
 
 
 def test_kv_is_a_share_of_the_prefixes_in_whole_blocks():
-    assert [kv_tokens_for(W1, f, 32) for f in (0.25, 0.5, 1.5)] == [4096, 8192, 24576]
-    assert kv_tokens_for(W1, 0.3, 32) % 32 == 0
+    facts = sharing(W1, 16)
+    assert [kv_tokens_for(facts, f) for f in (0.25, 0.5, 1.5)] == [4096, 8192, 24576]
+    assert kv_tokens_for(facts, 0.3) % LARGEST_BLOCK == 0
 
 
 def test_kv_always_holds_two_of_the_longest_requests():
-    assert kv_tokens_for(SMALL, 0.01, 16) >= 2 * sharing(SMALL, 16).longest
+    facts = sharing(SMALL, 16)
+    assert kv_tokens_for(facts, 0.01) >= 2 * facts.longest
 
 
 def test_kv_of_a_workload_without_sharing_is_that_of_groups_of_sixteen():
-    assert kv_tokens_for(ZERO, 0.25, 32) == 256 * 288 // 16 // 4
+    assert kv_tokens_for(sharing(ZERO, 16), 0.25) == 256 * 288 // 16 // 4
