@@ -93,7 +93,8 @@ def count_cached_tokens(processor: "Processor") -> None:
 
             vLLMOutputData.from_vllm_engine_output = counted
 
-    stage.fn = CountingStage
+    # an assignment would be validated anew and ask for a GPU
+    object.__setattr__(stage, "fn", CountingStage)
 
 
 def run(config: PeerConfig) -> None:
