@@ -1,6 +1,6 @@
 """Prefix work beside the peers: prompts that share prefixes, little KV memory, every cheap order.
 
-python benchmarks/prefix.py                      the published tables, about a quarter of an hour
+python benchmarks/prefix.py                      the published tables, about 17 minutes
 python benchmarks/prefix.py --suite full         every workload, KV size, order and peer; hours
 python benchmarks/prefix.py --workloads W2 --kv 50 --peers raybatch-plan,vllm-eager --orders sorted
 

@@ -54,7 +54,7 @@ def w1(sharing_degree: int, num_requests: int = 1024) -> Workload:
 
 
 W1 = w1(16)
-ZERO = classes("zero share", (256, 1, 0, 288, 16))
+ZERO = classes("zero share", (128, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
 W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_len=8)
 DOCS = classes("docs", (16, 16, 512, 16, 8))
@@ -68,14 +68,15 @@ def _on(sides: Sequence[str], *orders: PromptOrder, replicas: int = 1) -> tuple[
 
 
 PLANNED = _on(["raybatch-plan"], "shuffled")
-# the strongest cheap baseline, and the order in which files come
-BRIEF = PLANNED + _on(["vllm-compiled"], "sorted", "shuffled")
+# the strongest cheap baseline alone, and with the order in which files come
+CHEAP = PLANNED + _on(["vllm-compiled"], "sorted")
+BRIEF = CHEAP + _on(["vllm-compiled"], "shuffled")
 # prefixes of prefixes, for trees
 MULTI_LEVEL = _on(["raybatch-multi-plan"], "shuffled")
 HEADLINE = (
     PLANNED
     + _on(["raybatch-32-plan"], "shuffled")
-    + _on(["raybatch"], "shuffled", "sorted")
+    + _on(["raybatch"], "shuffled")
     + _on(["vllm-compiled"], "shuffled", "sorted", "groups")
     + _on(["vllm-eager"], "sorted")
 )
@@ -83,7 +84,7 @@ EVERY_ENGINE = (
     PLANNED + MULTI_LEVEL + _on(["raybatch", "vllm-compiled", "vllm-eager"], *PROMPT_ORDERS)
 )
 CONTROL = PLANNED + _on(["raybatch"], "shuffled")
-JOBS = _on(["raybatch-job-plan"], "shuffled") + _on(["raydata-llm"], "shuffled", "sorted")
+JOBS = _on(["raybatch-job-plan", "raydata-llm"], "shuffled")
 EVERY_JOB = (
     _on(["raybatch-job-plan"], "shuffled")
     + _on(["raybatch-job"], "shuffled", "sorted")
@@ -135,13 +136,15 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
     ),
     "default": (
         _trial(W1, 25, HEADLINE),
-        _trial(W1, 50, BRIEF),
+        _trial(W1, 50, CHEAP),
         _trial(W1, 150, BRIEF),
         _trial(W2, 25, BRIEF),
-        _trial(W10, 25, MULTI_LEVEL + BRIEF),
+        _trial(W10, 25, MULTI_LEVEL + CHEAP),
+        _trial(DOCS, 25, BRIEF),
         _trial(ZERO, 25, CONTROL, 5),
-        _trial(W1, 25, pools(*REPLICAS), 1),
+        _trial(W1, 25, pools(2, 4), 1),
         _trial(W1, 25, JOBS),
+        _trial(W1, 25, _on(["raydata-llm"], "sorted"), 1),
     ),
     "full": (
         *(

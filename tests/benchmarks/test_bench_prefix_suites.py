@@ -46,8 +46,14 @@ def test_a_peer_runs_all_rows_in_its_order():
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_every_trial_of_a_suite_has_a_planned_run(suite):
-    assert all(any(c.side.endswith("-plan") for c in t.contestants) for t in SUITES[suite])
+def test_every_workload_and_kv_size_of_a_suite_has_a_planned_run(suite):
+    cells = {(t.workload.name, t.kv_percent) for t in SUITES[suite]}
+    planned = {
+        (t.workload.name, t.kv_percent)
+        for t in SUITES[suite]
+        if any(c.side.endswith("-plan") for c in t.contestants)
+    }
+    assert planned == cells
 
 
 def test_a_cell_measures_nothing_twice():

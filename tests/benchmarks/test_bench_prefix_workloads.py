@@ -109,4 +109,4 @@ def test_kv_always_holds_two_of_the_longest_requests():
 
 
 def test_kv_of_a_workload_without_sharing_is_that_of_groups_of_sixteen():
-    assert kv_tokens_for(sharing(ZERO, 16), 0.25) == 256 * 288 // 16 // 4
+    assert kv_tokens_for(sharing(ZERO, 16), 0.25) == 128 * 288 // 16 // 4
