@@ -15,6 +15,7 @@ from workloads_e2e import TokenRequest, Workload, build
 PromptOrder = Literal["shuffled", "sorted", "groups"]
 # of any side, so that the same number of tokens is whole blocks for all
 LARGEST_BLOCK = 32
+W1_PREFIX_TOKENS = 64 * 256
 PROMPT_ORDERS: tuple[PromptOrder, ...] = get_args(PromptOrder)
 
 
@@ -84,10 +85,9 @@ def sharing(workload: Workload, block_size: int) -> Sharing:
 def kv_tokens_for(facts: Sharing, fraction: float) -> int:
     """Return a KV size as a fraction of the shared prefixes, in whole blocks of every side.
 
-    A workload that shares nothing counts its prompts like the prefixes of groups of sixteen.
-    Two of the longest requests always fit.
+    A workload that shares nothing takes what W1 takes. Two of the longest requests always fit.
     """
-    prefixes = facts.shared_tokens or facts.prompt_tokens // 16
+    prefixes = facts.shared_tokens or W1_PREFIX_TOKENS
     wanted = max(round(prefixes * fraction), 2 * (facts.longest + LARGEST_BLOCK))
     return -(-wanted // LARGEST_BLOCK) * LARGEST_BLOCK
 

@@ -108,5 +108,7 @@ def test_kv_always_holds_two_of_the_longest_requests():
     assert kv_tokens_for(facts, 0.01) >= 2 * facts.longest
 
 
-def test_kv_of_a_workload_without_sharing_is_that_of_groups_of_sixteen():
-    assert kv_tokens_for(sharing(ZERO, 16), 0.25) == 128 * 288 // 16 // 4
+def test_kv_of_a_workload_without_sharing_is_that_of_w1():
+    for fraction in (0.25, 1.5):
+        w1_tokens = kv_tokens_for(sharing(W1, 16), fraction)
+        assert kv_tokens_for(sharing(ZERO, 16), fraction) == w1_tokens
