@@ -23,15 +23,21 @@ from e2e import RESULTS, add_run_options, named_models, names
 from models import SHAPES
 from peer_loop import Settings
 from prefix_orders import PROMPT_ORDERS, kv_tokens_for, sharing
-from prefix_sides import SIDES
+from prefix_sides import SIDES, VLLM_BLOCK_SIZE
 from prefix_suites import SUITES, WORKLOADS, Trial, chosen
 from prefix_summary import summarize
 from runlog import RunLog
 from suites import Part
 from summary import failures, refusals
 
-# the rest is set for each trial
-SETTINGS = Settings(kv_tokens=0, max_model_len=0, block_size=16)
+# the zeros are set for each trial
+SETTINGS = Settings(kv_tokens=0, max_model_len=0, max_batched_tokens=0, block_size=16)
+PER_TRIAL = {
+    "kv_tokens": "by workload, see the tables",
+    "max_model_len": "longest request of the workload",
+    "max_batched_tokens": "2048, for W2 256",
+    "block_size_of_vllm": VLLM_BLOCK_SIZE,
+}
 
 
 def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
@@ -126,7 +132,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         is_cut = True
-    report(log, described | {"settings": identity, "versions": versions(log)}, args)
+    described |= {"settings": identity | PER_TRIAL, "versions": versions(log)}
+    report(log, described, args)
     if is_cut:
         return 2
     return 1 if refusals(log) or failures(log) else 0

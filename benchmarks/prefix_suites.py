@@ -54,7 +54,7 @@ def w1(sharing_degree: int, num_requests: int = 1024) -> Workload:
 
 
 W1 = w1(16)
-ZERO = classes("zero share", (128, 1, 0, 288, 16))
+ZERO = classes("zero share", (256, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
 W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_len=8)
 DOCS = classes("docs", (16, 16, 512, 16, 8))
