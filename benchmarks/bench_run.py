@@ -113,12 +113,14 @@ class Bench:
 
     def _attempt(self, fleet: "Fleet", workload: Workload, peer: Peer, *, is_warm_up: bool) -> None:
         """Let a peer run once; one that fails is left out for the rest of its model."""
-        if peer.name in fleet.failed:
+        if peer.process_name in fleet.failed:
             return
         try:
             process = fleet.get(peer)
             rows = rows_to_run(workload, peer)
             if is_warm_up:
+                if not fleet.needs_warm_up(peer, workload):
+                    return
                 if peer.name != BASELINE:
                     rows = (rows or list(range(workload.num_requests)))[:NUM_WARM_UP_ROWS]
                 answer = process.run(workload, rows, is_warm_up=True)
@@ -128,7 +130,7 @@ class Bench:
             is_quiet = wait_quiet(self.quiet_wait_s)
             answer = process.run(workload, rows)
         except (PeerError, venvs.VenvError) as error:
-            fleet.failed.add(peer.name)
+            fleet.failed.add(peer.process_name)
             self._log_failure(fleet.model, workload, peer, error)
             return
         self._log_measure(fleet.model, workload, peer, {**answer, "rows": rows, "quiet": is_quiet})
@@ -160,7 +162,7 @@ class Bench:
         requests = workloads_e2e.build(workload)
         files = self.folder / "job"
         shutil.rmtree(files, ignore_errors=True)
-        job_data.write_input(requests, files / "in")
+        job_data.write_input(requests, files / "in", rows_to_run(workload, peer))
         options = {
             "input": str(files / "in"),
             "output": str(files / "out"),
@@ -173,11 +175,12 @@ class Bench:
             start, end = output.window
             answer["window_s"] = end - start
             answer["window_cpu_s"] = meter.cpu_s_between(start, end)
+        counters = {} if output.cached_tokens is None else {"cached_tokens": output.cached_tokens}
         return answer | {
             "wall_s": meter.wall_s,
             "cpu_s": meter.cpu_s,
             "foreign_cores": meter.foreign_cores,
-            **outcome(requests, Answer(token_ids=output.token_ids)),
+            **outcome(requests, Answer(token_ids=output.token_ids, counters=counters)),
         }
 
     def _run_pool(self, model: str, workload: Workload, peer: Peer) -> Record:
@@ -186,10 +189,12 @@ class Bench:
         with self.start(peer, model, {"replicas": peer.replicas}) as process:
             facts = process.answer()
             process.run(other, list(range(min(NUM_WARM_UP_ROWS, other.num_requests))))
-            answer = process.run(workload, None)
+            rows = rows_to_run(workload, peer)
+            answer = process.run(workload, rows)
             engines = process.engine_memories()
         answer["cpu_s"] = answer["tree_cpu_s"]
         return answer | {
+            "rows": rows,
             "versions": facts["versions"],
             "load_s": facts["load_s"],
             "engines": [dataclasses.asdict(engine) for engine in engines],
@@ -220,13 +225,14 @@ class Bench:
     ) -> PeerProcess:
         """Start a peer; it loads the model by itself."""
         python = venvs.ensure(peer.venv, self.given_venvs)
+        block_size = peer.block_size or self.settings.block_size
         config = PeerConfig(
             model=str(self.model_folder(model)),
             variant=peer.variant,
-            settings=self.settings,
+            settings=dataclasses.replace(self.settings, block_size=block_size),
             options=dict(options or {}),
         )
-        return PeerProcess(peer, python, config, self.folder / f"{peer.name}.log")
+        return PeerProcess(peer, python, config, self.folder / f"{peer.process_name}.log")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,16 +244,25 @@ class Fleet:
     stack: contextlib.ExitStack
     processes: dict[str, PeerProcess] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    warm: set[tuple[str, str]] = field(default_factory=set)
+
+    def needs_warm_up(self, peer: Peer, workload: Workload) -> bool:
+        """Return whether no peer of this one's process has run the workload yet; asked once."""
+        key = (peer.process_name, workload.name)
+        is_new = key not in self.warm
+        self.warm.add(key)
+        return is_new
 
     def get(self, peer: Peer) -> PeerProcess:
         """Return the process of a peer, loaded."""
-        if peer.name not in self.processes:
-            say(f"{self.model}: loading {peer.name}")
+        name = peer.process_name
+        if name not in self.processes:
+            say(f"{self.model}: loading {name}")
             process = self.stack.enter_context(self.bench.start(peer, self.model))
             answer = process.answer()
-            self.bench.log.add("load", self.model, "", peer.name, answer)
-            self.processes[peer.name] = process
-        return self.processes[peer.name]
+            self.bench.log.add("load", self.model, "", name, answer)
+            self.processes[name] = process
+        return self.processes[name]
 
 
 def sized_to_vocabulary(part: Part, folder: Path) -> Part:

@@ -25,12 +25,13 @@ FEATURES = (
 )
 
 
-def gather(root: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def gather(root: Path, arguments: Sequence[str], *, script: str = "e2e.py") -> dict[str, Any]:
     """Describe machine, software and the state of the source tree.
 
     Args:
         root: of the git checkout.
         arguments: of the command line; folders in them are left out.
+        script: in this folder, that the command line started.
     """
     model, features = _cpu()
     return {
@@ -44,7 +45,7 @@ def gather(root: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": _git(root, "rev-parse", "--short=12", "HEAD"),
         "is_tree_clean": _git(root, "status", "--porcelain", "--untracked-files=no") == "",
-        "command": " ".join(["python benchmarks/e2e.py", *without_folders(arguments)]),
+        "command": " ".join([f"python benchmarks/{script}", *without_folders(arguments)]),
     }
 
 

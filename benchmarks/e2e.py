@@ -39,6 +39,12 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"comma separated, of {', '.join(WORKLOADS)}")
     parser.add_argument("--requests", type=int, help="another size for every workload")
     parser.add_argument("--repetitions", type=int, default=3)
+    add_run_options(parser)
+    return parser.parse_args(arguments)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where and how a run runs, not what it measures."""
     parser.add_argument(
         "--venv", action="append", default=[], help="NAME=FOLDER: take this venv, make none"
     )
@@ -46,7 +52,6 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run", help="name of the run to begin or continue")
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name")
     parser.add_argument("--no-results", action="store_true", help="print only, write no files")
-    return parser.parse_args(arguments)
 
 
 def names(value: str | None, known: Sequence[str], option: str) -> list[str]:

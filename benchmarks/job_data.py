@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.dataset
 import pyarrow.parquet
 from workloads_e2e import TokenRequest
+
+# raybatch's own column, and the one that the peer's script adds
+CACHED_COLUMNS = ("num_cached_tokens", "cached_tokens")
 
 
 class JobOutputError(RuntimeError):
@@ -16,22 +20,38 @@ class JobOutputError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutput:
-    """What a job wrote: tokens by row, and the engine's window where the peer stamps it."""
+    """What a job wrote: tokens by row, and what the peer says about its engines.
+
+    Args:
+        token_ids: of each row.
+        window: first request queued and last token, in seconds; None where they are not stamped.
+        cached_tokens: prompt tokens from the prefix cache; None where they are not told.
+    """
 
     token_ids: list[list[int]]
     window: tuple[float, float] | None
+    cached_tokens: int | None
 
 
-def write_input(requests: Sequence[TokenRequest], folder: Path) -> None:
-    """Write one Parquet file with the columns id, tokenized_prompt and output_len."""
+def write_input(
+    requests: Sequence[TokenRequest], folder: Path, rows: Sequence[int] | None = None
+) -> None:
+    """Write one Parquet file with the columns id, tokenized_prompt and output_len.
+
+    Args:
+        requests: of the job.
+        folder: to write into.
+        rows: the order of the requests in the file; None keeps theirs.
+    """
+    rows = range(len(requests)) if rows is None else rows
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table(
         {
-            "id": pa.array(range(len(requests)), pa.int64()),
+            "id": pa.array(rows, pa.int64()),
             "tokenized_prompt": pa.array(
-                [list(request.prompt_ids) for request in requests], pa.list_(pa.int32())
+                [list(requests[row].prompt_ids) for row in rows], pa.list_(pa.int32())
             ),
-            "output_len": pa.array([request.output_len for request in requests], pa.int64()),
+            "output_len": pa.array([requests[row].output_len for row in rows], pa.int64()),
         }
     )
     pyarrow.parquet.write_table(table, folder / "prompts.parquet")
@@ -52,4 +72,9 @@ def read_output(folder: Path, num_rows: int) -> JobOutput:
     if "queued_s" in table.column_names:
         starts, ends = table["queued_s"].to_pylist(), table["finished_s"].to_pylist()
         window = (min(starts), max(ends))
-    return JobOutput(token_ids=[by_id[i] for i in range(num_rows)], window=window)
+    cached = [name for name in CACHED_COLUMNS if name in table.column_names]
+    return JobOutput(
+        token_ids=[by_id[i] for i in range(num_rows)],
+        window=window,
+        cached_tokens=pyarrow.compute.sum(table[cached[0]]).as_py() if cached else None,
+    )

@@ -1,4 +1,4 @@
-"""Peer: raybatch's pool of engine actors on a Ray of its own, loaded and warm.
+"""Peer: raybatch's pool of engine actors on a Ray of its own, loaded and warm; with a plan or not.
 
 What one replica and two replicas do with the same requests, without the start and the files of a
 job. One process measures one run: a pool has no way to forget the KV of an earlier one.
@@ -7,11 +7,13 @@ job. One process measures one run: a pool has no way to forget the KV of an earl
 import asyncio
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import ray
 from peer_loop import Answer, PeerConfig, serve
-from peer_raybatch import PACKAGES, engine_config
+from peer_raybatch import PACKAGES, engine_config, plan_config
+from planning import Plan, plan_requests
 from workloads_e2e import TokenRequest
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
@@ -29,6 +31,7 @@ class PoolEngine:
 
     def __init__(self, config: PeerConfig) -> None:
         replicas = int(config.options["replicas"])
+        self._config = config
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         self._handle = PoolHandle(
             PoolSpec(
@@ -53,7 +56,10 @@ class PoolEngine:
 
     def generate(self, requests: Sequence[TokenRequest]) -> Answer:
         before = self._handle.state().finished_by_pid
-        completions = asyncio.run(self._generate(requests))
+        plan = self._plan(requests)
+        rows = plan.rows if plan else list(range(len(requests)))
+        in_turn = asyncio.run(self._generate(requests, rows, plan))
+        completions = [c for _, c in sorted(zip(rows, in_turn, strict=True), key=itemgetter(0))]
         after = self._handle.state().finished_by_pid
         failed = [c.error for c in completions if c.error]
         if failed:
@@ -66,17 +72,28 @@ class PoolEngine:
             },
         )
 
-    async def _generate(self, requests: Sequence[TokenRequest]) -> list[Completion]:
+    def _plan(self, requests: Sequence[TokenRequest]) -> Plan | None:
+        config = plan_config(self._config.variant)
+        if config is None:
+            return None
+        return plan_requests(requests, self._config.settings.block_size, config)
+
+    async def _generate(
+        self, requests: Sequence[TokenRequest], rows: Sequence[int], plan: Plan | None
+    ) -> list[Completion]:
+        """Hand over the requests `rows` in turn; return their completions in the same order."""
         lengths = sorted({request.output_len for request in requests})
         samplings = tuple(Sampling(max_tokens=n, ignore_eos=True) for n in lengths)
         tables = []
-        for start in range(0, len(requests), ROWS_PER_BATCH):
-            batch = requests[start : start + ROWS_PER_BATCH]
+        for start in range(0, len(rows), ROWS_PER_BATCH):
+            batch = rows[start : start + ROWS_PER_BATCH]
             tables.append(
                 request_table(
-                    [str(start + i) for i in range(len(batch))],
-                    [np.asarray(request.prompt_ids, np.int32) for request in batch],
-                    sampling=[lengths.index(request.output_len) for request in batch],
+                    [str(row) for row in batch],
+                    [np.asarray(requests[row].prompt_ids, np.int32) for row in batch],
+                    sampling=[lengths.index(requests[row].output_len) for row in batch],
+                    group_ids=[plan.group_ids[row] for row in batch] if plan else None,
+                    prefix_lens=[plan.prefix_lens[row] for row in batch] if plan else None,
                 )
             )
         results = await asyncio.gather(*(self._handle.generate(t, samplings) for t in tables))

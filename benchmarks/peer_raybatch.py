@@ -1,4 +1,7 @@
-"""Peer: raybatch's native engine in this process ("engine"), or a whole job on Ray ("job")."""
+"""Peer: raybatch's native engine in this process, or a whole job on Ray; with a plan or without.
+
+Variants: "engine", "engine-plan" and "engine-plan-multi", and the same of "job".
+"""
 
 import json
 import sys
@@ -10,8 +13,10 @@ from peer_loop import Answer, PeerConfig, read_config, say, serve, take_stdout, 
 from workloads_e2e import TokenRequest
 
 if TYPE_CHECKING:
+    from planning import Plan
+
     from raybatch.backends.base import Backend
-    from raybatch.config import EngineConfig
+    from raybatch.config import EngineConfig, PlanConfig
     from raybatch.types import Request
 
 PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
@@ -41,6 +46,15 @@ def kv_bytes_per_token(model: Path) -> int:
     return int(2 * 4 * layers * heads * fields["head_dim"])
 
 
+def plan_config(variant: str) -> "PlanConfig | None":
+    """Return the plan's options of a variant such as "engine-plan"; None for one without a plan."""
+    from raybatch.config import PlanConfig
+
+    if variant.endswith("-plan"):
+        return PlanConfig()
+    return PlanConfig(sharing="multi_level") if variant.endswith("-plan-multi") else None
+
+
 class NativeEngine:
     """The native backend, driven as a replica drives it; a fresh one for every run."""
 
@@ -56,7 +70,8 @@ class NativeEngine:
         return self.generate(requests)
 
     def generate(self, requests: Sequence[TokenRequest]) -> Answer:
-        self._backend.submit(_native_requests(requests))
+        plan = self._plan(requests)
+        self._backend.submit(native_requests(requests, plan))
         token_ids: list[list[int]] = [[] for _ in requests]
         cached_tokens = 0
         while self._backend.num_unfinished():
@@ -71,10 +86,20 @@ class NativeEngine:
             counters={
                 "cached_tokens": cached_tokens,
                 "preemptions": stats.num_preemptions,
+                "recomputed_tokens": stats.num_recomputed_tokens,
                 "steps": stats.num_steps,
                 "kv_tokens": self._backend.capacity().kv_tokens,
+                **({"plan_s": plan.plan_s} if plan else {}),
             },
         )
+
+    def _plan(self, requests: Sequence[TokenRequest]) -> "Plan | None":
+        config = plan_config(self._config.variant)
+        if config is None:
+            return None
+        from planning import plan_requests
+
+        return plan_requests(requests, self._config.settings.block_size, config)
 
     def _load(self) -> "Backend":
         from raybatch.backends.create import create_backend
@@ -83,7 +108,8 @@ class NativeEngine:
         return create_backend(self._config.model, BackendConfig(), engine_config(self._config))
 
 
-def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":
+def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "list[Request]":
+    """Return the requests as the engine takes them: as given, or grouped in planned order."""
     import numpy as np
 
     from raybatch.types import Request, Sampling
@@ -96,10 +122,12 @@ def _native_requests(requests: Sequence[TokenRequest]) -> "list[Request]":
         Request(
             request_id=i,
             row_id=str(i),
-            prompt_token_ids=np.asarray(request.prompt_ids, np.int32),
-            sampling=samplings[request.output_len],
+            prompt_token_ids=np.asarray(requests[i].prompt_ids, np.int32),
+            sampling=samplings[requests[i].output_len],
+            group_id=plan.group_ids[i] if plan else None,
+            prefix_len=plan.prefix_lens[i] if plan else 0,
         )
-        for i, request in enumerate(requests)
+        for i in (plan.rows if plan else range(len(requests)))
     ]
 
 
@@ -118,7 +146,8 @@ def run_job(config: PeerConfig) -> float:
         engine=engine_config(config),
         pool=PoolConfig(replicas=config.options["replicas"]),
     )
-    report = Job(config.options["input"], config.options["output"], stage).run()
+    plan = plan_config(config.variant) or "off"
+    report = Job(config.options["input"], config.options["output"], stage, plan=plan).run()
     ray.shutdown()
     return report.engines_s
 
@@ -126,7 +155,7 @@ def run_job(config: PeerConfig) -> float:
 def main() -> None:
     """Serve an engine, or run one job and say which versions ran it."""
     config = read_config(sys.argv[1])
-    if config.variant == "engine":
+    if config.variant.startswith("engine"):
         serve(NativeEngine, PACKAGES)
         return
     answers = take_stdout()

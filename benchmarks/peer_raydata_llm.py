@@ -12,6 +12,7 @@ from peer_vllm import engine_options
 
 if TYPE_CHECKING:
     from ray.data.llm import Processor
+    from vllm import RequestOutput
 
 BATCH_SIZE = 16
 
@@ -66,9 +67,34 @@ def build_processor(config: PeerConfig) -> "Processor":
             "generated_tokens": row["generated_tokens"],
             "queued_s": stamps.get("queued_ts", 0.0),
             "finished_s": stamps.get("last_token_ts", 0.0),
+            "cached_tokens": int(stamps.get("cached_tokens") or 0),
         }
 
-    return build(processor_config, preprocess=preprocess, postprocess=postprocess)
+    processor = build(processor_config, preprocess=preprocess, postprocess=postprocess)
+    count_cached_tokens(processor)
+    return processor
+
+
+def count_cached_tokens(processor: "Processor") -> None:
+    """Let the engine stage put each row's cached tokens beside its stamps, which leave them out."""
+    stage = processor.get_stage_by_name("vLLMEngineStage")
+
+    class CountingStage(stage.fn):  # type: ignore[name-defined, misc]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMOutputData
+
+            convert = vLLMOutputData.from_vllm_engine_output
+
+            def counted(output: "RequestOutput") -> vLLMOutputData:
+                data = convert(output)
+                data.metrics = {**(data.metrics or {}), "cached_tokens": output.num_cached_tokens}
+                return data
+
+            vLLMOutputData.from_vllm_engine_output = counted
+
+    # an assignment would be validated anew and ask for a GPU
+    object.__setattr__(stage, "fn", CountingStage)
 
 
 def run(config: PeerConfig) -> None:

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer_loop import Answer, PeerConfig, serve
 from workloads_e2e import TokenRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
 
 # read by vLLM when it is imported: no engine core process, no pinning of threads
 ENVIRONMENT = {
@@ -44,6 +47,8 @@ class VllmEngine:
 
         torch.set_num_threads(config.settings.num_threads)
         self._llm = LLM(model=config.model, disable_log_stats=False, **engine_options(config))
+        self._recomputed_tokens = self._num_steps = 0
+        self._listen()
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._kv_tokens = cache.num_gpu_blocks * cache.block_size
 
@@ -63,16 +68,35 @@ class VllmEngine:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        preemptions = self._num_preemptions()
+        preemptions, steps = self._num_preemptions(), self._num_steps
+        recomputed = self._recomputed_tokens
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return Answer(
             token_ids=[output.outputs[0].token_ids for output in outputs],
             counters={
                 "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
                 "preemptions": self._num_preemptions() - preemptions,
+                "recomputed_tokens": self._recomputed_tokens - recomputed,
+                "steps": self._num_steps - steps,
                 "kv_tokens": self._kv_tokens,
             },
         )
+
+    def _listen(self) -> None:
+        """Count from the statistics of every step: `get_metrics` leaves preempted requests out."""
+        manager = self._llm.llm_engine.logger_manager
+        record = manager.record
+
+        def listen(
+            scheduler_stats: "SchedulerStats | None", *args: object, **kwargs: object
+        ) -> None:
+            if scheduler_stats is not None:
+                self._num_steps += 1
+                stats = scheduler_stats.prefix_cache_stats
+                self._recomputed_tokens += stats.preempted_queries - stats.preempted_hits
+            record(scheduler_stats, *args, **kwargs)
+
+        manager.record = listen
 
     def _num_preemptions(self) -> float:
         return sum(

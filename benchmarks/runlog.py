@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["load", "reference", "warm_up", "measure", "failure"]
+Kind = Literal["load", "facts", "reference", "warm_up", "measure", "failure"]
 Record = dict[str, Any]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from prefix_orders import PromptOrder, rows_in_order
 from workloads_e2e import Kind, Workload, scaled
 
 PeerKind = Literal["engine", "job", "pool"]
@@ -31,6 +32,10 @@ class Peer:
         capped_kinds: the kinds of workload to which `max_requests` applies.
         replicas: engines of one job or pool.
         baseline: the peer that its rates are compared with.
+        order: of the prompts that it gets; None leaves them as the workload lists them.
+        process: name of the engine process that peers share who differ in nothing but their
+            prompts' order; None for one of its own.
+        block_size: positions of one cache block, where it is not that of all.
     """
 
     name: str
@@ -42,6 +47,14 @@ class Peer:
     capped_kinds: tuple[Kind, ...] = ("random", "mixed", "tail", "shared")
     replicas: int = 1
     baseline: str = BASELINE
+    order: PromptOrder | None = None
+    process: str | None = None
+    block_size: int | None = None
+
+    @property
+    def process_name(self) -> str:
+        """Name of the process that answers for this peer."""
+        return self.process or self.name
 
 
 PEERS = {
@@ -238,7 +251,12 @@ def parts(
 
 
 def rows_to_run(workload: Workload, peer: Peer) -> list[int] | None:
-    """Return the requests that a slow peer runs, from the start; None for all."""
+    """Return the requests that a peer runs, in its order; None for all as the workload lists them.
+
+    A slow peer runs those at the start.
+    """
+    if peer.order is not None:
+        return list(rows_in_order(workload, peer.order))
     if peer.max_requests is None or workload.kind not in peer.capped_kinds:
         return None
     if peer.max_requests >= workload.num_requests:

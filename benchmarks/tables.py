@@ -4,16 +4,28 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from meters import QUIET_CORES
 from suites import PeerKind
 from summary import Cell, Row, Spread
 
-_Column = tuple[str, Callable[[Row], str]]
+_R = TypeVar("_R")
+# head, and the cell of a row
+Column = tuple[str, Callable[[_R], str]]
 
 
-def _spread(value: Spread | None) -> str:
+class HasRows(Protocol):
+    """A frozen row of any table."""
+
+    @property
+    def equal_rows(self) -> tuple[int, int] | None: ...
+
+    @property
+    def foreign_cores(self) -> float: ...
+
+
+def show_spread(value: Spread | None) -> str:
     if value is None:
         return "-"
     return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
@@ -23,11 +35,11 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _equal_rows(row: Row) -> str:
+def equal_rows(row: HasRows) -> str:
     return "-" if row.equal_rows is None else f"{row.equal_rows[0]}/{row.equal_rows[1]}"
 
 
-def _noise(row: Row) -> str:
+def noise(row: HasRows) -> str:
     mark = " noisy" if row.foreign_cores > QUIET_CORES else ""
     return f"{row.foreign_cores:.2f}{mark}"
 
@@ -36,52 +48,52 @@ def _mebibytes(name: str) -> Callable[[Row], str]:
     return lambda row: "-" if row.memory is None else f"{row.memory[name] / 2**20:.0f}"
 
 
-def _head(name: str) -> _Column:
+def _head(name: str) -> Column[Row]:
     return name, lambda row: str(getattr(row, name))
 
 
-ENGINE_COLUMNS: tuple[_Column, ...] = (
+ENGINE_COLUMNS: tuple[Column[Row], ...] = (
     _head("model"),
     _head("workload"),
     _head("peer"),
     ("rows", lambda row: str(row.num_requests)),
-    ("engine CPU s", lambda row: _spread(row.cpu_s)),
-    ("wall s", lambda row: _spread(row.wall_s)),
+    ("engine CPU s", lambda row: show_spread(row.cpu_s)),
+    ("wall s", lambda row: show_spread(row.wall_s)),
     ("out tok/CPU s", lambda row: f"{row.rate_cpu:.0f}"),
     ("out tok/s", lambda row: f"{row.rate_wall:.0f}"),
     ("ratio CPU", lambda row: _ratio(row.ratio_cpu)),
     ("ratio wall", lambda row: _ratio(row.ratio_wall)),
-    ("equal rows", _equal_rows),
+    ("equal rows", equal_rows),
     ("hit rate", lambda row: "-" if row.hit_rate is None else f"{row.hit_rate:.3f}"),
     ("load s", lambda row: "-" if row.load_s is None else f"{row.load_s:.1f}"),
-    ("foreign cores", _noise),
+    ("foreign cores", noise),
     ("runs", lambda row: str(row.num_repetitions)),
 )
 
-JOB_COLUMNS: tuple[_Column, ...] = (
+JOB_COLUMNS: tuple[Column[Row], ...] = (
     _head("model"),
     _head("workload"),
     _head("peer"),
     ("rows", lambda row: str(row.num_requests)),
-    ("job wall s", lambda row: _spread(row.wall_s)),
-    ("job CPU s", lambda row: _spread(row.cpu_s)),
-    ("engine window s", lambda row: _spread(row.window_s)),
+    ("job wall s", lambda row: show_spread(row.wall_s)),
+    ("job CPU s", lambda row: show_spread(row.cpu_s)),
+    ("engine window s", lambda row: show_spread(row.window_s)),
     ("rows/s", lambda row: f"{row.num_requests / row.wall_s.median:.1f}"),
     ("ratio wall", lambda row: _ratio(row.ratio_wall)),
     ("ratio CPU", lambda row: _ratio(row.ratio_cpu)),
-    ("equal rows", _equal_rows),
-    ("foreign cores", _noise),
+    ("equal rows", equal_rows),
+    ("foreign cores", noise),
     ("runs", lambda row: str(row.num_repetitions)),
 )
 
-POOL_COLUMNS: tuple[_Column, ...] = (
+POOL_COLUMNS: tuple[Column[Row], ...] = (
     _head("model"),
     _head("workload"),
     _head("peer"),
     ("replicas", lambda row: str(row.num_replicas)),
     ("rows", lambda row: str(row.num_requests)),
-    ("wall s", lambda row: _spread(row.wall_s)),
-    ("tree CPU s", lambda row: _spread(row.cpu_s)),
+    ("wall s", lambda row: show_spread(row.wall_s)),
+    ("tree CPU s", lambda row: show_spread(row.cpu_s)),
     ("out tok/s", lambda row: f"{row.rate_wall:.0f}"),
     ("speed-up", lambda row: _ratio(row.ratio_wall and 1 / row.ratio_wall)),
     ("Rss MiB", _mebibytes("rss")),
@@ -89,12 +101,12 @@ POOL_COLUMNS: tuple[_Column, ...] = (
     ("weights Rss MiB", _mebibytes("weights_rss")),
     ("weights Pss MiB", _mebibytes("weights_pss")),
     ("weights file MiB", _mebibytes("weights_file")),
-    ("equal rows", _equal_rows),
-    ("foreign cores", _noise),
+    ("equal rows", equal_rows),
+    ("foreign cores", noise),
     ("runs", lambda row: str(row.num_repetitions)),
 )
 
-_TITLES: tuple[tuple[PeerKind, str, tuple[_Column, ...]], ...] = (
+_TITLES: tuple[tuple[PeerKind, str, tuple[Column[Row], ...]], ...] = (
     ("engine", "Engine time", ENGINE_COLUMNS),
     ("job", "Whole-job time, from process start to exit", JOB_COLUMNS),
     ("pool", "One replica per core: engines in a warm pool, weights mapped once", POOL_COLUMNS),
@@ -115,15 +127,21 @@ def render(rows: Sequence[Row], refused: Mapping[Cell, str], failed: Sequence[st
     for kind, title, columns in _TITLES:
         chosen = [row for row in rows if row.kind == kind]
         if chosen:
-            pieces.append(f"## {title}\n\n{_table(columns, chosen)}")
+            pieces.append(f"## {title}\n\n{markdown_table(columns, chosen)}")
     if rows:
         pieces.append(_LEGEND)
+    return "\n\n".join([*pieces, *troubles(refused, failed)]) + "\n"
+
+
+def troubles(refused: Mapping[Cell, str], failed: Sequence[str]) -> list[str]:
+    """Return the sections that say what was refused and what failed."""
+    pieces = []
     if refused:
         lines = [f"- {model}, {workload}: {why}" for (model, workload), why in refused.items()]
         pieces.append("## Refused: no speed without equal outputs\n\n" + "\n".join(lines))
     if failed:
         pieces.append("## Failed\n\n" + "\n".join(f"- {line}" for line in failed))
-    return "\n\n".join(pieces) + "\n"
+    return pieces
 
 
 def render_conditions(conditions: Mapping[str, Any]) -> str:
@@ -143,7 +161,7 @@ def write_results(
     name: str,
     *,
     tables: str,
-    rows: Sequence[Row],
+    rows: Sequence[HasRows],
     refused: Mapping[Cell, str],
     conditions: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
@@ -181,7 +199,8 @@ def _without_digests(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("row_digests", "rows")}
 
 
-def _table(columns: Sequence[_Column], rows: Sequence[Row]) -> str:
+def markdown_table(columns: Sequence[Column[_R]], rows: Sequence[_R]) -> str:
+    """Return rows as an aligned Markdown table."""
     heads = [name for name, _ in columns]
     body = [[cell(row) for _, cell in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["random", "mixed", "tail", "shared"]
+import token_streams
+from token_streams import FIRST_TOKEN_ID
+from workloads_prefix import GroupClass, class_prompts, tree_prompts
+
+Kind = Literal["random", "mixed", "tail", "shared", "classes", "trees"]
 Order = Literal["sorted", "shuffled"]
 
-# ids below are the toy tokenizers' special tokens
-FIRST_TOKEN_ID = 16
 # outputs of "tail": log-normal, clipped at a multiple of their 95th percentile
 TAIL_SIGMA = 1.95
 TAIL_CLIP = 9.2
@@ -29,8 +31,9 @@ class Workload:
     Args:
         name: as printed in tables.
         kind: "random" (nothing shared, one length), "mixed" (nothing shared, many lengths), "tail"
-            (nothing shared, few outputs much longer than all others) or "shared" (documents, each
-            followed by several queries).
+            (nothing shared, few outputs much longer than all others), "shared" (documents, each
+            followed by several queries), "classes" (of groups that share a prefix) or "trees"
+            (random ones).
         num_requests: rows; a multiple of `queries_per_doc` for "shared".
         prompt_len: tokens; of the query alone for "shared"; the mean for "mixed".
         output_len: exact tokens to generate; the mean for "mixed", the median for "tail".
@@ -39,6 +42,7 @@ class Workload:
         order: "sorted" lexicographically by token ids or "shuffled", for "shared".
         vocab_size: of the model.
         seed: of every stream.
+        classes: of groups, for "classes", which decide all its lengths and counts.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Workload:
     order: Order = "sorted"
     vocab_size: int = 1024
     seed: int = 42
+    classes: tuple[GroupClass, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_requests % self.queries_per_doc:
@@ -72,13 +77,16 @@ class TokenRequest:
 
 def from_json(fields: Mapping[str, Any]) -> Workload:
     """Build the workload that `dataclasses.asdict` took apart."""
-    return Workload(**fields)
+    classes = tuple(tuple(c) for c in fields["classes"])
+    return Workload(**{**fields, "classes": classes})
 
 
 def build(workload: Workload) -> list[TokenRequest]:
     """Make the requests of `workload`, in the order in which peers get them."""
     if workload.kind == "shared":
         return _build_shared(workload)
+    if workload.kind in ("classes", "trees"):
+        return _build_prefixed(workload)
     lengths = _stream(workload, "lengths")
     tokens = _stream(workload, "tokens")
     first_ids = _distinct_ids(workload, workload.num_requests, "first")
@@ -135,8 +143,17 @@ def _build_shared(workload: Workload) -> list[TokenRequest]:
     return requests
 
 
+def _build_prefixed(workload: Workload) -> list[TokenRequest]:
+    vocab_size, seed = workload.vocab_size, workload.seed
+    if workload.kind == "classes":
+        prompts = class_prompts(workload.classes, vocab_size, seed)
+    else:
+        prompts = tree_prompts(workload.num_requests, workload.output_len, vocab_size, seed)
+    return [TokenRequest(prompt_ids=ids, output_len=output_len) for ids, output_len in prompts]
+
+
 def _stream(workload: Workload, purpose: str) -> random.Random:
-    return random.Random(f"{workload.seed}/{purpose}")
+    return token_streams.stream(workload.seed, purpose)
 
 
 def _output_lens(workload: Workload) -> list[int]:
@@ -154,13 +171,9 @@ def _spread(stream: random.Random, mean: int) -> int:
     return max(1, stream.randrange(mean // 8, 2 * mean - mean // 8 + 1))
 
 
-def _random_ids(stream: random.Random, workload: Workload, length: int) -> list[int]:
-    span = workload.vocab_size - FIRST_TOKEN_ID
-    return [FIRST_TOKEN_ID + int(stream.random() * span) for _ in range(length)]
+def _random_ids(tokens: random.Random, workload: Workload, length: int) -> list[int]:
+    return token_streams.random_ids(tokens, workload.vocab_size, length)
 
 
 def _distinct_ids(workload: Workload, count: int, purpose: str) -> list[int]:
-    """Return first tokens that differ as long as the vocabulary lasts: no accidental sharing."""
-    ids = list(range(FIRST_TOKEN_ID, workload.vocab_size))
-    _stream(workload, purpose).shuffle(ids)
-    return [ids[i % len(ids)] for i in range(count)]
+    return token_streams.distinct_ids(workload.seed, purpose, workload.vocab_size, count)

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from peer_loop import PeerConfig, Settings
 from peer_process import PeerError, PeerProcess
 from runlog import RunLog
 from suites import PEERS, Part, Peer
-from summary import failures, refusals, summarize
+from summary import differing_rows, failures, refusals, summarize
 from workloads_e2e import Workload, row_digest
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
@@ -184,3 +185,27 @@ def test_row_digests_name_the_echoed_tokens(start):
         process.answer(timeout_s=60)
         (digest,) = process.run(TINY, [0])["row_digests"]
     assert digest in {row_digest([token, token]) for token in range(TINY.vocab_size)}
+
+
+def test_peers_that_share_an_engine_run_the_same_rows_each_in_its_order(tmp_path, monkeypatch):
+    bench = bench_of(tmp_path, monkeypatch, ECHO)
+    first, second = (
+        dataclasses.replace(PEERS["vllm-eager"], name=order, order=order, process="one")
+        for order in ("shuffled", "sorted")
+    )
+    dataclasses.replace(bench, peers=(first, second)).run(Part(model="own", engine=(TINY,)))
+    records = list(bench.log)
+    assert [r["peer"] for r in records if r["kind"] == "load"] == ["one"]
+    assert [r["peer"] for r in records if r["kind"] == "warm_up"] == ["shuffled"]
+    one, other = [r for r in records if r["kind"] == "measure"][:2]
+    assert (one["peer"], other["peer"]) == ("shuffled", "sorted")
+    assert one["rows"] != other["rows"]
+    assert differing_rows(one, other) == []
+
+
+def test_a_peer_can_have_blocks_of_its_own(tmp_path, monkeypatch):
+    script = ECHO.replace('"loading", config.variant', '"blocks of", config.settings.block_size')
+    bench = bench_of(tmp_path, monkeypatch, script)
+    peer = dataclasses.replace(PEERS["vllm-eager"], block_size=48)
+    dataclasses.replace(bench, peers=(peer,)).run(Part(model="own", engine=(TINY,)))
+    assert "blocks of 48" in (tmp_path / "vllm-eager.log").read_text()

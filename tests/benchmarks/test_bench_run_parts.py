@@ -63,6 +63,25 @@ def test_job_input_holds_the_prompts(tmp_path):
     assert table.to_pylist() == [{"id": 0, "tokenized_prompt": [4, 5], "output_len": 3}]
 
 
+def test_job_input_can_have_another_order_and_keeps_the_ids(tmp_path):
+    requests = [TokenRequest(prompt_ids=(i,), output_len=i) for i in range(3)]
+    job_data.write_input(requests, tmp_path, [2, 0, 1])
+    rows = pq.read_table(tmp_path / "prompts.parquet").to_pylist()
+    assert [(row["id"], row["tokenized_prompt"]) for row in rows] == [(2, [2]), (0, [0]), (1, [1])]
+
+
+@pytest.mark.parametrize("column", job_data.CACHED_COLUMNS)
+def test_cached_tokens_of_a_job_are_summed_where_it_tells_them(tmp_path, column):
+    columns = {"id": [1, 0], "generated_tokens": [[8], [7]], column: [16, 32]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert job_data.read_output(tmp_path, 2).cached_tokens == 48
+
+
+def test_a_job_that_tells_no_cached_tokens_has_none(tmp_path):
+    pq.write_table(pa.table({"id": [0], "generated_tokens": [[7]]}), tmp_path / "a.parquet")
+    assert job_data.read_output(tmp_path, 1).cached_tokens is None
+
+
 def test_a_slow_peer_runs_the_first_rows_of_its_kinds_only():
     slow = PEERS["transformers-static"]
     assert rows_to_run(SHARED, slow) == list(range(64))

@@ -1,0 +1,177 @@
+"""Prefix work beside the peers: prompts that share prefixes, little KV memory, every cheap order.
+
+python benchmarks/prefix.py                      the published tables, about 17 minutes
+python benchmarks/prefix.py --suite full         every workload, KV size, order and peer; hours
+python benchmarks/prefix.py --workloads W2 --kv 50 --peers raybatch-plan,vllm-eager --orders sorted
+
+A run that was cut is continued by the same command. README.md says what the columns mean.
+"""
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import conditions
+import prefix_tables
+import tables
+import venvs
+from bench_run import Bench, sized_to_vocabulary
+from e2e import RESULTS, add_run_options, named_models, names
+from models import SHAPES
+from peer_loop import Settings
+from prefix_orders import PROMPT_ORDERS, kv_tokens_for, sharing
+from prefix_sides import SIDES, VLLM_BLOCK_SIZE
+from prefix_suites import SUITES, WORKLOADS, Trial, chosen
+from prefix_summary import summarize
+from runlog import RunLog
+from suites import Part
+from summary import failures, refusals
+
+# the zeros are set for each trial
+SETTINGS = Settings(kv_tokens=0, max_model_len=0, max_batched_tokens=0, block_size=16)
+PER_TRIAL = {
+    "kv_tokens": "by workload, see the tables",
+    "max_model_len": "longest request of the workload",
+    "max_batched_tokens": "2048, for W2 256",
+    "block_size_of_vllm": VLLM_BLOCK_SIZE,
+}
+
+
+def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Measure prefix work beside raybatch's peers.")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="default")
+    parser.add_argument("--peers", help=f"comma separated, of {', '.join(SIDES)}")
+    parser.add_argument("--orders", help=f"comma separated, of {', '.join(PROMPT_ORDERS)}")
+    parser.add_argument("--kv", help="comma separated: KV in percent of the prefixes, such as 25")
+    parser.add_argument("--workloads", help=f"comma separated, of {', '.join(WORKLOADS)}")
+    parser.add_argument("--models", help=f"comma separated, of {', '.join(SHAPES)}, or folders")
+    parser.add_argument("--repetitions", type=int, help="instead of the suite's")
+    parser.add_argument("--block-size", type=int, default=16, help="of raybatch, in tokens")
+    add_run_options(parser)
+    return parser.parse_args(arguments)
+
+
+def percents(value: str | None) -> list[int]:
+    """Read --kv."""
+    parts = [part for part in (value or "").split(",") if part]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise SystemExit(f"--kv takes whole percentages above 0, such as 25,150; got {value!r}")
+    return [int(part) for part in parts]
+
+
+def run_trial(bench: Bench, trial: Trial) -> None:
+    """Do what is missing of one trial, and log what its prompts share."""
+    part = Part(
+        model=trial.model,
+        engine=(trial.workload,),
+        job=(trial.workload,),
+        pool=(trial.workload,),
+    )
+    part = sized_to_vocabulary(part, bench.model_folder(trial.model))
+    (workload,) = part.engine
+    shared = sharing(workload, bench.settings.block_size)
+    kv_tokens = kv_tokens_for(shared, trial.kv_percent / 100)
+    key = (trial.model, workload.name, f"kv{trial.kv_percent}")
+    if not bench.log.find("facts", *key):
+        bench.log.add("facts", *key, {"kv_tokens": kv_tokens, **dataclasses.asdict(shared)})
+    settings = dataclasses.replace(
+        bench.settings,
+        kv_tokens=kv_tokens,
+        max_batched_tokens=trial.max_batched_tokens,
+        # vLLM wants a cache that holds the longest request that it allows
+        max_model_len=shared.longest,
+    )
+    peers = tuple(contestant.peer(trial.kv_percent) for contestant in trial.contestants)
+    dataclasses.replace(
+        bench, peers=peers, settings=settings, num_repetitions=trial.repetitions
+    ).run(part)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what is missing, print tables, write results; 1 if a speed was refused or is missing."""
+    args = parse_args(arguments)
+    models, given_models = named_models(args.models)
+    trials = chosen(
+        args.suite,
+        models=models,
+        workloads=names(args.workloads, list(WORKLOADS), "--workloads"),
+        kv_percents=percents(args.kv),
+        sides=names(args.peers, list(SIDES), "--peers"),
+        orders=names(args.orders, PROMPT_ORDERS, "--orders"),
+        repetitions=args.repetitions,
+    )
+    described = conditions.gather(venvs.ROOT, arguments, script="prefix.py")
+    folder = venvs.WORK / "runs" / (args.run or f"prefix-{args.suite}-{described['commit']}")
+    if args.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    settings = dataclasses.replace(SETTINGS, block_size=args.block_size)
+    identity = dataclasses.asdict(settings) | {"suite": args.suite, "commit": described["commit"]}
+    try:
+        given_venvs = venvs.parse_given(args.venv)
+        log = RunLog(folder / "results.jsonl", identity)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    bench = Bench(
+        peers=(),
+        settings=settings,
+        num_repetitions=0,
+        given_venvs=given_venvs,
+        given_models=given_models,
+        folder=folder,
+        log=log,
+        quiet_wait_s=args.quiet_wait_s,
+    )
+    is_cut = False
+    try:
+        for trial in trials:
+            run_trial(bench, trial)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        is_cut = True
+    described |= {"settings": identity | PER_TRIAL, "versions": versions(log)}
+    report(log, described, args)
+    if is_cut:
+        return 2
+    return 1 if refusals(log) or failures(log) else 0
+
+
+def report(log: RunLog, described: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the tables and write the result files."""
+    rows, refused = summarize(log), refusals(log)
+    text = prefix_tables.render(rows, refused, failures(log))
+    print(text)
+    if args.no_results:
+        return
+    suite = "" if args.suite == "default" else f"-{args.suite}"
+    paths = tables.write_results(
+        RESULTS,
+        f"{described['date'][:10]}-prefix{suite}-{conditions.label(described)}",
+        tables=text,
+        rows=rows,
+        refused=refused,
+        conditions=described,
+        records=list(log),
+    )
+    for path in paths:
+        print(f"written: {path.relative_to(venvs.ROOT)}")
+
+
+def versions(log: RunLog) -> dict[str, str]:
+    """Return what the peers said they run on, by environment."""
+    found: dict[str, dict[str, str]] = {}
+    for record in log:
+        side = record["peer"].partition("/")[0].partition("-kv")[0]
+        if record.get("versions") and side in SIDES:
+            found.setdefault(SIDES[side].venv, {}).update(record["versions"])
+    return {
+        venv: " ".join(f"{name} {version}" for name, version in packages.items())
+        for venv, packages in found.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
