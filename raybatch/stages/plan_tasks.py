@@ -247,9 +247,7 @@ def arrange(
             num_units=sum(len(starts) - 1 for starts in _units(part, np.zeros(0), plan)),
         ),
         work=planned_work(keys, rows.expected_tokens, found, is_grouped=is_grouped),
-        boxes=outline_tree(
-            found.tree, keys, max_boxes=max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
-        ),
+        boxes=outline_tree(found.tree, keys, max_boxes=num_boxes),
         probe=probe,
         **_sketch(part.values, np.cumsum(part.entry_rows)),
     )
