@@ -3,13 +3,12 @@
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 from ray import cloudpickle
 
@@ -21,22 +20,19 @@ from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
-from raybatch.stages import plan_tasks
-from raybatch.stages.movable import as_movable
-from raybatch.stages.plan_columns import RANK, plan_columns
+from raybatch.stages import plan_parts, plan_pieces
+from raybatch.stages.plan_dataset import ordered_dataset, pieces_of
+from raybatch.stages.plan_records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
 from raybatch.stages.plan_store import (
     StoredPlan,
     files_of,
     log_plan,
     plan_hash,
-    read_shards,
     write_plan,
     write_shard,
 )
-from raybatch.stages.plan_tasks import ArrangeJob, PartSummary, PieceSummary, ProbedRows
 from raybatch.stages.planned import PlannedRun
 from raybatch.stages.probe import generated_lengths
-from raybatch.stages.source import Source
 
 __all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]
 
@@ -46,10 +42,7 @@ ROWS_PER_PART = 1 << 21
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
-# blocks of the shuffle: what is in one is written together, and every pair of blocks is an object
-_ROWS_PER_BLOCK = 1 << 14
-_MAX_BLOCK_PAIRS = 1 << 16
-_UNIT_BITS = 32
+
 
 _Ref = Any  # Ray has no types
 
@@ -125,7 +118,7 @@ def run_large(job: PlannedRun) -> LargePlan:
     stored = store_large_plan(job, large)
     log_plan(stored, time.monotonic() - began)
     num_done = len(_even_units(len(large.probed.row), job.plan))
-    job.run(_dataset(job, stored, num_done), batch_size=job.plan.unit_rows)
+    job.run(ordered_dataset(job, stored, num_done), batch_size=job.plan.unit_rows)
     return large
 
 
@@ -133,10 +126,10 @@ def plan_large(job: PlannedRun) -> LargePlan:
     """Describe and arrange a source by Ray tasks."""
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every = -(-job.source.num_rows // _SAMPLE_ROWS)
-    describe = ray.remote(num_returns=2)(plan_tasks.describe)
+    describe = ray.remote(num_returns=2)(plan_pieces.describe)
     described = [
         describe.remote(options, source, slices, first_row, every, job.row_id_column)
-        for slices, first_row in _pieces(job.source)
+        for slices, first_row in pieces_of(job.source)
     ]
     pieces: list[PieceSummary] = ray.get([summary for summary, _ in described])
     tables = [table for _, table in described]
@@ -145,7 +138,7 @@ def plan_large(job: PlannedRun) -> LargePlan:
     if num_parts > 1:
         sample = BlockKeys.concat([piece.sample for piece in pieces])
         rule = ray.put(choose_parts(sample, num_parts))
-        split = ray.remote(num_returns=num_parts)(plan_tasks.split)
+        split = ray.remote(num_returns=num_parts)(plan_pieces.split)
         by_part = list(zip(*(split.remote(table, rule) for table in tables), strict=True))
     nothing = ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0))
     return LargePlan(
@@ -160,7 +153,7 @@ def plan_large(job: PlannedRun) -> LargePlan:
 def _arrange(
     job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
 ) -> dict[str, Any]:
-    arrange = ray.remote(num_returns=2)(plan_tasks.arrange)
+    arrange = ray.remote(num_returns=2)(plan_parts.arrange)
     what = _arrange_job(job, len(by_part))
     arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
     return {
@@ -189,7 +182,7 @@ def forecast_large(
         size: of the cache of one engine.
         max_rows: rows to simulate for each order.
     """
-    forecast, hits = ray.remote(plan_tasks.forecast), ray.remote(plan_tasks.input_hits)
+    forecast, hits = ray.remote(plan_parts.forecast), ray.remote(plan_pieces.input_hits)
     what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
     by_part = [forecast.remote(what, size, max(share, NUM_WINDOWS), *rows) for rows in large.rows]
     num_windows = min(NUM_WINDOWS, len(large.tables))
@@ -201,25 +194,16 @@ def forecast_large(
 def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
     """Generate the rows of a probe, and arrange the others with the lengths."""
     rows = np.sort(np.concatenate([part.probe for part in large.parts]))
-    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(plan_tasks.chosen_rows)
+    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(plan_pieces.chosen_rows)
     tables = [
         chosen.remote(source, slices, first_row, wanted, job.row_id_column)
-        for slices, first_row in _pieces(job.source)
+        for slices, first_row in pieces_of(job.source)
     ]
     table = pa.concat_tables(ray.get(tables)).combine_chunks()
     job.run(ray.data.from_arrow(table))
     lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
     probed = ProbedRows(row=rows, lengths=lengths)
     return replace(large, probed=probed, **_arrange(job, large.rows, probed))
-
-
-def _pieces(source: Source) -> list[tuple[range, int]]:
-    """Return the slices of each piece of the source, and the number of its first row."""
-    pieces, first_row = [], 0
-    for slices in source.tasks():
-        pieces.append((slices, first_row))
-        first_row += sum(part.num_rows for part in source.slices[slices.start : slices.stop])
-    return pieces
 
 
 def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
@@ -258,7 +242,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     """Return digest and shard of each piece, and the rows of each unit."""
     head = _even_units(len(large.probed.row), plan)
     cuts = _stretches(large.parts)
-    unit_sizes = ray.remote(plan_tasks.unit_sizes)
+    unit_sizes = ray.remote(plan_parts.unit_sizes)
     sizes = ray.get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
     # stretch by stretch, and in each of them part by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
@@ -269,13 +253,13 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     unit_rows = np.concatenate([head, *middle])
     first_groups = np.cumsum([0, *(part.profile.num_groups for part in large.parts)]).tolist()
     piece_rows, num_pieces = ray.put(large.piece_rows), len(large.pieces)
-    rank = ray.remote(num_returns=num_pieces)(plan_tasks.rank)
+    rank = ray.remote(num_returns=num_pieces)(plan_parts.rank)
     ranked = [
         rank.remote(part, cuts, plan, units.tolist(), first_group, piece_rows)
         for part, units, first_group in zip(large.arranged, first_units, first_groups, strict=False)
     ]
     by_part = [[part] if num_pieces == 1 else part for part in ranked]
-    shard, probe = ray.remote(num_returns=2)(plan_tasks.shard), ray.put(large.probed.row)
+    shard, probe = ray.remote(num_returns=2)(plan_pieces.shard), ray.put(large.probed.row)
     num_unasked, shards = 0, []
     for i, piece in enumerate(large.pieces):
         where = (int(large.piece_rows[i]), piece.num_rows, num_unasked, len(unit_rows))
@@ -294,7 +278,7 @@ def _stretches(parts: Sequence[PartSummary]) -> Floats:
 
 
 def _in_input_order(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
-    shard = ray.remote(num_returns=2)(plan_tasks.input_shard)
+    shard = ray.remote(num_returns=2)(plan_pieces.input_shard)
     shards = [
         shard.remote(first, piece.num_rows, plan.unit_rows)
         for first, piece in zip(large.piece_rows.tolist(), large.pieces, strict=False)
@@ -305,54 +289,3 @@ def _in_input_order(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref
 def _even_units(num_rows: int, plan: PlanConfig) -> Ints:
     full, rest = divmod(num_rows, plan.unit_rows)
     return np.array([plan.unit_rows] * full + [rest] * (rest > 0), np.int64)
-
-
-def _dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any:  # noqa: ANN401
-    """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
-
-    Args:
-        job: to run.
-        stored: what `plan.json` says.
-        first_unit: the units before are left out.
-    """
-    source, sink, plan, row_id_column = job.source, job.sink, job.plan, job.row_id_column
-
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        for task in batch.to_pylist():
-            slices, first_row = range(task["start"], task["stop"]), task["first_row"]
-            num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
-            shard, place = read_shards(sink, stored, first_row, first_row + num_rows), 0
-            for table in source.read(slices, row_id_column=row_id_column):
-                planned = _with_plan(as_movable(table), shard.slice(place, table.num_rows), plan)
-                place += table.num_rows
-                yield planned.filter(pc.field(RANK) >= first_unit << _UNIT_BITS)
-
-    tasks = [
-        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
-        for slices, first_row in _pieces(source)
-    ]
-    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-    rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
-    if not stored.is_reordered:
-        return rows
-    num_blocks = min(-(-stored.num_rows // _ROWS_PER_BLOCK), _MAX_BLOCK_PAIRS // len(tasks))
-    starts = np.linspace(0, stored.num_units, max(1, num_blocks) + 1).astype(np.int64)[1:-1]
-    return rows.sort(RANK, boundaries=(np.unique(starts) << _UNIT_BITS).tolist())
-
-
-def _with_plan(table: pa.Table, shard: pa.Table, plan: PlanConfig) -> pa.Table:
-    rank = shard.column("unit").to_numpy().astype(np.int64) << _UNIT_BITS
-    expected = np.full(table.num_rows, np.nan)
-    if plan.expected_tokens_column is not None:
-        expected = pc.cast(table.column(plan.expected_tokens_column), pa.float64()).to_numpy()
-    columns = {
-        RANK: pa.array(rank + shard.column("pos").to_numpy()),
-        **plan_columns(
-            shard.column("group_id").fill_null(-1).to_numpy(),
-            shard.column("prefix_len").to_numpy(),
-            expected,
-        ),
-    }
-    for name, column in columns.items():
-        table = table.append_column(name, column)
-    return table

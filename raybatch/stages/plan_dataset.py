@@ -1,0 +1,83 @@
+"""The rows of a large source in the order of a plan that lies below the sink."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+
+from raybatch.config import PlanConfig
+from raybatch.stages.movable import as_movable
+from raybatch.stages.plan_columns import RANK, plan_columns
+from raybatch.stages.plan_store import StoredPlan, read_shards
+from raybatch.stages.planned import PlannedRun
+from raybatch.stages.source import Source
+
+__all__ = ["ordered_dataset", "pieces_of"]
+
+# blocks of the shuffle: what is in one is written together, and every pair of blocks is an object
+_ROWS_PER_BLOCK = 1 << 14
+_MAX_BLOCK_PAIRS = 1 << 16
+_UNIT_BITS = 32
+
+
+def ordered_dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any:  # noqa: ANN401
+    """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
+
+    Args:
+        job: to run.
+        stored: what `plan.json` says.
+        first_unit: the units before are left out.
+    """
+    source, sink, plan, row_id_column = job.source, job.sink, job.plan, job.row_id_column
+
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        for task in batch.to_pylist():
+            slices, first_row = range(task["start"], task["stop"]), task["first_row"]
+            num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+            shard, place = read_shards(sink, stored, first_row, first_row + num_rows), 0
+            for table in source.read(slices, row_id_column=row_id_column):
+                planned = _with_plan(as_movable(table), shard.slice(place, table.num_rows), plan)
+                place += table.num_rows
+                yield planned.filter(pc.field(RANK) >= first_unit << _UNIT_BITS)
+
+    tasks = [
+        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
+        for slices, first_row in pieces_of(source)
+    ]
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+    if not stored.is_reordered:
+        return rows
+    num_blocks = min(-(-stored.num_rows // _ROWS_PER_BLOCK), _MAX_BLOCK_PAIRS // len(tasks))
+    starts = np.linspace(0, stored.num_units, max(1, num_blocks) + 1).astype(np.int64)[1:-1]
+    return rows.sort(RANK, boundaries=(np.unique(starts) << _UNIT_BITS).tolist())
+
+
+def _with_plan(table: pa.Table, shard: pa.Table, plan: PlanConfig) -> pa.Table:
+    rank = shard.column("unit").to_numpy().astype(np.int64) << _UNIT_BITS
+    expected = np.full(table.num_rows, np.nan)
+    if plan.expected_tokens_column is not None:
+        expected = pc.cast(table.column(plan.expected_tokens_column), pa.float64()).to_numpy()
+    columns = {
+        RANK: pa.array(rank + shard.column("pos").to_numpy()),
+        **plan_columns(
+            shard.column("group_id").fill_null(-1).to_numpy(),
+            shard.column("prefix_len").to_numpy(),
+            expected,
+        ),
+    }
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table
+
+
+def pieces_of(source: Source) -> list[tuple[range, int]]:
+    """Return the slices of each piece of the source, and the number of its first row."""
+    pieces, first_row = [], 0
+    for slices in source.tasks():
+        pieces.append((slices, first_row))
+        first_row += sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+    return pieces

@@ -1,0 +1,104 @@
+"""What the tasks of a large plan hand to each other and to the driver; all of it is frozen."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.config import PlanConfig
+from raybatch.policy.work import WorkTotals
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.profile import InputProfile
+
+__all__ = ["ArrangeJob", "ArrangedPart", "PartSummary", "PieceSummary", "ProbedRows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PieceSummary:
+    """What the driver keeps of one piece of the source.
+
+    Args:
+        num_rows: of the piece.
+        unasked: rows that no engine sees, by class of error, or "filtered".
+        sample: keys of some rows.
+    """
+
+    num_rows: int
+    unasked: Counter[str]
+    sample: BlockKeys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartSummary:
+    """What the driver keeps of one part.
+
+    Args:
+        num_rows: that are still to be generated.
+        profile: of all rows of the part.
+        work: that they make.
+        boxes: their prefix tree, to be drawn.
+        values: float64 [n], some of the values by which entries are ordered.
+        weights: int64 [n], rows that each of them stands for.
+        probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
+    """
+
+    num_rows: int
+    profile: InputProfile
+    work: WorkTotals
+    boxes: Sequence[TreeBox]
+    values: Floats
+    weights: Ints
+    probe: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ArrangedPart:
+    """A part in its own order; stays in the object store.
+
+    Args:
+        row: int64 [R], number in the source of each row, by rank inside the part.
+        group_id: int64 [R], numbered inside the part; -1 for a row that is alone.
+        prefix_len: int32 [R].
+        entry_rows: int64 [E], rows of each entry.
+        values: float64 [E], rising; what entries of different parts are ordered by.
+    """
+
+    row: Ints
+    group_id: Ints
+    prefix_len: npt.NDArray[np.int32]
+    entry_rows: Ints
+    values: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrangeJob:
+    """What `arrange` needs beside the rows.
+
+    Args:
+        plan: options.
+        dedup: identical rows are generated once.
+        num_rows: of the whole source.
+        num_parts: of the plan.
+    """
+
+    plan: PlanConfig
+    dedup: bool
+    num_rows: int
+    num_parts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ProbedRows:
+    """Rows that were generated before the plan.
+
+    Args:
+        row: int64 [n], their numbers in the source, rising.
+        lengths: float64 [n], tokens that each generated; NaN after an error.
+    """
+
+    row: Ints
+    lengths: Floats
