@@ -1,0 +1,185 @@
+"""What one replica takes out of the waiting line in one pull.
+
+Its own line goes first: members of groups that it has. Then whole groups from the line of all, as
+long as they fit its room and its fair share; a group that does not fit the share stays for another
+replica, and one further back takes its place. A group is cut between replicas only where it is
+larger than two fair shares, or where a replica would idle.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from raybatch.actors.homes import Homes
+from raybatch.actors.records import Room, Span
+from raybatch.actors.replica_load import ReplicaLoad
+from raybatch.actors.row_states import ALONE
+from raybatch.actors.unit_line import Unit, UnitLine
+from raybatch.actors.waiting_line import WaitingLine
+
+# a group may exceed the share by this part of it, so that loads differ by twice that at most
+_SLACK = 1 / 40
+# units behind the head that are tried when the head does not fit the share
+_LOOK_AHEAD = 64
+# pulls in which a unit is passed over, before it goes whatever the share
+_MAX_PASSED = 8
+# a group this many times the fair share is cut
+_CUT_SHARES = 2
+
+
+@dataclass(slots=True)
+class Grant:
+    """One pull of one replica; used once.
+
+    Args:
+        line: from which it takes.
+        homes: told whose turn has come.
+        replica_id: that pulls.
+        load_of: returns what a replica runs.
+        room: that it has.
+        quota: cost that it takes at most from the line of all, below 0 where it has too much.
+        share: cost that each replica is to have.
+        spans: taken so far, in the order in which they run.
+    """
+
+    line: WaitingLine
+    homes: Homes
+    replica_id: int
+    load_of: Callable[[int], ReplicaLoad]
+    room: Room
+    quota: int
+    share: int
+    spans: list[Span] = field(default_factory=list)
+    _tokens: int = field(init=False)
+    _rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens, self._rows = self.room.tokens, self.room.rows
+
+    def take(self) -> list[Span]:
+        """Take rows out of the line: at least one if any may go to this replica."""
+        own = self.line.own(self.replica_id)
+        while own and self._has_room():
+            if not self._take_whole(own, 0) and not self._take_part(own, 0, self.share):
+                break
+        if self._has_room():
+            self._take_fresh()
+        if not self.spans and self.line.fresh:
+            self._take_head()
+        if not self.spans:
+            self._take_from_others()
+        return self.spans
+
+    def _take_fresh(self) -> None:
+        """Take from the line of all what fits room and quota."""
+        fresh, place = self.line.fresh, 0
+        slack = max(0, int(self.share * _SLACK))
+        while place < min(len(fresh), _LOOK_AHEAD) and self._has_room() and self.quota > 0:
+            unit = fresh[place]
+            if unit.group == ALONE:
+                if not self._take_part(fresh, place, self.quota):
+                    return
+            elif self._price(unit) > self.quota + slack:
+                if unit.num_passed >= _MAX_PASSED:
+                    return
+                unit.num_passed += 1
+                place += 1
+            elif not self._take_whole(fresh, place) and not self._take_giant(fresh, place):
+                return
+
+    def _take_head(self) -> None:
+        """Take the head of the line of all although it is above the quota."""
+        fresh = self.line.fresh
+        unit = fresh[0]
+        prefix_len = self._prefix_price(unit)
+        budget = self.quota - prefix_len
+        if unit.group == ALONE:
+            self._take_part(fresh, 0, self.quota)
+        elif self._price(unit) > _CUT_SHARES * self.share and budget > prefix_len:
+            self._take_part(fresh, 0, budget)
+        elif not self._take_whole(fresh, 0):
+            self._take_giant(fresh, 0)
+
+    def _take_from_others(self) -> None:
+        """Take rows of groups that another replica has, where that is worth one more prefix."""
+        load = self.load_of(self.replica_id).cost
+        for replica_id in self.line.others(self.replica_id):
+            own = self.line.own(replica_id)
+            victim = self.load_of(replica_id)
+            # what makes both end together
+            limit = (victim.cost + own.cost - load) // 2
+            for place in range(len(own) - 1, max(-1, len(own) - 1 - _LOOK_AHEAD), -1):
+                unit = own[place]
+                prefix_len = self._prefix_price(unit)
+                is_worth = unit.cost >= prefix_len or not victim.holds(unit.group)
+                if is_worth and self._price(unit) <= limit and self._take_whole(own, place):
+                    return
+                budget = min(limit - prefix_len, unit.cost)
+                if budget >= max(1, prefix_len) and self._take_part(own, place, budget):
+                    return
+
+    def _take_whole(self, line: UnitLine, place: int) -> bool:
+        """Take a unit if it fits the room.
+
+        The first of a pull may exceed the room by as much again, and so may the rest of a group
+        that has started: it is better not to let a prefix wait for a second pull.
+        """
+        unit = line[place]
+        tokens = unit.tokens + self._prefix_price(unit)
+        is_strict = bool(self.spans) and line is self.line.fresh
+        if tokens > self._tokens + (0 if is_strict else self.room.tokens):
+            return False
+        if unit.num_rows > self._rows + (0 if is_strict else self.room.rows):
+            return False
+        self._pay_prefix(line, unit)
+        self._note(list(line.pop(place).spans))
+        return True
+
+    def _take_giant(self, line: UnitLine, place: int) -> bool:
+        """Take the first rows of a group that fits no room, and reserve the others."""
+        return not self.spans and self._take_part(line, place, self.share)
+
+    def _take_part(self, line: UnitLine, place: int, cost: int) -> bool:
+        """Take the first rows of a unit, and return whether it is used up.
+
+        The other members of a group from the line of all go to this replica's own line.
+        """
+        unit = line[place]
+        at_least = 0 if self.spans else 1
+        spans = line.cut(
+            place, tokens=self._tokens, rows=self._rows, cost=cost, at_least=at_least
+        )
+        if not spans:
+            return False
+        self._pay_prefix(line, unit)
+        self._note(spans)
+        is_cut = bool(unit.spans)
+        if is_cut and line is self.line.fresh and unit.group != ALONE:
+            own = self.line.own(self.replica_id)
+            for span in reversed(line.pop(place).spans):
+                own.add(span, at_head=True)
+        return not is_cut
+
+    def _note(self, spans: list[Span]) -> None:
+        self.spans += spans
+        for span in spans:
+            batch = self.line.batch(span.batch_id)
+            self._rows -= span.stop - span.start
+            self._tokens -= batch.tokens_between(span.start, span.stop)
+            self.quota -= batch.cost_between(span.start, span.stop)
+
+    def _pay_prefix(self, line: UnitLine, unit: Unit) -> None:
+        prefix_len = self._prefix_price(unit)
+        self._tokens -= prefix_len
+        self.quota -= prefix_len
+        if line is self.line.fresh:
+            self.homes.take_turn(unit.group)
+
+    def _has_room(self) -> bool:
+        return not self.spans or min(self._tokens, self._rows) > 0
+
+    def _price(self, unit: Unit) -> int:
+        return unit.cost + self._prefix_price(unit)
+
+    def _prefix_price(self, unit: Unit) -> int:
+        is_here = self.load_of(self.replica_id).holds(unit.group)
+        return 0 if is_here else unit.prefix_len
