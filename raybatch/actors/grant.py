@@ -145,9 +145,7 @@ class Grant:
         """
         unit = line[place]
         at_least = 0 if self.spans else 1
-        spans = line.cut(
-            place, tokens=self._tokens, rows=self._rows, cost=cost, at_least=at_least
-        )
+        spans = line.cut(place, tokens=self._tokens, rows=self._rows, cost=cost, at_least=at_least)
         if not spans:
             return False
         self._pay_prefix(line, unit)

@@ -42,7 +42,7 @@ class Homes:
     def end(self, replica_id: int, groups: Iterable[int]) -> None:
         """Note groups whose last row at a replica is done."""
         for group in groups:
-            self._leave(replica_id, group)
+            self.leave(replica_id, [group])
             if group not in self._live:
                 self._past[group] = replica_id
         while len(self._past) > _MAX_PAST:
@@ -50,10 +50,17 @@ class Homes:
             del self._past[group]
             self._joined.pop(group, None)
 
+    def leave(self, replica_id: int, groups: Iterable[int]) -> None:
+        """Note groups whose rows a replica has given back; it is no home of them any more."""
+        for group in groups:
+            live = self._live[group]
+            live.remove(replica_id)
+            if not live:
+                del self._live[group]
+
     def forget(self, replica_id: int, groups: Iterable[int]) -> None:
         """Note that a replica is gone, which had rows of `groups`."""
-        for group in groups:
-            self._leave(replica_id, group)
+        self.leave(replica_id, groups)
         self._past = {g: home for g, home in self._past.items() if home != replica_id}
         self._joined = {g: n for g, n in self._joined.items() if self.of(g) is not None}
 
@@ -72,9 +79,3 @@ class Homes:
     def take_turn(self, group: int) -> None:
         """Note that a group came to the head of the line, so that more may join it again."""
         self._joined.pop(group, None)
-
-    def _leave(self, replica_id: int, group: int) -> None:
-        live = self._live[group]
-        live.remove(replica_id)
-        if not live:
-            del self._live[group]

@@ -206,6 +206,7 @@ class RowQueue:
             return
         has_control = replica.has_control
         returned: list[Span] = []
+        left: list[int] = []
         for span in spans:
             batch = self._batches.get(span.batch_id)
             if batch is None:
@@ -214,8 +215,10 @@ class RowQueue:
             rows = rows[batch.is_held(replica_id, rows)]
             batch.reopen(rows)
             batch.attempts[rows] -= 1
-            self._take_off(replica_id, batch.share(rows))
+            left += replica.remove(batch.share(rows))
             returned += spans_of(span.batch_id, rows)
+        self._homes.leave(replica_id, left)
+        self._line.free(replica_id, left)
         if not replica.is_testing:
             self._line.put_back(returned)
         elif returned:
@@ -279,7 +282,8 @@ class RowQueue:
 
     def cost(self, replica_id: int) -> int:
         """Return the cost of what a replica runs."""
-        return self._load(replica_id).cost
+        replica = self._replicas.get(replica_id)
+        return replica.cost if replica is not None else 0
 
     def num_held(self, replica_id: int) -> int:
         """Return the number of rows that a replica runs."""
@@ -339,8 +343,8 @@ class RowQueue:
         for span in handed:
             batch = self._batches[span.batch_id]
             batch.hold(replica_id, span.start, span.stop)
-            share = batch.share(np.arange(span.start, span.stop))
-            self._homes.start(replica_id, replica.add(share))
+            started = replica.add(batch.share_between(span.start, span.stop))
+            self._homes.start(replica_id, started)
         return handed
 
     def _take_off(self, replica_id: int, share: Share) -> None:

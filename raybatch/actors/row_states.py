@@ -1,6 +1,7 @@
 """What a pool knows of each row of one row batch, as arrays; which row goes where is in `queue`."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, Self, cast
 
 import numpy as np
@@ -118,6 +119,13 @@ class RowStates:
         groups = zip(ids.tolist(), prefix.tolist(), counts.tolist(), strict=True)
         return Share(len(rows), cost, tuple(GroupRows(*g) for g in groups if g[0] != ALONE))
 
+    def share_between(self, start: int, stop: int) -> Share:
+        """Return what neighbouring rows of one group, or of none, weigh."""
+        cost, group = self.cost_between(start, stop), int(self.group[start])
+        if group == ALONE:
+            return Share(stop - start, cost)
+        return Share(stop - start, cost, (GroupRows(group, int(self.prefix[start]), stop - start),))
+
     def cost_between(self, start: int, stop: int) -> int:
         """Return the cost of neighbouring rows."""
         return int(self.cost_ends[stop] - self.cost_ends[start])
@@ -134,7 +142,7 @@ class RowStates:
         """Return neighbouring rows as runs of one group each, rows that are alone together."""
         borders = np.flatnonzero(np.diff(self.group[start:stop])) + start + 1
         ends = [start, *borders.tolist(), stop]
-        return [(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+        return [(a, b) for a, b in pairwise(ends) if a < b]
 
     def hold(self, replica_id: int, start: int, stop: int) -> None:
         """Note that a replica got rows."""

@@ -1,4 +1,4 @@
-"""Waiting rows in units that go together: the members of one prefix group, or neighbours of none."""
+"""Waiting rows in units that go together: members of one prefix group, or neighbours of none."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -116,6 +116,10 @@ class UnitLine:
         self.cost -= unit.cost
         self.prefix_tokens -= unit.prefix_len
         return unit
+
+    def pop_group(self, group: int) -> Unit:
+        """Take the unit of a group out. Complexity: O(units)."""
+        return self.pop(self._units.index(self._of_group[group]))
 
     def cut(
         self, place: int, *, tokens: int, rows: int, cost: int, at_least: int = 0

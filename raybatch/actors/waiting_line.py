@@ -1,6 +1,6 @@
 """The rows of a pool that wait: for any replica, or for the one that has their prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from raybatch.actors.homes import Homes
 from raybatch.actors.records import Span
@@ -88,6 +88,14 @@ class WaitingLine:
         for unit in reversed(line.take_all() if line is not None else []):
             for span in reversed(unit.spans):
                 self.fresh.add(span, at_head=True)
+
+    def free(self, replica_id: int, groups: Iterable[int]) -> None:
+        """Let any replica have what waits of groups that one has given back."""
+        line = self._own.get(replica_id)
+        for group in groups:
+            if line is not None and line.has(group):
+                for span in reversed(line.pop_group(group).spans):
+                    self.fresh.add(span, at_head=True)
 
     def remove_batch(self, batch_id: int) -> None:
         """Take all rows of one batch out. Complexity: O(spans in the line)."""

@@ -56,7 +56,7 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
         num_rows=np.concatenate([groups.num_rows, np.ones(num_alone, np.int64)]),
         output_tokens=np.bincount(
             element, weights=output_tokens, minlength=groups.num_groups + num_alone
-        ),
+        ).astype(float),
     )
     rank = np.empty(len(load), np.int64)
     rank[order_groups(load)] = np.arange(len(load))
