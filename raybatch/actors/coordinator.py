@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
+from raybatch.actors.assignments import make_assignments
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.crew import Crew, CrewPlan, Member
 from raybatch.actors.inbox import Inbox, OpenBatch
@@ -22,7 +22,6 @@ from raybatch.actors.records import (
     PoolSpec,
     PoolState,
     Room,
-    Span,
     Submission,
 )
 from raybatch.errors import error_text
@@ -200,34 +199,9 @@ class Coordinator:
         num_expected = self._crew.ledger.num_expected(time.monotonic())
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
-            _answer_pull(future, self._assignments(spans))
+            _answer_pull(future, make_assignments(spans, self._queue, self._inbox))
         if not self._queue.has_waiting():
             self._steal()
-
-    def _assignments(self, spans: list[Span]) -> list[Assignment]:
-        """Return the spans with their tables; rows that nobody waits for are taken out."""
-        assignments = []
-        places: dict[int, list[int]] = defaultdict(list)
-        for place, span in enumerate(spans):
-            places[span.batch_id].append(place)
-        for batch_id, of_batch in places.items():
-            refs = self._inbox.refs(batch_id)
-            if refs is None:
-                # left in, they would count as held for ever by a replica that never sees them
-                _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
-                self._inbox.drop_rows(batch_id)
-            else:
-                batch_spans = tuple(spans[place] for place in of_batch)
-                assignments.append(
-                    Assignment(
-                        batch_id=batch_id,
-                        refs=refs,
-                        spans=batch_spans,
-                        places=tuple(of_batch),
-                        groups=self._queue.groups_of(batch_id, batch_spans),
-                    )
-                )
-        return assignments
 
     def _steal(self) -> None:
         """Ask the replica with the most unstarted rows for half of them when another has none.

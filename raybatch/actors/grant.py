@@ -6,18 +6,18 @@ replica, and one further back takes its place. A group is cut between replicas o
 larger than two fair shares, or where a replica would idle.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from raybatch.actors.homes import Homes
 from raybatch.actors.records import Room, Span
 from raybatch.actors.replica_load import ReplicaLoad
 from raybatch.actors.row_states import ALONE
 from raybatch.actors.unit_line import Unit, UnitLine
 from raybatch.actors.waiting_line import WaitingLine
 
-# a group may exceed the share by this part of it, so that loads differ by twice that at most
-_SLACK = 1 / 40
+# a group may exceed the share by this part of it; what that adds up to over four replicas is less
+# than 5 % of the load
+_SLACK = 1 / 64
 # units behind the head that are tried when the head does not fit the share
 _LOOK_AHEAD = 64
 # pulls in which a unit is passed over, before it goes whatever the share
@@ -26,26 +26,57 @@ _MAX_PASSED = 8
 _CUT_SHARES = 2
 
 
+def share_out(
+    line: WaitingLine,
+    rooms: Mapping[int, Room],
+    load_of: Callable[[int], ReplicaLoad],
+    num_expected: int,
+) -> Iterator[tuple[int, list[Span]]]:
+    """Yield what replicas take out of the line; each is to be handed out before the next is asked.
+
+    Args:
+        line: of waiting rows.
+        rooms: of the replicas that pull, in the order in which they take.
+        load_of: returns what a replica runs.
+        num_expected: replicas that will pull soon, for which a share is left.
+    """
+    left = list(rooms)
+    while left and line:
+        # what one has taken above its share is taken off the others'
+        level = line.cost_for(rooms) + sum(load_of(r).cost for r in left)
+        share = level // (len(left) + num_expected)
+        replica_id = left.pop(0)
+        own = line.own(replica_id)
+        quota = share - load_of(replica_id).cost - own.cost
+        if quota <= 0 and num_expected and not own:
+            continue
+        grant = Grant(
+            line, replica_id, load_of, rooms[replica_id], pulling=rooms, quota=quota, share=share
+        )
+        if spans := grant.take():
+            yield replica_id, spans
+
+
 @dataclass(slots=True)
 class Grant:
     """One pull of one replica; used once.
 
     Args:
         line: from which it takes.
-        homes: told whose turn has come.
         replica_id: that pulls.
         load_of: returns what a replica runs.
         room: that it has.
+        pulling: replicas that take in the same turn.
         quota: cost that it takes at most from the line of all, below 0 where it has too much.
         share: cost that each replica is to have.
         spans: taken so far, in the order in which they run.
     """
 
     line: WaitingLine
-    homes: Homes
     replica_id: int
     load_of: Callable[[int], ReplicaLoad]
     room: Room
+    pulling: Container[int]
     quota: int
     share: int
     spans: list[Span] = field(default_factory=list)
@@ -107,6 +138,8 @@ class Grant:
             victim = self.load_of(replica_id)
             # what makes both end together
             limit = (victim.cost + own.cost - load) // 2
+            if replica_id in self.pulling:
+                limit = min(limit, self.quota)
             for place in range(len(own) - 1, max(-1, len(own) - 1 - _LOOK_AHEAD), -1):
                 unit = own[place]
                 prefix_len = self._prefix_price(unit)
@@ -170,7 +203,7 @@ class Grant:
         self._tokens -= prefix_len
         self.quota -= prefix_len
         if line is self.line.fresh:
-            self.homes.take_turn(unit.group)
+            self.line.homes.take_turn(unit.group)
 
     def _has_room(self) -> bool:
         return not self.spans or min(self._tokens, self._rows) > 0

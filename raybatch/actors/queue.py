@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.grant import Grant
+from raybatch.actors.grant import share_out
 from raybatch.actors.homes import Homes
 from raybatch.actors.isolation import Isolation
 from raybatch.actors.records import Loss, PoisonRow, Room, RowGroups, Span
@@ -149,7 +149,9 @@ class RowQueue:
                 open_ids.append(replica_id)
         if open_ids and self._line:
             self._regrouping.refresh()
-            grants |= self._level(open_ids, hungry, num_expected)
+            rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
+            for replica_id, spans in share_out(self._line, rooms, self._load, num_expected):
+                grants[replica_id] = self._hand_out(replica_id, spans)
         return grants
 
     def finish(self, replica_id: int, batch_id: int, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -309,33 +311,6 @@ class RowQueue:
     def _is_suspect(self, batch: RowStates, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         limit = min(_SUSPECT_STRIKES, self._max_row_crashes)
         return np.asarray(batch.strikes[rows] >= limit)
-
-    def _level(
-        self, replica_ids: list[int], hungry: Mapping[int, Room], num_expected: int
-    ) -> dict[int, list[Span]]:
-        """Share the waiting line out among replicas that may run anything."""
-        grants: dict[int, list[Span]] = {}
-        level = self._line.cost_for(replica_ids) + sum(self._load(r).cost for r in replica_ids)
-        share = level // (len(replica_ids) + num_expected)
-        for replica_id in replica_ids:
-            own = self._line.own(replica_id)
-            quota = share - self._load(replica_id).cost - own.cost
-            if not self._line:
-                break
-            if quota <= 0 and num_expected and not own:
-                continue
-            grant = Grant(
-                line=self._line,
-                homes=self._homes,
-                replica_id=replica_id,
-                load_of=self._load,
-                room=hungry[replica_id],
-                quota=quota,
-                share=share,
-            )
-            if spans := grant.take():
-                grants[replica_id] = self._hand_out(replica_id, spans)
-        return grants
 
     def _hand_out(self, replica_id: int, spans: Iterable[Span]) -> list[Span]:
         replica = self._load(replica_id)

@@ -20,12 +20,13 @@ class WaitingLine:
 
     Attributes:
         fresh: units for any replica.
+        homes: of the groups.
     """
 
     def __init__(self, batches: Batches, homes: Homes) -> None:
         self.fresh = UnitLine(batches)
         self._batches = batches
-        self._homes = homes
+        self.homes = homes
         self._own: dict[int, UnitLine] = {}
 
     def __bool__(self) -> bool:
@@ -47,7 +48,7 @@ class WaitingLine:
         ids = [r for r, line in self._own.items() if line and r != replica_id]
         return sorted(ids, key=lambda r: -self._own[r].cost)
 
-    def cost_for(self, replica_ids: Sequence[int]) -> int:
+    def cost_for(self, replica_ids: Iterable[int]) -> int:
         """Return the cost of all rows that wait for any of these replicas, prefixes included."""
         own = sum(self._own[r].cost for r in replica_ids if r in self._own)
         return self.fresh.cost + self.fresh.prefix_tokens + own
@@ -67,7 +68,7 @@ class WaitingLine:
         for start, stop in batch.runs(span.start, span.stop):
             piece = Span(span.batch_id, start, stop)
             group = int(batch.group[start])
-            home = self._homes.join(group, stop - start)
+            home = self.homes.join(group, stop - start)
             if home is None:
                 self.fresh.add(piece, is_new=is_new)
             else:
@@ -78,7 +79,7 @@ class WaitingLine:
         for span in reversed(spans):
             batch = self._batches[span.batch_id]
             for start, stop in reversed(batch.runs(span.start, span.stop)):
-                home = self._homes.of(int(batch.group[start]))
+                home = self.homes.of(int(batch.group[start]))
                 line = self.fresh if home is None else self.own(home)
                 line.add(Span(span.batch_id, start, stop), at_head=True)
 
