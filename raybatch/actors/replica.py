@@ -141,7 +141,7 @@ class Replica:
         self, engine: EngineThread, coordinator: ActorHandle, work: list[Assignment]
     ) -> None:
         """Fetch the tables of all assignments, then submit their rows in the order of the pull."""
-        batches = [await self._open_batch(coordinator, assignment) for assignment in work]
+        batches = await asyncio.gather(*(self._open_batch(coordinator, each) for each in work))
         requests: list[tuple[int, list[Request]]] = []
         for assignment, batch in zip(work, batches, strict=True):
             if batch is not None and assignment.batch_id not in self._dropped:
