@@ -22,6 +22,7 @@ from raybatch.actors.records import (
     PoolSpec,
     PoolState,
     Room,
+    Span,
     Submission,
 )
 from raybatch.errors import error_text

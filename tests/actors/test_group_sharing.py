@@ -1,5 +1,7 @@
 """What engines compute of prompts that share prefixes: the closed form, whatever the replicas."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cl
 PREFIX, DISTINCT, OUTPUT, BLOCK = 256, 32, 16, 16
 NUM_ROWS = 1024
 ROWS_PER_CALL = 256
+SAMPLINGS = (Sampling(max_tokens=OUTPUT, ignore_eos=True),)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +68,48 @@ def prompts_of(degree):
     return np.hstack([prefixes, rng.integers(0, 211, (NUM_ROWS, DISTINCT))]).astype(np.int32)
 
 
+def tables_of(degree, rows, *, is_planned):
+    prompts = prompts_of(degree)
+    for start in range(0, NUM_ROWS, ROWS_PER_CALL):
+        here = rows[start : start + ROWS_PER_CALL]
+        groups = {}
+        if is_planned:
+            groups = {
+                "group_ids": (here // degree).tolist(),
+                "prefix_lens": [PREFIX] * len(here),
+                "expected_lens": [OUTPUT] * len(here),
+            }
+        yield request_table([str(row) for row in here], list(prompts[here]), **groups)
+
+
 def computed_tokens(handle, tables):
-    """Return the prompt tokens that were not cached, and the share of each replica's load."""
+    """Run all tables at once, and return the prompt tokens that were not cached."""
     handle.start()
-    num_replicas = handle.spec.pool.replicas
-    wait_until(lambda: len(handle.state().pids) == num_replicas)
-    calls = [Call(handle, table) for table in tables]
-    completions = [c for call in calls for c in decode_completions(call.join())]
-    assert {""} == {c.error for c in completions}
-    assert NUM_ROWS == len(completions)
+    wait_until(lambda: len(handle.state().pids) == handle.spec.pool.replicas)
+
+    async def run():
+        return await asyncio.gather(*(handle.generate(table, SAMPLINGS) for table in tables))
+
+    completions = [c for results in asyncio.run(run()) for c in decode_completions(results)]
+    assert [""] * NUM_ROWS == [c.error for c in completions]
     return sum(PREFIX + DISTINCT - c.num_cached_tokens for c in completions)
 
 
 def closed_form(degree):
     return NUM_ROWS // degree * PREFIX + NUM_ROWS * DISTINCT
+
+
+@pytest.mark.parametrize(("degree", "num_replicas"), [(2, 4), (16, 1), (16, 4), (64, 4)])
+def test_planned_rows_compute_each_prefix_once(pool_of, degree, num_replicas):
+    tables = tables_of(degree, np.arange(NUM_ROWS), is_planned=True)
+    computed = computed_tokens(pool_of(num_replicas, degree), tables)
+    assert computed == pytest.approx(closed_form(degree), rel=0.01)
+
+
+@pytest.mark.parametrize(("degree", "num_replicas"), [(4, 1), (16, 1), (16, 4)])
+def test_shuffled_rows_without_a_plan_compute_hardly_a_prefix_twice(pool_of, degree, num_replicas):
+    rows = np.random.default_rng(0).permutation(NUM_ROWS)
+    tables = tables_of(degree, rows, is_planned=False)
+    computed = computed_tokens(pool_of(num_replicas, degree), tables)
+    # with the cache of a quarter of the prefixes alone, nearly every row computes its own
+    assert computed == pytest.approx(closed_form(degree), rel=0.05)
