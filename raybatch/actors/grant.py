@@ -2,8 +2,8 @@
 
 Its own line goes first: members of groups that it has. Then whole groups from the line of all, as
 long as they fit its room and its fair share; a group that does not fit the share stays for another
-replica, and one further back takes its place. A group is cut between replicas only where it is
-larger than two fair shares, or where a replica would idle.
+replica, and one further back takes its place. A group that fits no room is cut: the replica has
+the next pull of it, too. Only where a replica would idle does it take rows of a group of another.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -22,8 +22,6 @@ _SLACK = 1 / 64
 _LOOK_AHEAD = 64
 # pulls in which a unit is passed over, before it goes whatever the share
 _MAX_PASSED = 8
-# a group this many times the fair share is cut
-_CUT_SHARES = 2
 
 
 def share_out(
@@ -118,37 +116,42 @@ class Grant:
                 return
 
     def _take_head(self) -> None:
-        """Take the head of the line of all although it is above the quota."""
+        """Take the head of the line of all although it is above the quota.
+
+        It is not cut: what is a large group now may be a small part of the rows that are to come.
+        """
         fresh = self.line.fresh
-        unit = fresh[0]
-        prefix_len = self._prefix_price(unit)
-        budget = self.quota - prefix_len
-        if unit.group == ALONE:
+        if fresh[0].group == ALONE:
             self._take_part(fresh, 0, self.quota)
-        elif self._price(unit) > _CUT_SHARES * self.share and budget > prefix_len:
-            self._take_part(fresh, 0, budget)
         elif not self._take_whole(fresh, 0):
             self._take_giant(fresh, 0)
 
     def _take_from_others(self) -> None:
-        """Take rows of groups that another replica has, where that is worth one more prefix."""
-        load = self.load_of(self.replica_id).cost
+        """Take rows that are reserved for other replicas, for want of others."""
         for replica_id in self.line.others(self.replica_id):
             own = self.line.own(replica_id)
-            victim = self.load_of(replica_id)
-            # what makes both end together
-            limit = (victim.cost + own.cost - load) // 2
-            if replica_id in self.pulling:
-                limit = min(limit, self.quota)
             for place in range(len(own) - 1, max(-1, len(own) - 1 - _LOOK_AHEAD), -1):
-                unit = own[place]
-                prefix_len = self._prefix_price(unit)
-                is_worth = unit.cost >= prefix_len or not victim.holds(unit.group)
-                if is_worth and self._price(unit) <= limit and self._take_whole(own, place):
+                if self._take_reserved(replica_id, own, place):
                     return
-                budget = min(limit - prefix_len, unit.cost)
-                if budget >= max(1, prefix_len) and self._take_part(own, place, budget):
-                    return
+
+    def _take_reserved(self, replica_id: int, own: UnitLine, place: int) -> bool:
+        """Take of one unit what is worth one more prefix, or all if nobody has the prefix."""
+        unit, victim = own[place], self.load_of(replica_id)
+        # what makes both end together
+        limit = (victim.cost + own.cost - self.load_of(self.replica_id).cost) // 2
+        if replica_id in self.pulling:
+            limit = min(limit, self.quota)
+        elif not victim.holds(unit.group):
+            limit = self._price(unit)
+        prefix_len = self._prefix_price(unit)
+        is_worth = unit.cost >= prefix_len or not victim.holds(unit.group)
+        if is_worth and self._price(unit) <= limit and self._take_whole(own, place):
+            return True
+        budget = min(limit - prefix_len, unit.cost)
+        if budget < (max(1, prefix_len) if victim.holds(unit.group) else 1):
+            return False
+        self._take_part(own, place, budget)
+        return bool(self.spans)
 
     def _take_whole(self, line: UnitLine, place: int) -> bool:
         """Take a unit if it fits the room.

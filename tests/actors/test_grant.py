@@ -86,12 +86,28 @@ def test_reserved_rows_worth_less_than_their_prefix_stay():
     assert {1: [Span(0, 1, 10)]} == queue.dispatch({1: ROOMY})
 
 
-def test_a_group_larger_than_two_shares_is_cut_once_per_replica():
+def test_rows_for_a_replica_that_does_not_ask_go_to_another_when_it_has_no_prefix():
+    queue = grouped_queue([0])
+    queue.dispatch({1: ROOMY})
+    queue.finish(1, 0, [0])
+    add_groups(queue, 1, [0])
+    assert {2: [Span(1, 0, 1)]} == queue.dispatch({2: ROOMY})
+
+
+def test_a_group_that_fits_no_room_is_cut_once_per_replica():
     ids = [0] * 400
-    grants = grouped_queue(ids).dispatch({r: ROOMY for r in (1, 2, 3, 4)})
+    queue = grouped_queue(ids)
+    grants = {r: [] for r in (1, 2, 3, 4)}
+    while queue.num_waiting():
+        for replica_id, spans in queue.dispatch(dict.fromkeys(grants, ONE_GROUP)).items():
+            grants[replica_id] += spans
     assert 4 == num_prefixes(grants, ids)
-    costs = [100 + 20 * len(held_rows(spans)) for spans in grants.values()]
+    costs = [queue.cost(r) for r in grants]
     assert (max(costs) - min(costs)) / np.mean(costs) < 0.05
+
+
+def test_a_group_that_fits_the_room_is_not_cut_for_the_share():
+    assert {1: [Span(0, 0, 40)]} == grouped_queue([0] * 40).dispatch({1: ROOMY, 2: ROOMY})
 
 
 def test_a_small_queue_does_not_cut_a_group():
@@ -106,7 +122,7 @@ def test_loads_are_level_without_a_cut_where_the_sizes_allow_it(seed):
     sizes = rng.integers(2, 30, 300)
     ids = np.repeat(np.arange(300), sizes).tolist()
     queue = grouped_queue(ids, prefix=np.repeat(rng.integers(1, 20, 300) * 16, sizes))
-    grants = queue.dispatch({r: ROOMY for r in range(4)})
+    grants = queue.dispatch(dict.fromkeys(range(4), ROOMY))
     while queue.has_waiting():
         late = queue.dispatch({min(range(4), key=queue.cost): ROOMY})
         grants = {r: [*grants[r], *late.get(r, [])] for r in grants}

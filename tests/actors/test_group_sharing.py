@@ -103,7 +103,9 @@ def closed_form(degree):
 def test_planned_rows_compute_each_prefix_once(pool_of, degree, num_replicas):
     tables = tables_of(degree, np.arange(NUM_ROWS), is_planned=True)
     computed = computed_tokens(pool_of(num_replicas, degree), tables)
-    assert computed == pytest.approx(closed_form(degree), rel=0.01)
+    # in the end a group may be cut for a replica that would idle
+    extra = max(0.01 * closed_form(degree), (num_replicas - 1) * PREFIX)
+    assert closed_form(degree) <= computed <= closed_form(degree) + extra
 
 
 @pytest.mark.parametrize(("degree", "num_replicas"), [(4, 1), (16, 1), (16, 4)])
