@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from raybatch.types import Request
 
+# a group is cut only for rows that cost so many times the prefix, which is then computed twice
+CUT_WORTH = 8
+
 
 @dataclass(slots=True)
 class _Unit:
@@ -75,7 +78,7 @@ def _units(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_U
 
 
 def _piece(unit: _Unit, max_rows: int, max_cost: int) -> list[Request]:
-    """Return the last rows of a group within the limits; none where they cost less than it."""
+    """Return the last rows of a group within the limits; none where they are not worth a cut."""
     piece: list[Request] = []
     cost = 0
     for request in reversed(unit.requests):
@@ -83,7 +86,7 @@ def _piece(unit: _Unit, max_rows: int, max_cost: int) -> list[Request]:
             break
         piece.append(request)
         cost += _own_cost(request)
-    return piece if cost >= max(1, unit.prefix_len) else []
+    return piece if cost >= max(1, CUT_WORTH * unit.prefix_len) else []
 
 
 def _own_cost(request: Request) -> int:

@@ -9,6 +9,7 @@ the next pull of it, too. Only where a replica would idle does it take rows of a
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from raybatch.actors.giving import CUT_WORTH
 from raybatch.actors.records import Room, Span
 from raybatch.actors.replica_load import ReplicaLoad
 from raybatch.actors.row_states import ALONE
@@ -144,11 +145,12 @@ class Grant:
         elif not victim.holds(unit.group):
             limit = self._price(unit)
         prefix_len = self._prefix_price(unit)
-        is_worth = unit.cost >= prefix_len or not victim.holds(unit.group)
+        least = CUT_WORTH * prefix_len if victim.holds(unit.group) else 1
+        is_worth = unit.cost >= least
         if is_worth and self._price(unit) <= limit and self._take_whole(own, place):
             return True
         budget = min(limit - prefix_len, unit.cost)
-        if budget < (max(1, prefix_len) if victim.holds(unit.group) else 1):
+        if budget < max(1, least):
             return False
         self._take_part(own, place, budget)
         return bool(self.spans)

@@ -42,12 +42,12 @@ def test_a_whole_group_goes_before_another_is_cut():
 
 
 def test_a_group_is_cut_where_no_whole_one_fits():
-    # ten rows of 20 outweigh a prefix of 100
-    assert list(range(20, 30)) == given([0] * 30, {0: 30}, max_rows=10, max_cost=400)
+    # forty rows of 20 are worth eight prefixes of 100
+    assert list(range(60, 100)) == given([0] * 100, {0: 100}, max_rows=40, max_cost=1000)
 
 
-def test_no_group_is_cut_for_less_than_its_prefix():
-    assert [] == given([0] * 30, {0: 31}, max_rows=4, max_cost=400)
+def test_no_group_is_cut_for_less_than_eight_prefixes():
+    assert [] == given([0] * 100, {0: 100}, max_rows=39, max_cost=1000)
 
 
 def test_what_is_given_stays_within_the_cost():

@@ -69,7 +69,7 @@ def queue_rows(queue, batch_id, replica_id):
 
 def test_a_short_live_prefix_does_not_keep_rows_from_a_longer_one():
     queue = RowQueue(3)
-    add_plain(queue, 0, [1, 1], prefix=4, distinct=20)
+    add_plain(queue, 0, [1, 1], prefix=4)
     queue.dispatch({1: ROOMY})
     prompts = [np.r_[np.full(4, 1), np.full(40, 5), row] for row in range(2)]
     keys = keys_of(prompts)
