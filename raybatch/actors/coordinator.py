@@ -1,7 +1,6 @@
 """The actor between feeders and replicas, with one global queue for all of them."""
 
 import asyncio
-import itertools
 import logging
 import os
 import time
@@ -10,12 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError
 
+from raybatch.actors.assignments import make_assignments
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.crew import Crew, CrewPlan, Member
-from raybatch.actors.inbox import Inbox
+from raybatch.actors.inbox import Inbox, OpenBatch
 from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import (
     Answer,
@@ -80,14 +79,14 @@ class Coordinator:
         if batch is None:
             return Answer(status="unknown")
         self._dispatch()
-        return await self._inbox.answer(batch, self._wait_s)
+        return await self._answer(batch)
 
     async def collect(self, token: str) -> Answer:
         """Wait a while longer for a row batch."""
         batch = self._inbox.find(token)
         if batch is None:
             return Answer(status="unknown")
-        return await self._inbox.answer(batch, self._wait_s)
+        return await self._answer(batch)
 
     async def cancel(self, token: str) -> None:
         """Forget a row batch, also one that has not arrived yet."""
@@ -166,6 +165,14 @@ class Coordinator:
             self._ticking.cancel()
         await self._stop_crew()
 
+    async def _answer(self, batch: OpenBatch) -> Answer:
+        answer = await self._inbox.answer(batch, self._wait_s)
+        if not self._inbox:
+            for news in self._inbox.sharing_news():
+                # below the level of a warning it would not reach the driver
+                _logger.warning("%s", news)
+        return answer
+
     async def _start_crew(self) -> None:
         async with self._crew_lock:
             if self._inbox.failure is not None:
@@ -193,25 +200,15 @@ class Coordinator:
         num_expected = self._crew.ledger.num_expected(time.monotonic())
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
-            _answer_pull(future, self._assignments(spans))
+            _answer_pull(future, make_assignments(spans, self._queue, self._inbox))
         if not self._queue.has_waiting():
             self._steal()
 
-    def _assignments(self, spans: list[Span]) -> list[Assignment]:
-        """Return the spans with their tables; rows that nobody waits for are taken out."""
-        assignments = []
-        for batch_id, group in itertools.groupby(spans, key=lambda span: span.batch_id):
-            refs = self._inbox.refs(batch_id)
-            if refs is None:
-                # left in, they would count as held for ever by a replica that never sees them
-                _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
-                self._inbox.drop_rows(batch_id)
-            else:
-                assignments.append(Assignment(batch_id=batch_id, refs=refs, spans=tuple(group)))
-        return assignments
-
     def _steal(self) -> None:
-        """Ask the replica with the most unstarted rows for half of them when another has none."""
+        """Ask the replica with the most unstarted rows for half of them when another has none.
+
+        It gives whole groups as far as it can.
+        """
         if self._stealing is not None or all(self._queue.num_held(r) for r in self._pulls):
             return
         members = [
@@ -225,12 +222,15 @@ class Coordinator:
             victim = max(members, key=lambda m: m.stats.num_waiting)
             # until it reports again, its count of unstarted rows is stale
             self._not_worth_asking.add(victim.replica_id)
-            num_rows = victim.stats.num_waiting // 2
-            self._stealing = self._spawn(self._take_back(victim.replica_id, victim.actor, num_rows))
+            least = min(self._queue.cost(r) for r in self._pulls)
+            # what makes both end together
+            max_cost = (self._queue.cost(victim.replica_id) - least) // 2
+            self._stealing = self._spawn(self._take_back(victim, max_cost))
 
-    async def _take_back(self, replica_id: int, actor: ActorHandle, max_rows: int) -> None:
+    async def _take_back(self, victim: Member, max_cost: int) -> None:
+        replica_id, num_waiting = victim.replica_id, victim.stats.num_waiting
         try:
-            rows = await actor.give_back.remote(max_rows)
+            rows = await victim.actor.give_back.remote(num_waiting // 2, max_cost)
         except (RayActorError, ObjectLostError):
             # its death is noticed, and its rows are queued again, where it is awaited
             rows = []

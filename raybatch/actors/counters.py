@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.sharing import Sharing
 from raybatch.types import PoolStats, ReplicaStats
 
 
@@ -26,6 +27,7 @@ class ClientCounters:
     max_tokens_left: int = 0
     first_received: float | None = None
     first_done: float | None = None
+    sharing: Sharing = field(default_factory=Sharing)
 
     def received(
         self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64], now: float
@@ -66,6 +68,10 @@ class ClientCounters:
         if pc.any(is_error).as_py():
             texts = errors.filter(is_error).to_pylist()
             self.errors.update(text.partition(":")[0] for text in texts)
+
+    def sharing_news(self) -> str:
+        """Return what one plan would have saved in addition, "" when that is said or little."""
+        return self.sharing.news(self.cached_tokens, self.prompt_tokens_done)
 
     def stats(
         self,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from raybatch.actors.giving import choose_given
+from raybatch.actors.open_rows import OpenRows
 from raybatch.actors.records import Room
 from raybatch.backends.base import Backend
 from raybatch.types import Capacity, Completion, ReplicaStats, Request
@@ -44,12 +46,10 @@ class EngineThread:
         self._calls: list[Callable[[Backend], None]] = []
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
-        self._num_samples: dict[int, int] = {}
+        self._rows = OpenRows()
         self._stats = ReplicaStats()
         # requests that the engine took since `_stats` was read
         self._num_in_hand = 0
-        self._num_prompt_tokens = 0
-        self._num_submitted = 0
         self._is_asking = False
         self._is_closing = False
         self._failure: BaseException | None = None
@@ -65,9 +65,7 @@ class EngineThread:
         """Queue requests for the engine, in this order."""
         with self._changed:
             self._inbox.extend(requests)
-            self._num_samples.update((r.request_id, r.sampling.n) for r in requests)
-            self._num_submitted += len(requests)
-            self._num_prompt_tokens += sum(len(r.prompt_token_ids) for r in requests)
+            self._rows.add(requests)
             self._is_asking = False
             self._changed.notify()
 
@@ -77,9 +75,9 @@ class EngineThread:
             finished, self._finished = self._finished, []
             return finished
 
-    def give_back(self, max_rows: int) -> Future[list[int]]:
-        """Take up to `max_rows` unstarted requests out, the last ones; the future has their ids."""
-        return self._call(lambda backend: self._take_back(backend, max_rows))
+    def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
+        """Take unstarted requests out, as `choose_given` says; the future has their ids."""
+        return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def abort(self, first_id: int, last_id: int) -> Future[None]:
         """Drop the requests with ids in this range, both ends included, wherever they are.
@@ -101,7 +99,7 @@ class EngineThread:
     def is_idle(self) -> bool:
         """Return whether every submitted row has finished."""
         with self._changed:
-            return not self._num_samples
+            return not self._rows
 
     def failure(self) -> BaseException | None:
         """Return the exception that ended the engine, None while it works."""
@@ -131,10 +129,11 @@ class EngineThread:
 
     def _room(self) -> Room | None:
         num_waiting = len(self._inbox) + self._num_in_hand + self._stats.num_waiting
-        mean_tokens = self._num_prompt_tokens / max(1, self._num_submitted)
         cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
-        uncached = max(_MIN_UNCACHED_FRACTION, 1 - cached)
-        tokens = int(self._lead_tokens / uncached - num_waiting * mean_tokens)
+        # what is cached beyond the prefixes of groups, which count once anyway
+        uncached = (1 - cached) / self._rows.own_fraction()
+        uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
+        tokens = int(self._lead_tokens / uncached - num_waiting * self._rows.mean_own_tokens())
         rows = self._lead_rows - num_waiting
         is_hungry = 2 * tokens >= self._lead_tokens and 2 * rows >= self._lead_rows
         return Room(tokens=tokens, rows=rows) if is_hungry else None
@@ -192,23 +191,23 @@ class EngineThread:
             calls, self._calls = self._calls, []
             return requests, calls
 
-    def _take_back(self, backend: Backend, max_rows: int) -> list[int]:
+    def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
         unstarted = backend.drain()
-        num_kept = max(0, len(unstarted) - max_rows)
-        backend.submit(unstarted[:num_kept])
-        returned = unstarted[num_kept:]
         with self._changed:
-            for request in returned:
-                del self._num_samples[request.request_id]
-            self._num_submitted -= len(returned)
-            self._num_prompt_tokens -= sum(len(r.prompt_token_ids) for r in returned)
-        return [request.request_id for request in returned]
+            groups = self._rows.groups()
+            given = choose_given(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
+            ids = [request.request_id for request in given]
+            for request_id in ids:
+                self._rows.give_back(request_id)
+        gone = set(ids)
+        backend.submit([r for r in unstarted if r.request_id not in gone])
+        return ids
 
     def _drop(self, backend: Backend, first_id: int, last_id: int) -> None:
         with self._changed:
-            dropped = [i for i in self._num_samples if first_id <= i <= last_id]
+            dropped = self._rows.between(first_id, last_id)
             for request_id in dropped:
-                del self._num_samples[request_id]
+                self._rows.close(request_id)
                 self._samples.pop(request_id, None)
             self._finished = [c for c in self._finished if not first_id <= c.request_id <= last_id]
         backend.abort(dropped)
@@ -216,11 +215,12 @@ class EngineThread:
     def _gather(self, completion: Completion) -> None:
         """Pass a row on when it is whole; an error ends its row, whatever its other samples do."""
         request_id = completion.request_id
-        num_samples = self._num_samples.get(request_id)
-        if num_samples is None:
+        num_samples = self._rows.num_samples(request_id)
+        if not num_samples:
             return
         samples = self._samples.setdefault(request_id, [])
         samples.append(completion)
         if completion.error or len(samples) == num_samples:
             self._finished += [completion] if completion.error else samples
-            del self._samples[request_id], self._num_samples[request_id]
+            del self._samples[request_id]
+            self._rows.close(request_id)

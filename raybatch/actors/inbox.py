@@ -86,8 +86,18 @@ class Inbox:
         self._ids[submission.token] = batch.batch_id
         prompt, max_new = submission.prompt_tokens, submission.max_new_tokens
         if self.failure is None:
-            self.queue.add(batch.batch_id, prompt, max_new)
-            self.clients[submission.client].received(prompt, max_new, now)
+            expected = submission.expected_new_tokens
+            self.queue.add(
+                batch.batch_id,
+                prompt,
+                max_new if expected is None else expected,
+                groups=submission.groups,
+                keys=submission.block_keys,
+            )
+            counters = self.clients[submission.client]
+            counters.received(prompt, max_new, now)
+            if submission.block_keys is not None:
+                counters.sharing.received(submission.block_keys)
         self._settle(batch)
         return batch
 
@@ -187,6 +197,10 @@ class Inbox:
         """Take the rows of a batch, open or not, out of the queue and of the replicas."""
         for replica_id in self.queue.drop(batch_id):
             self.on_drop(replica_id, batch_id)
+
+    def sharing_news(self) -> list[str]:
+        """Return what is new to say about plans that clients without one would gain from."""
+        return [news for counters in self.clients.values() if (news := counters.sharing_news())]
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
         """Return the batches whose feeder has not asked for so long."""

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raybatch.actors.coordinator import Coordinator
 from raybatch.actors.crew import CrewPlan
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
-from raybatch.actors.wire import check_requests, combine_results, max_new_tokens, prompt_lengths
+from raybatch.actors.submitting import make_submission
+from raybatch.actors.wire import combine_results
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
 
@@ -80,12 +80,12 @@ class PoolHandle:
             ReplicaError: no replica could be started, or the pool was shut down.
         """
         coordinator = self._connect()
-        submission = _submission(table, samplings, client)
+        submission = make_submission(table, samplings, client, self.spec.engine)
         try:
             answer = await coordinator.generate.remote(submission)
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = _submission(table, samplings, client)
+                    submission = make_submission(table, samplings, client, self.spec.engine)
                     answer = await coordinator.generate.remote(submission)
                 else:
                     answer = await _ask_again(coordinator, submission, answer)
@@ -101,12 +101,12 @@ class PoolHandle:
     ) -> pa.Table:
         """Do the same as `generate` for callers without an event loop."""
         coordinator = self._connect()
-        submission = _submission(table, samplings, client)
+        submission = make_submission(table, samplings, client, self.spec.engine)
         try:
             answer = ray.get(coordinator.generate.remote(submission))
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = _submission(table, samplings, client)
+                    submission = make_submission(table, samplings, client, self.spec.engine)
                     answer = ray.get(coordinator.generate.remote(submission))
                 else:
                     answer = ray.get(_ask_again(coordinator, submission, answer))
@@ -198,17 +198,6 @@ def _restore(spec: PoolSpec, coordinator: ActorHandle) -> PoolHandle:
     handle = PoolHandle(spec)
     handle._carried = coordinator
     return handle
-
-
-def _submission(table: pa.Table, samplings: Sequence[Sampling], client: str) -> Submission:
-    check_requests(table, len(samplings))
-    return Submission(
-        token=uuid.uuid4().hex,
-        client=client,
-        refs=[ray.put((table, tuple(samplings)))],
-        prompt_tokens=prompt_lengths(table),
-        max_new_tokens=max_new_tokens(table, samplings),
-    )
 
 
 def _ask_again(coordinator: ActorHandle, submission: Submission, answer: Answer) -> ray.ObjectRef:

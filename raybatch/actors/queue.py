@@ -7,6 +7,9 @@ Rows are the unit of work. A row is waiting, held by one replica, or done:
               +-- lose, release, --+
                     give_back
 
+Rows of one prefix group wait together and go to the replica that has the prefix, see
+`raybatch.actors.grant`.
+
 `lose` strikes every row that its replica held. Rows with two strikes, or with one that they got
 alone, are suspects: they are handed out as a set that a replica runs alone, in halves, until the
 row that ends its replica is found. A control row runs alone as well, before all suspects.
@@ -15,24 +18,26 @@ The rows of a dropped batch count as held until their replica has confirmed that
 more: a replica that looks empty is empty, and a row that dies alone was alone.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.records import Loss, PoisonRow, Room, Span
+from raybatch.actors.grant import share_out
+from raybatch.actors.homes import Homes
+from raybatch.actors.isolation import Isolation
+from raybatch.actors.records import Loss, PoisonRow, Room, RowGroups, Span
+from raybatch.actors.regroup import Regrouping
 from raybatch.actors.replica_load import ReplicaLoad
-from raybatch.actors.row_states import RowStates, spans_of
+from raybatch.actors.row_states import RowStates, Share, spans_of
 from raybatch.actors.waiting_line import WaitingLine
+from raybatch.prefix.block_keys import BlockKeys
 
 _SUSPECT_STRIKES = 2
 
-_Alone = tuple[Span, ...]
-
 
 class RowQueue:
-    """Rows of all batches and clients, handed out in order of arrival.
+    """Rows of all batches and clients, handed out in order of arrival or of their groups.
 
     Replicas are named by an id that no other start of a replica shares, so that a late word from
     a dead one is ignored.
@@ -45,33 +50,47 @@ class RowQueue:
         self._max_row_crashes = max_row_crashes
         self._batches: dict[int, RowStates] = {}
         self._replicas: dict[int, ReplicaLoad] = {}
-        self._line = WaitingLine(self._batches)
-        self._suspects: deque[_Alone] = deque()
-        self._control: Span | None = None
+        self._homes = Homes()
+        self._line = WaitingLine(self._batches, self._homes)
+        self._regrouping = Regrouping(self._batches, self._line, self._homes)
+        self._isolation = Isolation()
 
     def add(
-        self, batch_id: int, prompt_tokens: npt.ArrayLike, max_new_tokens: npt.ArrayLike
+        self,
+        batch_id: int,
+        prompt_tokens: npt.ArrayLike,
+        new_tokens: npt.ArrayLike,
+        *,
+        groups: RowGroups | None = None,
+        keys: BlockKeys | None = None,
     ) -> None:
         """Queue a row batch behind all others.
 
         Args:
             batch_id: unique among the batches in the queue.
             prompt_tokens: of each row.
-            max_new_tokens: of each row, all samples together.
+            new_tokens: expected of each row, all samples together.
+            groups: of planned rows, which come in the order of the plan.
+            keys: of rows without a plan, which are grouped while they wait.
         """
-        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, max_new_tokens)
-        if batch.num_left:
-            self._line.append(Span(batch_id, 0, batch.num_left))
+        self._batches[batch_id] = RowStates.make(
+            prompt_tokens,
+            new_tokens,
+            groups=groups,
+            keys=keys,
+            arrival=self._regrouping.num_groupings,
+        )
+        self._regrouping.add(batch_id)
 
     def add_control(
-        self, batch_id: int, prompt_tokens: npt.ArrayLike, max_new_tokens: npt.ArrayLike, row: int
+        self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
     ) -> None:
         """Queue one row of a batch of its own as the control, to run alone and next.
 
         Args:
             batch_id: unique among the batches in the queue.
             prompt_tokens: of each row of the request table.
-            max_new_tokens: of each row of the request table.
+            new_tokens: expected of each row of the request table.
             row: that runs; the others are done.
 
         Raises:
@@ -79,9 +98,9 @@ class RowQueue:
         """
         if self.has_control():
             raise RuntimeError(f"batch {batch_id} is a second control")
-        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, max_new_tokens)
+        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, new_tokens)
         batch.close(np.delete(np.arange(batch.num_left), row))
-        self._control = Span(batch_id, row, row + 1)
+        self._isolation.control = Span(batch_id, row, row + 1)
 
     def pick_control(self, place: float) -> bool:
         """Make a row that waits unsuspected the control, unless there is one.
@@ -93,46 +112,46 @@ class RowQueue:
             Whether a control waits or runs.
         """
         if self._line and not self.has_control():
-            self._control = self._line.take_at(place)
+            self._isolation.control = self._line.take_at(place)
         return self.has_control()
 
     def has_control(self) -> bool:
         """Return whether a control row waits or runs."""
-        return self._control is not None or any(r.has_control for r in self._replicas.values())
+        is_waiting = self._isolation.control is not None
+        return is_waiting or any(r.has_control for r in self._replicas.values())
 
     def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
         """Hand waiting rows to replicas that ask, the least loaded first.
 
-        Levels the cost (prompt plus longest output) that the replicas hold, so that a short queue
-        is shared evenly, and leaves a share for replicas that are about to be ready.
+        Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
+        replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
+        are about to be ready.
 
         Args:
             hungry: replicas that ask, and how much they have room for.
             num_expected: replicas that will ask soon.
 
         Returns:
-            Spans per replica, in the order of submission; a replica that gets nothing is absent.
+            Spans per replica, in the order in which they run; a replica that gets nothing is
+            absent.
         """
         grants: dict[int, list[Span]] = {}
         open_ids = []
         for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost, r)):
             replica = self._load(replica_id)
             if replica.num_rows == 0:
-                replica.has_control = self._control is not None
-                alone = self._next_alone()
+                replica.has_control = self._isolation.control is not None
+                alone = self._isolation.take()
                 replica.is_testing = bool(alone)
                 if alone:
                     grants[replica_id] = self._hand_out(replica_id, alone)
             if not replica.is_testing:
                 open_ids.append(replica_id)
-        level = self._line.cost + sum(self._load(r).cost for r in open_ids)
-        num_sharing = len(open_ids) + num_expected
-        for replica_id in open_ids:
-            quota = level // num_sharing - self._load(replica_id).cost
-            if not self._line or (quota <= 0 and num_expected):
-                break
-            spans = self._line.cut(hungry[replica_id], quota)
-            grants[replica_id] = self._hand_out(replica_id, spans)
+        if open_ids and self._line:
+            self._regrouping.refresh()
+            rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
+            for replica_id, spans in share_out(self._line, rooms, self._load, num_expected):
+                grants[replica_id] = self._hand_out(replica_id, spans)
         return grants
 
     def finish(self, replica_id: int, batch_id: int, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -145,7 +164,7 @@ class RowQueue:
         is_held = batch.is_held(replica_id, index)
         done = index[is_held]
         batch.close(done)
-        replica.remove(len(done), batch.cost(done))
+        self._take_off(replica_id, batch.share(done))
         return is_held
 
     def lose(self, replica_id: int) -> Loss:
@@ -153,7 +172,7 @@ class RowQueue:
 
         Complexity: O(rows in the queue).
         """
-        replica = self._replicas.pop(replica_id, ReplicaLoad())
+        replica = self._forget(replica_id)
         was_alone = replica.num_rows == 1
         innocent: list[Span] = []
         suspects: list[Span] = []
@@ -174,7 +193,7 @@ class RowQueue:
                 else:
                     suspects.append(Span(batch_id, row, row + 1))
         self._line.put_back(innocent)
-        self._suspects.extendleft(reversed(_halves(suspects)))
+        self._isolation.add_suspects(suspects)
         return Loss(
             num_rows=replica.num_rows,
             num_struck=num_struck,
@@ -189,6 +208,7 @@ class RowQueue:
             return
         has_control = replica.has_control
         returned: list[Span] = []
+        left: list[int] = []
         for span in spans:
             batch = self._batches.get(span.batch_id)
             if batch is None:
@@ -197,14 +217,14 @@ class RowQueue:
             rows = rows[batch.is_held(replica_id, rows)]
             batch.reopen(rows)
             batch.attempts[rows] -= 1
-            replica.remove(len(rows), batch.cost(rows))
+            left += replica.remove(batch.share(rows))
             returned += spans_of(span.batch_id, rows)
+        self._homes.leave(replica_id, left)
+        self._line.free(replica_id, left)
         if not replica.is_testing:
             self._line.put_back(returned)
-        elif returned and has_control:
-            (self._control,) = returned
         elif returned:
-            self._suspects.appendleft(tuple(returned))
+            self._isolation.put_back(returned, is_control=has_control)
 
     def release(self, replica_id: int) -> None:
         """Take all rows from a replica that was stopped, as if it had not got them.
@@ -217,7 +237,7 @@ class RowQueue:
             for span in spans_of(batch_id, batch.held_by(replica_id))
         ]
         self.give_back(replica_id, held)
-        self._replicas.pop(replica_id, None)
+        self._forget(replica_id)
 
     def drop(self, batch_id: int) -> list[int]:
         """Forget a row batch, whatever the state of its rows.
@@ -230,20 +250,16 @@ class RowQueue:
             return []
         holders = batch.holders()
         for replica_id in holders:
-            rows = batch.held_by(replica_id)
-            self._load(replica_id).abort(batch_id, len(rows), batch.cost(rows))
+            self._load(replica_id).abort(batch_id, batch.share(batch.held_by(replica_id)))
         self._line.remove_batch(batch_id)
-        kept = (tuple(s for s in spans if s.batch_id != batch_id) for spans in self._suspects)
-        self._suspects = deque(spans for spans in kept if spans)
-        if self._control is not None and self._control.batch_id == batch_id:
-            self._control = None
+        self._isolation.drop(batch_id)
         del self._batches[batch_id]
         return holders
 
     def note_aborted(self, replica_id: int, batch_id: int) -> None:
         """Note that a replica runs no row of a dropped batch any more."""
         if replica_id in self._replicas:
-            self._replicas[replica_id].confirm(batch_id)
+            self._homes.end(replica_id, self._replicas[replica_id].confirm(batch_id))
 
     def is_done(self, batch_id: int) -> bool:
         """Return whether every row of the batch is finished or given up."""
@@ -258,6 +274,19 @@ class RowQueue:
         """Return how often each row of the batch was handed out, int16 [rows]."""
         return self._batches[batch_id].attempts.copy()
 
+    def groups_of(self, batch_id: int, spans: Iterable[Span]) -> RowGroups | None:
+        """Return the groups of some rows of a batch, None where all are alone."""
+        batch = self._batches[batch_id]
+        rows = np.concatenate([np.arange(s.start, s.stop) for s in spans])
+        if (batch.group[rows] < 0).all():
+            return None
+        return RowGroups(group_ids=batch.group[rows], prefix_lens=batch.prefix[rows].astype("i4"))
+
+    def cost(self, replica_id: int) -> int:
+        """Return the cost of what a replica runs."""
+        replica = self._replicas.get(replica_id)
+        return replica.cost if replica is not None else 0
+
     def num_held(self, replica_id: int) -> int:
         """Return the number of rows that a replica runs."""
         replica = self._replicas.get(replica_id)
@@ -270,12 +299,11 @@ class RowQueue:
 
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
-        spans: list[Span] = [*self._line, *(s for group in self._suspects for s in group)]
-        return sum(s.stop - s.start for s in spans) + (self._control is not None)
+        return self._line.num_rows() + sum(s.stop - s.start for s in self._isolation)
 
     def has_waiting(self) -> bool:
-        """Return whether any row waits for a replica."""
-        return bool(self._line or self._suspects or self._control)
+        """Return whether any row waits that is not reserved for the replica with its prefix."""
+        return bool(self._line.fresh) or bool(self._isolation)
 
     def _load(self, replica_id: int) -> ReplicaLoad:
         return self._replicas.setdefault(replica_id, ReplicaLoad())
@@ -284,23 +312,22 @@ class RowQueue:
         limit = min(_SUSPECT_STRIKES, self._max_row_crashes)
         return np.asarray(batch.strikes[rows] >= limit)
 
-    def _next_alone(self) -> _Alone:
-        """Take what a replica without rows is to run alone; nothing when all else may run."""
-        if self._control is not None:
-            control, self._control = self._control, None
-            return (control,)
-        return self._suspects.popleft() if self._suspects else ()
-
     def _hand_out(self, replica_id: int, spans: Iterable[Span]) -> list[Span]:
         replica = self._load(replica_id)
         handed = list(spans)
         for span in handed:
             batch = self._batches[span.batch_id]
             batch.hold(replica_id, span.start, span.stop)
-            replica.add(span.stop - span.start, batch.cost_between(span.start, span.stop))
+            started = replica.add(batch.share_between(span.start, span.stop))
+            self._homes.start(replica_id, started)
         return handed
 
+    def _take_off(self, replica_id: int, share: Share) -> None:
+        self._homes.end(replica_id, self._replicas[replica_id].remove(share))
 
-def _halves(suspects: list[Span]) -> list[_Alone]:
-    middle = (len(suspects) + 1) // 2
-    return [half for half in (tuple(suspects[:middle]), tuple(suspects[middle:])) if half]
+    def _forget(self, replica_id: int) -> ReplicaLoad:
+        """Take a replica out; who waits for it may go anywhere."""
+        replica = self._replicas.pop(replica_id, ReplicaLoad())
+        self._homes.forget(replica_id, replica.groups())
+        self._line.release(replica_id)
+        return replica

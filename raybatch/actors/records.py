@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.prefix.block_keys import BlockKeys
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
 
@@ -62,6 +63,19 @@ class Loss:
     was_control: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowGroups:
+    """The prefix group of each row of a row batch, or of some of its rows.
+
+    Args:
+        group_ids: int64 [rows], below 0 for a row that is alone.
+        prefix_lens: int32 [rows], tokens that the row's group shares; 0 for a row that is alone.
+    """
+
+    group_ids: npt.NDArray[np.int64]
+    prefix_lens: npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
     """One row batch as a feeder hands it over.
@@ -73,6 +87,9 @@ class Submission:
             Ray passes the reference and not the object.
         prompt_tokens: int32 [rows].
         max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
+        expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
+        groups: of planned rows; ids that no other client's groups have.
+        block_keys: of rows without a plan, from which the pool makes groups by itself.
     """
 
     token: str
@@ -80,6 +97,9 @@ class Submission:
     refs: list[Any]
     prompt_tokens: npt.NDArray[np.int32]
     max_new_tokens: npt.NDArray[np.int64]
+    expected_new_tokens: npt.NDArray[np.int64] | None = None
+    groups: RowGroups | None = None
+    block_keys: BlockKeys | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,16 +123,29 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Rows of one row batch for one replica; `refs` as in `Submission`."""
+    """Rows of one row batch for one replica.
+
+    Args:
+        batch_id: of the rows.
+        refs: as in `Submission`.
+        spans: in the order in which they run.
+        places: of each span among all spans of the same pull; None where this is the only batch.
+        groups: of the rows of all spans, one after another; None leaves what the table says.
+    """
 
     batch_id: int
     refs: list[Any]
     spans: tuple[Span, ...]
+    places: tuple[int, ...] | None = None
+    groups: RowGroups | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """How much more one replica wants, in prompt tokens and in rows."""
+    """How much more one replica wants, in rows and in prompt tokens that it would compute.
+
+    The prefix of a group counts once, and not at all where the replica holds it.
+    """
 
     tokens: int
     rows: int

@@ -11,12 +11,12 @@ import ray
 from ray.actor import ActorHandle
 
 from raybatch.actors.engine_thread import EngineThread
-from raybatch.actors.records import Assignment, PoolSpec
+from raybatch.actors.records import Assignment, PoolSpec, RowGroups
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
 from raybatch.errors import error_text
-from raybatch.types import Completion
+from raybatch.types import Completion, Request
 
 _LEAD_STEPS = 4
 _REPORT_EVERY_S = 0.05
@@ -98,17 +98,16 @@ class Replica:
                 work = await coordinator.pull.remote(self._replica_id, room)
                 if work is None:
                     break
-                for assignment in work:
-                    await self._admit(engine, coordinator, assignment)
+                await self._admit(engine, coordinator, work)
         finally:
             reporting.cancel()
         await asyncio.to_thread(engine.close)
 
-    async def give_back(self, max_rows: int) -> list[tuple[int, int]]:
-        """Return up to `max_rows` unstarted rows as (batch id, row), the last ones first to go."""
+    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
+        """Return unstarted rows as (batch id, row), see `raybatch.actors.giving.choose_given`."""
         if self._engine is None:
             return []
-        ids = await asyncio.wrap_future(self._engine.give_back(max_rows))
+        ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))
         rows = [(request_id >> _ROW_BITS, request_id & _ROW_MASK) for request_id in ids]
         for batch_id, _ in rows:
             self._close_row(batch_id)
@@ -139,8 +138,19 @@ class Replica:
         self._outbox.set()
 
     async def _admit(
-        self, engine: EngineThread, coordinator: ActorHandle, work: Assignment
+        self, engine: EngineThread, coordinator: ActorHandle, work: list[Assignment]
     ) -> None:
+        """Fetch the tables of all assignments, then submit their rows in the order of the pull."""
+        batches = await asyncio.gather(*(self._open_batch(coordinator, each) for each in work))
+        requests: list[tuple[int, list[Request]]] = []
+        for assignment, batch in zip(work, batches, strict=True):
+            if batch is not None and assignment.batch_id not in self._dropped:
+                self._open[assignment.batch_id] = batch
+                requests += _read(batch, assignment)
+        requests.sort(key=lambda of_span: of_span[0])
+        engine.submit([request for _, of_span in requests for request in of_span])
+
+    async def _open_batch(self, coordinator: ActorHandle, work: Assignment) -> _OpenBatch | None:
         batch = self._open.get(work.batch_id)
         if batch is None:
             try:
@@ -148,15 +158,9 @@ class Replica:
             except ray.exceptions.ObjectLostError:
                 # its feeder is gone, or the host that held the table
                 await coordinator.note_lost.remote(work.batch_id)
-                return
+                return None
             batch = _OpenBatch(RequestReader(table, samplings))
-        if work.batch_id in self._dropped:
-            return
-        self._open[work.batch_id] = batch
-        first_id = work.batch_id << _ROW_BITS
-        for span in work.spans:
-            batch.num_rows += span.stop - span.start
-            engine.submit(batch.reader.read(span.start, span.stop, first_id))
+        return batch
 
     async def _report(self, engine: EngineThread, coordinator: ActorHandle) -> None:
         """Send finished rows as they come, but not more often than needed."""
@@ -206,3 +210,22 @@ class Replica:
         _logger.error("the engine broke", exc_info=failure)
         await coordinator.note_cause.remote(self._replica_id, error_text(failure))
         os._exit(1)
+
+
+def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]]:
+    """Return the requests of each span with its place in the pull, and count them as open."""
+    places = range(len(work.spans)) if work.places is None else work.places
+    first_id = work.batch_id << _ROW_BITS
+    requests, start = [], 0
+    for place, span in zip(places, work.spans, strict=True):
+        num_rows = span.stop - span.start
+        groups = None
+        if work.groups is not None:
+            groups = RowGroups(
+                group_ids=work.groups.group_ids[start : start + num_rows],
+                prefix_lens=work.groups.prefix_lens[start : start + num_rows],
+            )
+        requests.append((place, batch.reader.read(span.start, span.stop, first_id, groups)))
+        batch.num_rows += num_rows
+        start += num_rows
+    return requests

@@ -4,20 +4,27 @@ Requests: one row per prompt. Results: one row per sample, where `row` is the in
 table; a row that failed has exactly one result row, with `error` set.
 """
 
-import itertools
 import json
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.arrow_arrays import (
+    flat_values,
+    offsets_of,
+    split_lists,
+    to_numpy,
+    token_lists,
+    whole_array,
+)
+from raybatch.actors.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.types import Completion, FinishReason, Request, Sampling, TokenIds
 
-_Offsets = npt.NDArray[np.int64]
 _Logprobs = tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...]
 
 REQUEST_SCHEMA = pa.schema(
@@ -28,8 +35,11 @@ REQUEST_SCHEMA = pa.schema(
         pa.field("sampling", pa.int32(), nullable=False),
         pa.field("group_id", pa.int64()),
         pa.field("prefix_len", pa.int32(), nullable=False),
+        pa.field("expected_output_len", pa.int32()),
     ]
 )
+# metadata of a table whose groups come from a plan, also where all of its rows are alone
+_PLANNED = {"raybatch.is_planned": "true"}
 
 LOGPROBS_TYPE = pa.list_(
     pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
@@ -59,29 +69,38 @@ def request_table(
     sampling: Sequence[int] | npt.NDArray[np.int32] | None = None,
     group_ids: Sequence[int | None] | None = None,
     prefix_lens: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    expected_lens: Sequence[int | None] | None = None,
 ) -> pa.Table:
     """Build a request table from columns; what is left out is zero or null.
+
+    Rows with `group_ids`, be they null, come in the order of a plan, which the pool keeps to. Rows
+    without are grouped by the pool as they wait.
 
     Args:
         row_ids: identity of each row.
         prompts: token ids of each row.
         seeds: 64-bit seed of each row.
         sampling: index of each row into the samplings that travel beside the table.
-        group_ids: prefix group of each row.
+        group_ids: prefix group of each row, from 0; None for a row that is alone.
         prefix_lens: tokens that the row's group shares.
+        expected_lens: output tokens to expect of each sample; None expects `max_tokens`.
     """
     zeros = np.zeros(len(row_ids), np.int32)
     columns = [
         pa.array(row_ids, pa.string()),
-        _token_lists(prompts),
+        token_lists(prompts),
         pa.array(zeros.astype(np.uint64) if seeds is None else seeds, pa.uint64()),
         pa.array(zeros if sampling is None else sampling, pa.int32()),
         pa.nulls(len(row_ids), pa.int64())
         if group_ids is None
         else pa.array(group_ids, pa.int64()),
         pa.array(zeros if prefix_lens is None else prefix_lens, pa.int32()),
+        pa.nulls(len(row_ids), pa.int32())
+        if expected_lens is None
+        else pa.array(expected_lens, pa.int32()),
     ]
-    return pa.Table.from_arrays(columns, schema=REQUEST_SCHEMA)
+    table = pa.Table.from_arrays(columns, schema=REQUEST_SCHEMA)
+    return table if group_ids is None else table.replace_schema_metadata(_PLANNED)
 
 
 def check_requests(table: pa.Table, num_samplings: int) -> None:
@@ -89,7 +108,7 @@ def check_requests(table: pa.Table, num_samplings: int) -> None:
     missing = [name for name in REQUEST_SCHEMA.names if name not in table.column_names]
     if missing:
         raise ConfigError(f"the request table lacks the columns {', '.join(missing)}")
-    sampling = _numpy(table["sampling"], np.dtype(np.int32))
+    sampling = to_numpy(table["sampling"], np.dtype(np.int32))
     if len(sampling) and not 0 <= int(sampling.min()) <= int(sampling.max()) < num_samplings:
         raise ConfigError(
             f"the column sampling must lie in [0, {num_samplings}), got values from "
@@ -99,45 +118,73 @@ def check_requests(table: pa.Table, num_samplings: int) -> None:
 
 def prompt_lengths(table: pa.Table) -> npt.NDArray[np.int32]:
     """Return the prompt tokens of each row, int32 [rows]."""
-    lengths = _array(table["prompt_token_ids"]).value_lengths().fill_null(0)
+    lengths = whole_array(table["prompt_token_ids"]).value_lengths().fill_null(0)
     return cast(npt.NDArray[np.int32], lengths.to_numpy(zero_copy_only=False).astype(np.int32))
 
 
 def max_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
     """Return the upper bound of generated tokens of each row over its samples, int64 [rows]."""
     bounds = np.array([s.max_tokens * s.n for s in samplings], np.int64)
-    indexes = _numpy(table["sampling"], np.dtype(np.int32))
+    indexes = to_numpy(table["sampling"], np.dtype(np.int32))
     return cast(npt.NDArray[np.int64], bounds[indexes])
+
+
+def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
+    """Return the tokens to expect of each row over its samples, int64 [rows]."""
+    bounds = max_new_tokens(table, samplings)
+    expected = whole_array(table["expected_output_len"])
+    if expected.null_count == len(expected):
+        return bounds
+    indexes = to_numpy(table["sampling"], np.dtype(np.int32))
+    samples = np.array([s.n for s in samplings], np.int64)[indexes]
+    is_known = expected.is_valid().to_numpy(zero_copy_only=False)
+    lengths = to_numpy(expected, np.dtype(np.int64)) * samples
+    return np.where(is_known, np.clip(lengths, 0, bounds), bounds)
+
+
+def is_planned(table: pa.Table) -> bool:
+    """Return whether the rows come in the order of a plan, with its groups."""
+    metadata = table.schema.metadata or {}
+    return all(metadata.get(k.encode()) == v.encode() for k, v in _PLANNED.items())
 
 
 class RequestReader:
     """Turns spans of one request table into requests without copying the prompts."""
 
     def __init__(self, table: pa.Table, samplings: Sequence[Sampling]) -> None:
-        prompts = _array(table["prompt_token_ids"])
+        prompts = whole_array(table["prompt_token_ids"])
         self._samplings = samplings
-        self._tokens = _flat(prompts, np.dtype(np.int32))
-        self._offsets = _offsets(prompt_lengths(table))
-        self._row_ids = _array(table["row_id"])
-        self._seeds = _numpy(table["seed"], np.dtype(np.uint64))
-        self._sampling = _numpy(table["sampling"], np.dtype(np.int32))
-        self._group_ids = _array(table["group_id"])
-        self._prefix_lens = _numpy(table["prefix_len"], np.dtype(np.int32))
+        self._tokens = flat_values(prompts, np.dtype(np.int32))
+        self._offsets = offsets_of(prompt_lengths(table))
+        self._row_ids = whole_array(table["row_id"])
+        self._seeds = to_numpy(table["seed"], np.dtype(np.uint64))
+        self._sampling = to_numpy(table["sampling"], np.dtype(np.int32))
+        self._group_ids = whole_array(table["group_id"])
+        self._prefix_lens = to_numpy(table["prefix_len"], np.dtype(np.int32))
+        self._expected = whole_array(table["expected_output_len"])
 
-    def read(self, start: int, stop: int, first_request_id: int) -> list[Request]:
+    def read(
+        self, start: int, stop: int, first_request_id: int, groups: RowGroups | None = None
+    ) -> list[Request]:
         """Return the requests of rows `start` to `stop`.
 
         Args:
             start: first row.
             stop: after the last row.
             first_request_id: id of row 0 of the table; the others follow it.
+            groups: of these rows, in place of those in the table.
         """
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()
-        group_ids = self._group_ids.slice(start, stop - start).to_pylist()
+        expected = self._expected.slice(start, stop - start).to_pylist()
+        if groups is None:
+            group_ids = self._group_ids.slice(start, stop - start).to_pylist()
+            prefix_lens = self._prefix_lens[start:stop].tolist()
+        else:
+            group_ids = [None if group < 0 else group for group in groups.group_ids.tolist()]
+            prefix_lens = groups.prefix_lens.tolist()
         offsets = self._offsets[start : stop + 1].tolist()
         seeds = self._seeds[start:stop].tolist()
         sampling = self._sampling[start:stop].tolist()
-        prefix_lens = self._prefix_lens[start:stop].tolist()
         return [
             Request(
                 request_id=first_request_id + start + i,
@@ -147,6 +194,7 @@ class RequestReader:
                 seed=seeds[i],
                 group_id=group_ids[i],
                 prefix_len=prefix_lens[i],
+                expected_output_len=expected[i],
             )
             for i in range(stop - start)
         ]
@@ -165,7 +213,7 @@ def encode_completions(
     columns = [
         pa.array(rows, pa.int32()),
         pa.array([c.sample_idx for c in completions], pa.int32()),
-        _token_lists([c.token_ids for c in completions]),
+        token_lists([c.token_ids for c in completions]),
         pa.array([c.finish_reason for c in completions], pa.string()),
         pa.array([json.dumps(c.stop_reason) for c in completions], pa.string()),
         pa.array([c.num_cached_tokens for c in completions], pa.int32()),
@@ -180,7 +228,7 @@ def encode_completions(
 def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
     """Return result rows as completions whose `request_id` is the row index."""
     table = results if isinstance(results, pa.Table) else pa.Table.from_batches([results])
-    tokens = _split(_array(table["token_ids"]))
+    tokens = split_lists(whole_array(table["token_ids"]))
     columns = {name: table[name].to_pylist() for name in RESULT_SCHEMA.names if name != "token_ids"}
     return [
         Completion(
@@ -201,8 +249,8 @@ def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
 def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.int16]) -> pa.Table:
     """Return one result table in order of row and sample, with the attempts of each row."""
     table = pa.Table.from_batches(results, schema=RESULT_SCHEMA)
-    rows = _numpy(table["row"], np.dtype(np.int32))
-    order = np.lexsort((_numpy(table["sample_idx"], np.dtype(np.int32)), rows))
+    rows = to_numpy(table["row"], np.dtype(np.int32))
+    order = np.lexsort((to_numpy(table["sample_idx"], np.dtype(np.int32)), rows))
     table = table.take(pa.array(order)).combine_chunks()
     column = pa.array(attempts[rows[order]].astype(np.int32), pa.int32())
     return table.set_column(
@@ -212,54 +260,13 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
 
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
     """Return the distinct row indexes of a result batch, ascending."""
-    return np.unique(_numpy(results.column("row"), np.dtype(np.int32)))
+    return np.unique(to_numpy(results.column("row"), np.dtype(np.int32)))
 
 
 def has_error(results: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return which rows of a result batch carry an error."""
     is_error = pc.not_equal(results.column("error"), "")
     return cast(npt.NDArray[np.bool_], is_error.to_numpy(zero_copy_only=False))
-
-
-def _array(column: pa.ChunkedArray) -> pa.Array:
-    # combine_chunks copies also where there is nothing to combine
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _numpy(column: pa.Array | pa.ChunkedArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    array = _array(column) if isinstance(column, pa.ChunkedArray) else column
-    if array.null_count:
-        array = array.fill_null(0)
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return values.astype(dtype, copy=False)
-
-
-def _flat(lists: pa.ListArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return _numpy(lists.flatten(), dtype)
-
-
-def _offsets(lengths: npt.NDArray[np.int32]) -> _Offsets:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _token_lists(arrays: Sequence[TokenIds]) -> pa.ListArray:
-    lengths = np.fromiter((len(a) for a in arrays), np.int32, len(arrays))
-    flat = np.concatenate(arrays) if len(arrays) else np.empty(0, np.int32)
-    offsets = _offsets(lengths)
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise ConfigError(f"a row batch holds {offsets[-1]} tokens; hand over fewer rows at once")
-    return pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)), pa.array(flat.astype(np.int32, copy=False))
-    )
-
-
-def _split(lists: pa.ListArray) -> list[TokenIds]:
-    flat = _flat(lists, np.dtype(np.int32))
-    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    bounds = _offsets(lengths).tolist()
-    return [flat[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def _logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:

@@ -1,11 +1,13 @@
 """The thread around a backend: whole rows, failures, unstarted rows."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from raybatch.actors.engine_thread import EngineThread
+from raybatch.actors.records import Room
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.types import Request, Sampling
 
@@ -103,6 +105,23 @@ def test_a_fed_engine_does_not_ask(start):
     driver = start(max_num_seqs=1, step_s=0.05)
     driver.engine.submit([request(i, max_tokens=100) for i in range(64)])
     assert driver.engine.room() is None
+
+
+def test_the_prefix_of_a_group_counts_once_in_the_room(start):
+    driver = start(max_num_seqs=1, step_s=0.05)
+    rows = [
+        replace(
+            request(i, max_tokens=100),
+            prompt_token_ids=np.ones(110, np.int32),
+            group_id=3,
+            prefix_len=100,
+        )
+        for i in range(20)
+    ]
+    driver.engine.submit(rows)
+    driver.wait_until(lambda: driver.engine.stats().num_running == 1)
+    # 19 rows wait, of 100 / 20 + 10 tokens each on average
+    assert driver.engine.room() == Room(tokens=1000 - 19 * 15, rows=64 - 19)
 
 
 def test_aborted_rows_leave_nothing_behind(start):

@@ -5,10 +5,13 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import Room, Span
-from tests.actors.queues import held_rows, queue_of
+from tests.actors.queues import add_groups, add_plain, held_rows
 
 CONTROL_ROW = 1
+KINDS = ("ungrouped", "planned", "plain")
+PREFIX, OWN, NEW = 8, 4, 6
 
 
 class Model:
@@ -17,16 +20,37 @@ class Model:
     At most one row is the control: it waits, or one replica holds it and nothing else.
     """
 
-    def __init__(self, sizes):
-        self.queue = queue_of(*sizes)
-        self.rows = {(batch_id, row) for batch_id, size in enumerate(sizes) for row in range(size)}
-        self.batch_ids = list(range(len(sizes)))
+    def __init__(self, kinds, batches):
+        self.queue = RowQueue(3)
+        self.groups = {}
+        self.rows = set()
+        self.batch_ids = []
+        self.to_come = list(zip(kinds, batches, strict=False))
+        self._next_id = itertools.count()
+        self.add_batch()
         self.outcomes = {}
         self.held = {1: [], 2: [], 3: []}
         self.controls = {}
         self.dropped = set()
         self.unconfirmed = set()
-        self._next_control_id = itertools.count(len(sizes))
+
+    def add_batch(self):
+        if self.to_come:
+            kind, groups = self.to_come.pop(0)
+            self._add(next(self._next_id), kind, groups)
+
+    def _add(self, batch_id, kind, groups):
+        if kind == "plain":
+            add_plain(self.queue, batch_id, groups, prefix=PREFIX, distinct=OWN, new=NEW)
+        else:
+            if kind == "ungrouped":
+                groups = [None] * len(groups)
+            add_groups(self.queue, batch_id, groups, prefix=PREFIX, distinct=OWN, new=NEW)
+        self.batch_ids.append(batch_id)
+        self.rows |= {(batch_id, row) for row in range(len(groups))}
+        for row, group in enumerate(groups):
+            # an id that only rows of the same prefix have
+            self.groups[batch_id, row] = None if group is None else (kind, group)
 
     def replica(self, number):
         return sorted(self.held)[number % 3]
@@ -83,9 +107,10 @@ class Model:
 
     def add_control(self):
         if not self.queue.has_control():
-            batch_id = next(self._next_control_id)
+            batch_id = next(self._next_id)
             self.queue.add_control(batch_id, [10] * 3, [10] * 3, CONTROL_ROW)
             self.rows.add((batch_id, CONTROL_ROW))
+            self.groups[batch_id, CONTROL_ROW] = "control"
             self.batch_ids.append(batch_id)
 
     def check(self):
@@ -94,6 +119,34 @@ class Model:
         }
         self.controls = {r: c for r, c in self.controls.items() if c in self.held.get(r, ())}
         assert self.queue.has_control() or not self.controls
+        for replica_id, rows in self.held.items():
+            self._check_cost(replica_id, rows)
+
+    def _check_cost(self, replica_id, rows):
+        """The cost is what the rows have for themselves, and the prefix of each group once."""
+        of_batch = {}
+        for batch_id, row in rows:
+            of_batch.setdefault(batch_id, []).append(row)
+        if self.dropped & of_batch.keys():
+            # nobody but the replica knows their groups any more
+            return
+        own, prefixes = 0, {}
+        for batch_id, numbers in of_batch.items():
+            groups = self.queue.groups_of(batch_id, [Span(batch_id, r, r + 1) for r in numbers])
+            lens = [0] * len(numbers) if groups is None else groups.prefix_lens.tolist()
+            ids = [-1] * len(numbers) if groups is None else groups.group_ids.tolist()
+            for row, group, prefix_len in zip(numbers, ids, lens, strict=True):
+                known = self.groups[batch_id, row]
+                # the model's controls are of batches of their own, and of no group
+                length = 20 if known == "control" else OWN + NEW
+                own += length + (0 if known in ("control", None) else PREFIX) - prefix_len
+                own += PREFIX if known is None and self._is_plain(batch_id) else 0
+                if group >= 0:
+                    prefixes[group] = prefix_len
+        assert own + sum(prefixes.values()) == self.queue.cost(replica_id)
+
+    def _is_plain(self, batch_id):
+        return self.queue._batches[batch_id].keys is not None
 
     def kept_rows(self):
         return {row for row in self.rows if row[0] not in self.dropped}
@@ -126,6 +179,7 @@ def play(model, kind, number):
         lambda: model.queue.pick_control(number / 99),
         model.add_control,
         lambda: model.stop(replica_id),
+        model.add_batch,
     ]
     moves[kind]()
     model.check()
@@ -133,21 +187,25 @@ def play(model, kind, number):
 
 @st.composite
 def histories(draw):
-    sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    group = st.sampled_from([None, 1, 2, 3])
+    batches = draw(st.lists(st.lists(group, max_size=12), min_size=1, max_size=4))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
     # without a least size most histories are five moves long
-    move = st.tuples(st.integers(0, 8), st.integers(0, 99))
+    move = st.tuples(st.integers(0, 9), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
-    return sizes, poison, moves
+    return (kinds, batches), poison, moves
 
 
 @settings(max_examples=200, deadline=None)
 @given(histories())
 def test_random_ends_and_drops_never_lose_or_double_a_row(history):
-    sizes, poison, moves = history
-    model = Model(sizes)
+    (kinds, batches), poison, moves = history
+    model = Model(kinds, batches)
     for kind, number in moves:
         play(model, kind, number)
+    while model.to_come:
+        model.add_batch()
     while model.unconfirmed:
         model.confirm()
     model.check()
@@ -165,3 +223,4 @@ def test_random_ends_and_drops_never_lose_or_double_a_row(history):
     finished = {row: count for row, count in model.outcomes.items() if row in kept}
     assert finished == dict.fromkeys(kept, 1)
     assert 0 == model.queue.num_waiting() == sum(model.queue.num_held(r) for r in model.held)
+    assert {0} == {model.queue.cost(r) for r in model.held}

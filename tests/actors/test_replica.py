@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.pool import PoolSpec
-from raybatch.actors.records import Assignment, Span
+from raybatch.actors.records import Assignment, RowGroups, Span
 from raybatch.actors.replica import Replica
 from raybatch.actors.wire import request_table
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -105,6 +105,26 @@ def test_rows_that_were_dropped_while_their_table_came_do_not_run(run):
         return first, replica._engine.is_idle(), coordinator.reported.empty()
 
     assert run(scene) == (8, True, True)
+
+
+def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
+    async def scene(replica, coordinator):
+        submitted = []
+        replica._engine.submit = submitted.extend
+        groups = RowGroups(group_ids=np.array([9, -1]), prefix_lens=np.array([1, 0], np.int32))
+        first = Assignment(
+            batch_id=7,
+            refs=[table(2)],
+            spans=(Span(7, 1, 2), Span(7, 0, 1)),
+            places=(0, 2),
+            groups=groups,
+        )
+        second = Assignment(batch_id=8, refs=[table(2)], spans=(Span(8, 0, 1),), places=(1,))
+        await coordinator.answers.put([first, second])
+        await coordinator.asked.acquire()
+        return [(r.request_id >> 32, r.row_id, r.group_id, r.prefix_len) for r in submitted]
+
+    assert [(7, "1", 9, 1), (8, "0", None, 0), (7, "0", None, 0)] == run(scene)
 
 
 def test_a_replica_goes_on_after_an_abort(run):

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from raybatch.actors.records import RowGroups
 from raybatch.actors.wire import (
     RESULT_SCHEMA,
     RequestReader,
@@ -11,6 +12,8 @@ from raybatch.actors.wire import (
     combine_results,
     decode_completions,
     encode_completions,
+    expected_new_tokens,
+    is_planned,
     max_new_tokens,
     prompt_lengths,
     request_table,
@@ -34,6 +37,7 @@ def small_table():
         sampling=[0, 1, 0],
         group_ids=[5, None, 5],
         prefix_lens=[1, 0, 1],
+        expected_lens=[2, None, 9],
     )
 
 
@@ -64,6 +68,29 @@ def test_requests_come_out_as_they_went_in(table):
     assert [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[0]] == [r.sampling for r in requests]
     assert [r.group_id for r in requests] == [5, None, 5]
     assert [r.prefix_len for r in requests] == [1, 0, 1]
+    assert [r.expected_output_len for r in requests] == [2, None, 9]
+
+
+def test_groups_beside_the_table_win():
+    groups = RowGroups(group_ids=np.array([-1, 8]), prefix_lens=np.array([0, 1], np.int32))
+    requests = RequestReader(small_table(), SAMPLINGS).read(1, 3, 0, groups)
+    assert [(None, 0), (8, 1)] == [(r.group_id, r.prefix_len) for r in requests]
+
+
+def test_a_table_without_expected_lengths_has_none():
+    table = request_table(["a"], [ids(1)])
+    assert RequestReader(table, SAMPLINGS).read(0, 1, 0)[0].expected_output_len is None
+    assert [4] == expected_new_tokens(table, SAMPLINGS).tolist()
+
+
+def test_expected_tokens_are_at_most_the_upper_bound():
+    # the second row has two samples of at most 3 tokens
+    assert [2, 6, 4] == expected_new_tokens(small_table(), SAMPLINGS).tolist()
+
+
+@pytest.mark.parametrize(("group_ids", "expected"), [([3], True), ([None], True), (None, False)])
+def test_a_table_says_whether_its_rows_are_planned(group_ids, expected):
+    assert expected == is_planned(request_table(["a"], [ids(1)], group_ids=group_ids))
 
 
 def test_a_slice_of_a_table_is_read_from_its_own_start():

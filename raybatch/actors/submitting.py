@@ -1,0 +1,78 @@
+"""What a feeder sends along with a request table, so that the coordinator never has to open it."""
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from raybatch.actors.arrow_arrays import flat_values, offsets_of, to_numpy, whole_array
+from raybatch.actors.records import RowGroups, Submission
+from raybatch.actors.wire import (
+    check_requests,
+    expected_new_tokens,
+    is_planned,
+    max_new_tokens,
+    prompt_lengths,
+)
+from raybatch.config import EngineConfig
+from raybatch.prefix.block_keys import BlockKeys, hash_blocks
+from raybatch.types import Sampling
+
+
+def make_submission(
+    table: pa.Table, samplings: Sequence[Sampling], client: str, engine: EngineConfig
+) -> Submission:
+    """Put a request table into the object store and describe it.
+
+    Planned rows carry their groups. Others carry block keys, unless prefix caching is off: who
+    wants no sharing gets none, while a plan is obeyed in any case.
+
+    Args:
+        table: see `raybatch.actors.wire.REQUEST_SCHEMA`.
+        samplings: what the column `sampling` points into.
+        client: name under which rows and tokens are counted.
+        engine: options of the engines.
+
+    Raises:
+        ConfigError: the table lacks columns or points outside `samplings`.
+    """
+    check_requests(table, len(samplings))
+    planned = is_planned(table)
+    has_keys = engine.enable_prefix_caching and not planned
+    return Submission(
+        token=uuid.uuid4().hex,
+        client=client,
+        refs=[ray.put((table, tuple(samplings)))],
+        prompt_tokens=prompt_lengths(table),
+        max_new_tokens=max_new_tokens(table, samplings),
+        expected_new_tokens=expected_new_tokens(table, samplings),
+        groups=_of_client(_row_groups(table), client) if planned else None,
+        block_keys=_block_keys(table, engine.block_size_tokens) if has_keys else None,
+    )
+
+
+def _of_client(groups: RowGroups, client: str) -> RowGroups:
+    """Rename groups so that no other client's have the same ids."""
+    digest = hashlib.blake2b(client.encode(), digest_size=8).digest()
+    salt = np.int64(int.from_bytes(digest, "little") >> 1)
+    ids = groups.group_ids
+    return RowGroups(group_ids=np.where(ids < 0, -1, ids ^ salt), prefix_lens=groups.prefix_lens)
+
+
+def _row_groups(table: pa.Table) -> RowGroups:
+    """Return the groups that a plan has put the rows into."""
+    group_ids = whole_array(table["group_id"]).fill_null(-1)
+    return RowGroups(
+        group_ids=to_numpy(group_ids, np.dtype(np.int64)),
+        prefix_lens=to_numpy(table["prefix_len"], np.dtype(np.int32)),
+    )
+
+
+def _block_keys(table: pa.Table, block_size: int) -> BlockKeys:
+    """Return the block keys of all prompts; linear in tokens."""
+    prompts = whole_array(table["prompt_token_ids"])
+    tokens = flat_values(prompts, np.dtype(np.int32))
+    return hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)

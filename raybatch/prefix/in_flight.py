@@ -1,0 +1,115 @@
+"""Groups among the rows that happen to wait, where no plan over all rows exists.
+
+A group is named by the block key at the end of its prefix, so that it has the same name whenever
+rows of it are grouped, also on their own.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
+from raybatch.prefix.enlarge import exact_single_level
+from raybatch.prefix.groups import PrefixGroups, make_groups
+from raybatch.prefix.load import GroupLoad
+from raybatch.prefix.order import order_groups
+from raybatch.prefix.tree import build_tree
+
+__all__ = ["InFlightPlan", "match_prefixes", "plan_in_flight", "select_rows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class InFlightPlan:
+    """Groups of rows and their order.
+
+    Args:
+        group_id: name of each row's group; -1 for a row that is alone.
+        prefix_len: tokens that the group shares; 0 for a row that is alone.
+        order: row numbers in the order in which they should run, members of a group together.
+    """
+
+    group_id: Int64s  # [R]
+    prefix_len: Int64s  # [R]
+    order: Int64s  # [R]
+
+
+def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
+    """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
+
+    Groups with the most output per computed prompt token come first; a row that is alone counts
+    as a group of one. Members follow each other as in the prefix tree.
+
+    Args:
+        keys: of the rows.
+        output_tokens: int64 [R], expected output of each row.
+    """
+    tree = build_tree(keys)
+    groups = make_groups(tree, keys, exact_single_level(tree, keys), dedup=False)
+    is_alone = groups.group_id < 0
+    num_alone = int(np.count_nonzero(is_alone))
+    element = groups.group_id.copy()
+    element[is_alone] = groups.num_groups + np.arange(num_alone)
+    load = GroupLoad(
+        prefix_tokens=np.concatenate([groups.prefix_len, np.zeros(num_alone, np.int64)]),
+        distinct_tokens=np.concatenate([groups.distinct_tokens, keys.num_tokens[is_alone]]),
+        num_rows=np.concatenate([groups.num_rows, np.ones(num_alone, np.int64)]),
+        output_tokens=np.bincount(
+            element, weights=output_tokens, minlength=groups.num_groups + num_alone
+        ).astype(float),
+    )
+    rank = np.empty(len(load), np.int64)
+    rank[order_groups(load)] = np.arange(len(load))
+    place = np.empty(keys.num_rows, np.int64)
+    place[tree.row_order] = np.arange(keys.num_rows)
+    return InFlightPlan(
+        group_id=_names(groups, keys)[groups.group_id],
+        prefix_len=groups.prefix_tokens.astype(np.int64),
+        order=np.lexsort((place, rank[element])),
+    )
+
+
+def match_prefixes(keys: BlockKeys, group_ids: Int64s) -> tuple[Int64s, Int64s]:
+    """Find for each row the longest prefix that names one of the groups.
+
+    Args:
+        keys: of the rows.
+        group_ids: names of groups, in any order.
+
+    Returns:
+        The name for each row, -1 without any, and the tokens of the prefix; int64 [R].
+    """
+    names = _as_names(keys.keys)
+    found = np.flatnonzero(np.isin(names, group_ids))
+    rows = np.searchsorted(keys.offsets, found, side="right") - 1
+    # of several prefixes of one row, the last assignment is the longest
+    group_id = np.full(keys.num_rows, -1, np.int64)
+    group_id[rows] = names[found]
+    prefix_len = np.zeros(keys.num_rows, np.int64)
+    prefix_len[rows] = (found - keys.offsets[rows] + 1) * keys.block_size
+    return group_id, prefix_len
+
+
+def select_rows(keys: BlockKeys, rows: Int64s) -> BlockKeys:
+    """Return the keys of some rows, in the order given."""
+    num_blocks = keys.num_blocks[rows]
+    offsets = start_offsets(num_blocks)
+    shifts = np.repeat(keys.offsets[rows] - offsets[:-1], num_blocks)
+    return BlockKeys(
+        keys=keys.keys[shifts + np.arange(offsets[-1])],
+        offsets=offsets,
+        num_tokens=keys.num_tokens[rows],
+        digest=keys.digest[rows],
+        block_size=keys.block_size,
+    )
+
+
+def _names(groups: PrefixGroups, keys: BlockKeys) -> Int64s:
+    """Return the name of each group, and -1 as the last entry: int64 [G + 1]."""
+    last_block = groups.prefix_len // keys.block_size - 1
+    last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
+    return np.append(_as_names(last_keys), -1)
+
+
+def _as_names(keys: npt.NDArray[np.uint64]) -> Int64s:
+    return (keys >> np.uint64(1)).astype(np.int64)

@@ -1,0 +1,60 @@
+"""What the coordinator learns of a request table."""
+
+import numpy as np
+import pytest
+
+from raybatch.actors import submitting
+from raybatch.actors.submitting import make_submission
+from raybatch.actors.wire import request_table
+from raybatch.config import EngineConfig
+from raybatch.types import Sampling
+from tests.actors.queues import BLOCK, keys_of, plain_prompts
+
+SAMPLINGS = (Sampling(max_tokens=9),)
+PROMPTS = plain_prompts([1, 1, None])
+
+
+@pytest.fixture(autouse=True)
+def no_store(monkeypatch):
+    monkeypatch.setattr(submitting.ray, "put", lambda value: value)
+
+
+def submitted(client="c", *, caching=True, **columns):
+    table = request_table(["a", "b", "c"], PROMPTS, **columns)
+    engine = EngineConfig(block_size_tokens=BLOCK, enable_prefix_caching=caching)
+    return make_submission(table, SAMPLINGS, client, engine)
+
+
+def test_rows_without_a_plan_carry_block_keys():
+    submission = submitted()
+    assert keys_of(PROMPTS).keys.tolist() == submission.block_keys.keys.tolist()
+    assert submission.groups is None
+
+
+def test_planned_rows_carry_their_groups():
+    submission = submitted(group_ids=[4, None, 4], prefix_lens=[8, 0, 8])
+    first, alone, last = submission.groups.group_ids.tolist()
+    assert (first, -1) == (last, alone)
+    assert first >= 0
+    assert [8, 0, 8] == submission.groups.prefix_lens.tolist()
+    assert submission.block_keys is None
+
+
+def test_planned_rows_that_are_all_alone_are_left_as_they_are():
+    assert submitted(group_ids=[None] * 3).block_keys is None
+
+
+def test_groups_of_two_clients_have_different_ids():
+    ids = [submitted(c, group_ids=[4, 5, None]).groups.group_ids for c in ("c", "d")]
+    assert 4 == len({*np.concatenate(ids).tolist()} - {-1})
+
+
+def test_without_prefix_caching_rows_are_not_grouped_but_a_plan_is_kept():
+    assert submitted(caching=False).block_keys is None
+    assert submitted(caching=False, group_ids=[1, 1, None]).groups is not None
+
+
+def test_expected_outputs_travel_beside_the_upper_bound():
+    submission = submitted(expected_lens=[3, None, 20])
+    assert [3, 9, 9] == submission.expected_new_tokens.tolist()
+    assert [9, 9, 9] == submission.max_new_tokens.tolist()
