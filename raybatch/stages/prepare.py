@@ -102,8 +102,20 @@ def prepare(
             sampling=np.array([index[s] for s in asked], np.int32),
             group_ids=None if planned is None else [planned.group_ids[row] for row in rows],
             prefix_lens=None if planned is None else planned.prefix_lens[rows],
+            expected_lens=None if planned is None else _expected(planned, rows, asked),
         ),
     )
+
+
+def _expected(
+    planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
+) -> list[int | None]:
+    """Return the expected length of one sample of each row that is asked."""
+    totals = (planned.expected_lens[row] for row in rows)
+    return [
+        None if total is None else -(-total // sampling.n)
+        for total, sampling in zip(totals, samplings, strict=True)
+    ]
 
 
 def find_copies(
