@@ -18,6 +18,7 @@ from raybatch.errors import (
 
 if TYPE_CHECKING:
     from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
+    from raybatch.explanation.record import Explanation
     from raybatch.job import Job
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
     from raybatch.report import RunReport
@@ -29,6 +30,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "EngineConfig",
+    "Explanation",
     "Job",
     "LLMStage",
     "MissingDependency",
@@ -50,6 +52,7 @@ __version__: str
 _HOMES = {
     "BackendConfig": "raybatch.config",
     "EngineConfig": "raybatch.config",
+    "Explanation": "raybatch.explanation.record",
     "Job": "raybatch.job",
     "LLMStage": "raybatch.stages.llm_stage",
     "PlanConfig": "raybatch.config",

@@ -5,6 +5,7 @@ template is the user's and is never changed here.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -124,15 +125,23 @@ def lint_source(
 def sample_tables(
     source: Source, columns: Sequence[str], *, max_rows: int = SAMPLE_ROWS
 ) -> Iterator[pa.Table]:
-    """Yield about `max_rows` rows of some columns, from slices spread evenly over a source."""
+    """Yield about `max_rows` rows of some columns, from slices spread evenly over a source.
+
+    Of Parquet, a slice is read from its beginning until it has given its share; a JSONL file is
+    read as a whole in any case and gives rows from all over.
+    """
     num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
     chosen = np.linspace(0, len(source.slices) - 1, num_slices).astype(np.int64)
     for i, index in enumerate(chosen.tolist()):
+        part = source.slices[index]
         wanted = max_rows * (i + 1) // num_slices - max_rows * i // num_slices
-        for table in read_slice(source.slices[index], columns=list(columns)):
-            yield table.slice(0, wanted)
-            wanted -= table.num_rows
-            if wanted <= 0:
+        share = 1.0 if part.row_groups is not None else min(1.0, wanted / part.num_rows)
+        taken = 0
+        for table in read_slice(part, columns=list(columns)):
+            rows = table.slice(0, min(math.ceil(share * table.num_rows), wanted - taken))
+            taken += rows.num_rows
+            yield rows
+            if taken >= wanted:
                 break
 
 

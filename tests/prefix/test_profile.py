@@ -14,11 +14,11 @@ def profile(prompts, *, unasked=None):
     return profile_rows(
         planned.keys,
         planned.expected_tokens,
-        planned.plan,
         planned.found,
         num_rows=planned.num_rows,
         unasked=planned.unasked,
         limit_tokens=int(planned.max_tokens.sum()),
+        num_units=planned.plan.num_units,
     )
 
 

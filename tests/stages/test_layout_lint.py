@@ -152,6 +152,13 @@ def test_a_sample_is_spread_over_the_row_groups(tmp_path):
     assert [i * 3000 + j for i in range(4) for j in range(1024)] == found["x"].to_pylist()
 
 
+def test_a_sample_of_a_jsonl_file_is_from_all_over(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"x": {i}}}\n' for i in range(8192)))
+    found = pa.concat_tables(sample_tables(scan_source(str(path)), ["x"], max_rows=80))
+    assert [1024 * i + j for i in range(8) for j in range(10)] == found["x"].to_pylist()
+
+
 def test_a_source_is_sampled_with_the_model_s_tokenizer(tmp_path):
     tokenizer = Tokenizer.load(make_tokenizer(tmp_path / "m"))
     pq.write_table(table(num_rows=300), tmp_path / "rows.parquet")

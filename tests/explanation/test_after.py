@@ -1,0 +1,48 @@
+"""What a run did, from its output and its pool."""
+
+import pytest
+
+from raybatch.explanation.after import actual_of
+from raybatch.stages.schema import OutputSchema
+from raybatch.stages.tally import TokenTally
+from raybatch.types import PoolStats, ReplicaStats
+
+
+@pytest.fixture
+def tokens():
+    tally = TokenTally(OutputSchema())
+    tally.prompt, tally.cached, tally.generated = 1000, 700, 80
+    tally.num_asked, tally.num_copies = 30, 2
+    return tally
+
+
+def pool(*, preemptions, busy_s, kv_tokens=4096):
+    engine = ReplicaStats(
+        num_preemptions=preemptions, num_recomputed_tokens=10 * preemptions, kv_tokens=kv_tokens
+    )
+    return PoolStats(num_replicas=2, busy_s=busy_s, replicas=(engine, engine))
+
+
+def test_a_warm_pool_counts_from_the_start_of_the_run(tokens):
+    before, after = pool(preemptions=3, busy_s=40.0), pool(preemptions=5, busy_s=47.0)
+    found = actual_of(tokens, before, after, num_restarts=0, wall_s=4.0)
+    assert (found.num_preemptions, found.recomputed_tokens) == (4, 40)
+    assert (found.engine_s, found.wall_s, found.num_replicas) == (7.0, 4.0, 2)
+
+
+def test_tokens_and_copies_are_those_of_the_output(tokens):
+    found = actual_of(tokens, PoolStats(), PoolStats(), num_restarts=0, wall_s=4.0)
+    assert (found.prompt_tokens, found.computed_tokens, found.saved_tokens) == (1000, 300, 700)
+    assert (found.num_rows, found.num_generated) == (30, 28)
+
+
+def test_counters_that_died_with_an_engine_are_not_known(tokens):
+    after = pool(preemptions=5, busy_s=9.0)
+    found = actual_of(tokens, PoolStats(), after, num_restarts=1, wall_s=4.0)
+    assert (found.num_preemptions, found.recomputed_tokens) == (None, None)
+
+
+def test_the_smallest_cache_of_the_engines_counts(tokens):
+    small = ReplicaStats(kv_tokens=1024)
+    after = PoolStats(replicas=(*pool(preemptions=0, busy_s=1.0).replicas, small))
+    assert 1024 == actual_of(tokens, PoolStats(), after, num_restarts=0, wall_s=4.0).kv_tokens
