@@ -16,7 +16,7 @@ from raybatch.types import TokenIds
 
 __all__ = ["RANK", "PlannedRows", "check_names", "plan_columns", "prompt_columns", "take_off"]
 
-_MARK = "__rb_"
+_MARK = "__rb_plan_"
 RANK = f"{_MARK}rank"
 _GROUP = f"{_MARK}group"
 _PREFIX_LEN = f"{_MARK}prefix_len"

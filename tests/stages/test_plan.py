@@ -156,8 +156,8 @@ def test_a_missing_column_of_lengths_is_told(tmp_path, model):
 
 
 def test_names_of_plan_columns_are_refused_in_the_source():
-    with pytest.raises(ConfigError, match="__rb_group"):
-        check_names(pa.schema([("__rb_group", pa.int64())]))
+    with pytest.raises(ConfigError, match="__rb_plan_group"):
+        check_names(pa.schema([("__rb_plan_group", pa.int64())]))
 
 
 def test_units_of_large_rows_are_small(tmp_path, model):
