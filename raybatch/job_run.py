@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.explanation.after import actual_of
-from raybatch.explanation.explain import Question, explain_planned
+from raybatch.explanation.explain import Question, explain_planned, likely_engine_s
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
@@ -144,11 +144,16 @@ class JobRun:
             job=planned_run(self.config, self.source),
             spec=self.stage.pool.spec,
             name=self.config.source,
-            kv_tokens=actual.kv_tokens,
             measure=False,
             max_rows=_MAX_ROWS_SIMULATED,
+            lint=False,
         )
-        return PlanOutcome(plan=explain_planned(question, planned), actual=actual)
+        plan = explain_planned(question, planned)
+        if plan.kv is None and actual.kv_tokens is not None:
+            # nothing was known of the engines before they ran
+            plan = explain_planned(replace(question, kv_tokens=actual.kv_tokens), planned)
+        likely = likely_engine_s(question, planned, actual)
+        return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 
 
 def planned_run(config: JobConfig, source: Source) -> PlannedRun:

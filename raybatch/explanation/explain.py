@@ -19,6 +19,7 @@ from raybatch.explanation.build import (
     explain_plan,
     explain_profile,
 )
+from raybatch.explanation.outcome import RunActual
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.policy.cost_model import CostModel
@@ -34,7 +35,7 @@ from raybatch.stages.planner import fit_units, is_small
 from raybatch.stages.prepare import find_model
 from raybatch.stages.work import planned_work
 
-__all__ = ["Question", "explain_planned", "explain_source"]
+__all__ = ["Question", "explain_planned", "explain_source", "likely_engine_s"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,7 @@ class Question:
         price_per_engine_hour: of one replica, in any currency.
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
+        lint: look for a better order of the template's fields.
     """
 
     job: PlannedRun
@@ -58,6 +60,7 @@ class Question:
     price_per_engine_hour: float | None = None
     measure: bool = True
     max_rows: int = 100_000
+    lint: bool = True
 
 
 def explain_source(question: Question) -> Explanation:
@@ -74,7 +77,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     """Explain a source that has been planned."""
     job, spec = question.job, question.spec
     tokenizer = Tokenizer.load(find_model(job.config))
-    hint = lint_source(job.source, job.config, tokenizer)
+    hint = lint_source(job.source, job.config, tokenizer) if question.lint else None
     costs, why_not = _cost_model(question)
     kv_tokens, origin = question.kv_tokens, "given"
     if kv_tokens is None and costs is not None:
@@ -122,6 +125,24 @@ def _work(planned: PlannedInput | LargePlan) -> WorkTotals:
         planned.found,
         is_grouped=planned.plan.is_reordered,
     )
+
+
+def likely_engine_s(
+    question: Question, planned: PlannedInput | LargePlan, actual: RunActual
+) -> tuple[float, float, float] | None:
+    """Return the engine seconds that a run's counts lead to expect: expected, low and high."""
+    costs, _ = _cost_model(question)
+    if costs is None or not actual.num_generated:
+        return None
+    share = actual.num_generated / actual.num_rows
+    done = _work(planned).actual(
+        computed_tokens=actual.computed_tokens,
+        # copies have the tokens of their originals, which are alike on average
+        generated_tokens=actual.generated_tokens * share,
+        num_rows=actual.num_generated,
+    )
+    band = estimate(costs, done, actual.num_replicas).engine_s
+    return band.expected, band.low, band.high
 
 
 def num_replicas(spec: PoolSpec) -> int:

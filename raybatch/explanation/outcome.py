@@ -35,6 +35,8 @@ class RunActual:
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
+        likely_engine_s: seconds of work that the tokens really computed and generated lead to
+            expect: expected, low and high.
         wall_s: from the first row at a ready engine to the last row back.
     """
 
@@ -51,6 +53,7 @@ class RunActual:
     num_group_cuts: int | None = None
     cut_tokens: int | None = None
     engine_s: float | None = None
+    likely_engine_s: tuple[float, float, float] | None = None
     wall_s: float = 0.0
 
     @property
@@ -203,11 +206,23 @@ class PlanOutcome:
             )
         if time is not None and not time.low_s <= actual.wall_s <= time.high_s:
             word = "faster" if actual.wall_s < time.low_s else "slower"
-            said.append(f"the engines were {word} than the likely range of the plan")
+            said.append(
+                f"the engines were {word} than the likely range of the plan{self._likely()}"
+            )
             if time.num_replicas != actual.num_replicas:
                 planned = count(time.num_replicas, "replica")
                 said.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
         return said
+
+    def _likely(self) -> str:
+        """Say how long what was really done should have taken, where that is known."""
+        if self.actual.likely_engine_s is None or self.actual.engine_s is None:
+            return ""
+        expected, low, high = (duration(seconds) for seconds in self.actual.likely_engine_s)
+        return (
+            f"; what they really computed and generated was to take {expected} of engine time, "
+            f"likely {low} to {high}, and took {duration(self.actual.engine_s)}"
+        )
 
 
 def _with_notes(rows: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, ...], ...]:
