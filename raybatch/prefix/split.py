@@ -119,7 +119,8 @@ class _Line:
                 paid_again += again
             if paid_again == before:
                 break
-        return cuts
+        # a prefix that costs more than a part moves the next goal back before this cut
+        return np.maximum.accumulate(cuts)
 
     def _cut_near(self, goal: float, reach: float) -> tuple[int, float]:
         """Return the row at which to cut, and the cost of the prefix that is computed again."""

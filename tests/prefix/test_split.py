@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
@@ -47,6 +47,7 @@ def test_every_row_is_in_exactly_one_piece(load, num_parts):
 
 
 @given(loads(), st.integers(1, 5))
+@example(make_load([2], [3], [3], [0]), 4)
 def test_part_costs_are_those_of_the_rows(load, num_parts):
     split = split_groups(load, num_parts, cost=COST)
     expected = part_costs(*row_costs(load, COST), cuts_of(split, load))
