@@ -14,9 +14,9 @@ from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, installed_versions
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.plan_large import LargePlan
-from raybatch.stages.planned import PlannedInput, PlannedRun
-from raybatch.stages.planner import run_planned
+from raybatch.stages.plan.large import LargePlan
+from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.run import run_planned
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.sink import PartSink, output_files, write_part

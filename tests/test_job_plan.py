@@ -8,9 +8,9 @@ import pytest
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.job import Job
-from raybatch.stages import plan_large
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.plan_store import read_plan
+from raybatch.stages.plan import large
+from raybatch.stages.plan.store import read_plan
 from tests.stages.support import fake_stage, local_ray, make_tokenizer
 from tests.test_job import demo_rows
 
@@ -68,8 +68,8 @@ def sinks(source, model, tmp_path_factory):
     """The same job without a plan, planned by the driver, and planned by tasks in parts."""
     folder = tmp_path_factory.mktemp("sinks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_large, "ROWS_PER_PART", 100)
-        patch.setattr(plan_large, "ROWS_PER_STRETCH", 20)
+        patch.setattr(large, "ROWS_PER_PART", 100)
+        patch.setattr(large, "ROWS_PER_STRETCH", 20)
         for name, plan in (("off", "off"), ("small", SMALL), ("large", LARGE)):
             run(source, folder / name, model, plan)
     return folder

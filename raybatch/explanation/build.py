@@ -13,7 +13,7 @@ from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.lengths import length_bands
 from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
-from raybatch.stages.planned import PlannedInput
+from raybatch.stages.plan.planned import PlannedInput
 from raybatch.types import TokenIds
 
 __all__ = ["SpeedAndPrice", "cache_size", "explain_plan", "explain_profile"]

@@ -28,12 +28,12 @@ from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.stages.layout_lint import lint_source
-from raybatch.stages.plan import gather, plan_gathered
-from raybatch.stages.plan_large import LargePlan, forecast_large, plan_large
-from raybatch.stages.planned import PlannedInput, PlannedRun
-from raybatch.stages.planner import fit_units, is_small
+from raybatch.stages.plan.large import LargePlan, forecast_large, plan_large
+from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.run import fit_units, is_small
+from raybatch.stages.plan.small import gather, plan_gathered
+from raybatch.stages.plan.work import planned_work
 from raybatch.stages.prepare import find_model
-from raybatch.stages.work import planned_work
 
 __all__ = ["Question", "explain_planned", "explain_source", "likely_engine_s"]
 

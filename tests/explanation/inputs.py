@@ -5,7 +5,7 @@ import numpy as np
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.build import explain_plan
 from raybatch.prefix.plan import PlanRows, plan_rows
-from raybatch.stages.planned import PlannedInput
+from raybatch.stages.plan.planned import PlannedInput
 from tests.prefix.prompts import keys_of
 
 

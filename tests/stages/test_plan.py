@@ -10,12 +10,15 @@ from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.partition import choose_parts, cut_values
-from raybatch.stages import plan_parts, plan_pieces
 from raybatch.stages.identity import column_row_ids
-from raybatch.stages.plan import RowDescriber, gather, plan_gathered, units
-from raybatch.stages.plan_columns import check_names, take_off
-from raybatch.stages.plan_records import ArrangeJob, ProbedRows
-from raybatch.stages.plan_store import (
+from raybatch.stages.plan import parts, pieces
+from raybatch.stages.plan.columns import check_names, take_off
+from raybatch.stages.plan.planned import PlannedRun
+from raybatch.stages.plan.probe import estimate, probe_rows
+from raybatch.stages.plan.records import ArrangeJob, ProbedRows
+from raybatch.stages.plan.run import fit_units
+from raybatch.stages.plan.small import RowDescriber, gather, plan_gathered, units
+from raybatch.stages.plan.store import (
     StoredPlan,
     digest_of,
     read_plan,
@@ -24,9 +27,6 @@ from raybatch.stages.plan_store import (
     write_plan,
     write_shard,
 )
-from raybatch.stages.planned import PlannedRun
-from raybatch.stages.planner import fit_units
-from raybatch.stages.probe import estimate, probe_rows
 from raybatch.stages.source import scan_source
 from raybatch.types import Sampling
 from tests.stages.support import fake_stage, write_parquet
@@ -175,24 +175,22 @@ class Tasks:
         source, first_row = job.source, 0
         self.pieces, tables = [], []
         describer = RowDescriber(job.config, plan)
-        kept, plan_pieces._describer = plan_pieces._describer, lambda _: describer
+        kept, pieces._describer = pieces._describer, lambda _: describer
         try:
             for at in range(len(source.slices)):
-                summary, table = plan_pieces.describe(
-                    b"", source, range(at, at + 1), first_row, 2, None
-                )
+                summary, table = pieces.describe(b"", source, range(at, at + 1), first_row, 2, None)
                 self.pieces.append(summary)
                 tables.append(table)
                 first_row += summary.num_rows
         finally:
-            plan_pieces._describer = kept
+            pieces._describer = kept
         self.piece_rows = np.cumsum([0, *(p.num_rows for p in self.pieces)])
         rule = choose_parts(BlockKeys.concat([p.sample for p in self.pieces]), num_parts)
-        split = [plan_pieces.split(table, rule) for table in tables]
+        split = [pieces.split(table, rule) for table in tables]
         split = [[tables] if num_parts == 1 else tables for tables in split]
         arrange = ArrangeJob(plan=plan, dedup=True, num_rows=first_row, num_parts=num_parts)
         arranged = [
-            plan_parts.arrange(arrange, probed, *(tables[part] for tables in split))
+            parts.arrange(arrange, probed, *(tables[part] for tables in split))
             for part in range(num_parts)
         ]
         self.parts, self.arranged = zip(*arranged, strict=True)
@@ -202,7 +200,7 @@ class Tasks:
         values = np.concatenate([part.values for part in self.parts])
         weights = np.concatenate([part.weights for part in self.parts])
         cuts = cut_values(values, weights, num_stretches)
-        sizes = [plan_parts.unit_sizes(part, cuts, plan) for part in self.arranged]
+        sizes = [parts.unit_sizes(part, cuts, plan) for part in self.arranged]
         unit, first_units = -(-len(probe) // plan.unit_rows), [[] for _ in sizes]
         for stretch in range(len(cuts) + 1):
             for part, stretches in enumerate(sizes):
@@ -210,13 +208,13 @@ class Tasks:
                 unit += len(stretches[stretch])
         group, ranked = 0, []
         for part, first, summary in zip(self.arranged, first_units, self.parts, strict=True):
-            tables = plan_parts.rank(part, cuts, plan, first, group, self.piece_rows)
+            tables = parts.rank(part, cuts, plan, first, group, self.piece_rows)
             ranked.append([tables] if len(self.pieces) == 1 else tables)
             group += summary.profile.num_groups
         shards, unasked = [], 0
         for i, piece in enumerate(self.pieces):
             where = (int(self.piece_rows[i]), piece.num_rows, unasked, unit, plan.unit_rows, probe)
-            shards.append(plan_pieces.shard(*where, *(tables[i] for tables in ranked))[1])
+            shards.append(pieces.shard(*where, *(tables[i] for tables in ranked))[1])
             unasked += piece.unasked.total()
         return pa.concat_tables(shards)
 
@@ -280,7 +278,7 @@ def test_chosen_rows_are_read_by_their_numbers(tmp_path, model):
     tables, first_row = [], 0
     for at, part in enumerate(job.source.slices):
         slices = range(at, at + 1)
-        tables.append(plan_pieces.chosen_rows(job.source, slices, first_row, wanted, None))
+        tables.append(pieces.chosen_rows(job.source, slices, first_row, wanted, None))
         first_row += part.num_rows
     assert [f"r{i}" for i in wanted] == pa.concat_tables(tables).column("id").to_pylist()
 

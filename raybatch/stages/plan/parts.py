@@ -1,4 +1,4 @@
-"""Tasks of a large plan over its parts; plain functions, run by `plan_large`.
+"""Tasks of a large plan over its parts; plain functions, run by `large`.
 
 arrange   tree, groups, entries in their order
 rank      where a part's entries stand among all: unit and position of each row
@@ -29,15 +29,15 @@ from raybatch.prefix.plan import (
 )
 from raybatch.prefix.profile import profile_rows
 from raybatch.prefix.split import cut_units
-from raybatch.stages.plan_pieces import keys_of
-from raybatch.stages.plan_records import (
+from raybatch.stages.plan.pieces import keys_of
+from raybatch.stages.plan.probe import estimate, probe_rows
+from raybatch.stages.plan.records import (
     ArrangedPart,
     ArrangeJob,
     PartSummary,
     ProbedRows,
 )
-from raybatch.stages.probe import estimate, probe_rows
-from raybatch.stages.work import planned_work
+from raybatch.stages.plan.work import planned_work
 
 __all__ = ["arrange", "forecast", "rank", "unit_sizes"]
 

@@ -20,10 +20,12 @@ from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
-from raybatch.stages import plan_parts, plan_pieces
-from raybatch.stages.plan_dataset import ordered_dataset, pieces_of
-from raybatch.stages.plan_records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
-from raybatch.stages.plan_store import (
+from raybatch.stages.plan import parts, pieces
+from raybatch.stages.plan.dataset import ordered_dataset, pieces_of
+from raybatch.stages.plan.planned import PlannedRun
+from raybatch.stages.plan.probe import generated_lengths
+from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
+from raybatch.stages.plan.store import (
     StoredPlan,
     files_of,
     log_plan,
@@ -31,8 +33,6 @@ from raybatch.stages.plan_store import (
     write_plan,
     write_shard,
 )
-from raybatch.stages.planned import PlannedRun
-from raybatch.stages.probe import generated_lengths
 
 __all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]
 
@@ -126,23 +126,23 @@ def plan_large(job: PlannedRun) -> LargePlan:
     """Describe and arrange a source by Ray tasks."""
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every = -(-job.source.num_rows // _SAMPLE_ROWS)
-    describe = ray.remote(num_returns=2)(plan_pieces.describe)
+    describe = ray.remote(num_returns=2)(pieces.describe)
     described = [
         describe.remote(options, source, slices, first_row, every, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    pieces: list[PieceSummary] = ray.get([summary for summary, _ in described])
+    summaries: list[PieceSummary] = ray.get([summary for summary, _ in described])
     tables = [table for _, table in described]
     num_parts = -(-job.source.num_rows // ROWS_PER_PART)
     by_part: list[Sequence[_Ref]] = [tables]
     if num_parts > 1:
-        sample = BlockKeys.concat([piece.sample for piece in pieces])
+        sample = BlockKeys.concat([piece.sample for piece in summaries])
         rule = ray.put(choose_parts(sample, num_parts))
-        split = ray.remote(num_returns=num_parts)(plan_pieces.split)
+        split = ray.remote(num_returns=num_parts)(pieces.split)
         by_part = list(zip(*(split.remote(table, rule) for table in tables), strict=True))
     nothing = ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0))
     return LargePlan(
-        pieces=pieces,
+        pieces=summaries,
         tables=tables,
         rows=by_part,
         probed=nothing,
@@ -153,7 +153,7 @@ def plan_large(job: PlannedRun) -> LargePlan:
 def _arrange(
     job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
 ) -> dict[str, Any]:
-    arrange = ray.remote(num_returns=2)(plan_parts.arrange)
+    arrange = ray.remote(num_returns=2)(parts.arrange)
     what = _arrange_job(job, len(by_part))
     arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
     return {
@@ -182,7 +182,7 @@ def forecast_large(
         size: of the cache of one engine.
         max_rows: rows to simulate for each order.
     """
-    forecast, hits = ray.remote(plan_parts.forecast), ray.remote(plan_pieces.input_hits)
+    forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
     what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
     by_part = [forecast.remote(what, size, max(share, NUM_WINDOWS), *rows) for rows in large.rows]
     num_windows = min(NUM_WINDOWS, len(large.tables))
@@ -194,7 +194,7 @@ def forecast_large(
 def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
     """Generate the rows of a probe, and arrange the others with the lengths."""
     rows = np.sort(np.concatenate([part.probe for part in large.parts]))
-    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(plan_pieces.chosen_rows)
+    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(pieces.chosen_rows)
     tables = [
         chosen.remote(source, slices, first_row, wanted, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
@@ -242,7 +242,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     """Return digest and shard of each piece, and the rows of each unit."""
     head = _even_units(len(large.probed.row), plan)
     cuts = _stretches(large.parts)
-    unit_sizes = ray.remote(plan_parts.unit_sizes)
+    unit_sizes = ray.remote(parts.unit_sizes)
     sizes = ray.get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
     # stretch by stretch, and in each of them part by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
@@ -253,13 +253,13 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     unit_rows = np.concatenate([head, *middle])
     first_groups = np.cumsum([0, *(part.profile.num_groups for part in large.parts)]).tolist()
     piece_rows, num_pieces = ray.put(large.piece_rows), len(large.pieces)
-    rank = ray.remote(num_returns=num_pieces)(plan_parts.rank)
+    rank = ray.remote(num_returns=num_pieces)(parts.rank)
     ranked = [
         rank.remote(part, cuts, plan, units.tolist(), first_group, piece_rows)
         for part, units, first_group in zip(large.arranged, first_units, first_groups, strict=False)
     ]
     by_part = [[part] if num_pieces == 1 else part for part in ranked]
-    shard, probe = ray.remote(num_returns=2)(plan_pieces.shard), ray.put(large.probed.row)
+    shard, probe = ray.remote(num_returns=2)(pieces.shard), ray.put(large.probed.row)
     num_unasked, shards = 0, []
     for i, piece in enumerate(large.pieces):
         where = (int(large.piece_rows[i]), piece.num_rows, num_unasked, len(unit_rows))
@@ -269,16 +269,16 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     return shards, np.concatenate([unit_rows, _even_units(num_unasked, plan)])
 
 
-def _stretches(parts: Sequence[PartSummary]) -> Floats:
+def _stretches(summaries: Sequence[PartSummary]) -> Floats:
     """Return the values at which stretches begin: parts take turns, a stretch at a time."""
-    values = np.concatenate([part.values for part in parts])
-    weights = np.concatenate([part.weights for part in parts])
-    num_stretches = int(weights.sum()) // (len(parts) * ROWS_PER_STRETCH)
+    values = np.concatenate([part.values for part in summaries])
+    weights = np.concatenate([part.weights for part in summaries])
+    num_stretches = int(weights.sum()) // (len(summaries) * ROWS_PER_STRETCH)
     return cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
 
 
 def _in_input_order(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
-    shard = ray.remote(num_returns=2)(plan_pieces.input_shard)
+    shard = ray.remote(num_returns=2)(pieces.input_shard)
     shards = [
         shard.remote(first, piece.num_rows, plan.unit_rows)
         for first, piece in zip(large.piece_rows.tolist(), large.pieces, strict=False)

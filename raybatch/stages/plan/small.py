@@ -1,7 +1,7 @@
 """The plan of a source that fits the driver's memory: rows in their order, ready to be run.
 
 Prompts are rendered and tokenized once, here, and travel with their rows to the feeders. What is
-larger is planned by `raybatch.stages.plan_tasks`.
+larger is planned by `raybatch.stages.plan.large`.
 """
 
 import dataclasses
@@ -17,10 +17,13 @@ import ray
 from raybatch.config import PlanConfig
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, put_first, with_unasked
-from raybatch.stages.movable import as_movable
 from raybatch.stages.options import StageConfig
-from raybatch.stages.plan_columns import plan_columns, prompt_columns
-from raybatch.stages.plan_store import (
+from raybatch.stages.plan.columns import plan_columns, prompt_columns
+from raybatch.stages.plan.movable import as_movable
+from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.probe import estimate, generated_lengths, probe_rows
+from raybatch.stages.plan.sidecar import Sidecar, describe_rows
+from raybatch.stages.plan.store import (
     StoredPlan,
     digest_of,
     files_of,
@@ -30,11 +33,8 @@ from raybatch.stages.plan_store import (
     write_plan,
     write_shard,
 )
-from raybatch.stages.planned import PlannedInput, PlannedRun
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
-from raybatch.stages.probe import estimate, generated_lengths, probe_rows
 from raybatch.stages.render import Prompt, PromptReader
-from raybatch.stages.sidecar import Sidecar, describe_rows
 from raybatch.stages.source import Source
 
 __all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small", "units"]

@@ -1,4 +1,4 @@
-"""Tasks of a large plan over pieces of the source; plain functions, run by `plan_large`.
+"""Tasks of a large plan over pieces of the source; plain functions, run by `large`.
 
 describe  prompts to block keys
 split     the rows of a piece by part, see `raybatch.prefix.partition`
@@ -18,13 +18,13 @@ from raybatch.prefix.forecast import rows_that_fit
 from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
 from raybatch.prefix.load import Ints
 from raybatch.prefix.partition import Partitioner
-from raybatch.stages.movable import as_movable
-from raybatch.stages.plan import RowDescriber
-from raybatch.stages.plan_records import (
+from raybatch.stages.plan.movable import as_movable
+from raybatch.stages.plan.records import (
     PieceSummary,
 )
-from raybatch.stages.plan_store import SHARD_SCHEMA, digest_of
-from raybatch.stages.sidecar import Sidecar
+from raybatch.stages.plan.sidecar import Sidecar
+from raybatch.stages.plan.small import RowDescriber
+from raybatch.stages.plan.store import SHARD_SCHEMA, digest_of
 from raybatch.stages.source import Source
 
 __all__ = ["chosen_rows", "describe", "input_hits", "input_shard", "keys_of", "shard", "split"]

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from raybatch.config import PlanConfig
-from raybatch.stages.plan import run_small
-from raybatch.stages.plan_large import LargePlan, run_large
-from raybatch.stages.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.large import LargePlan, run_large
+from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.small import run_small
 from raybatch.stages.source import Source
 
 __all__ = ["fit_units", "is_small", "run_planned"]

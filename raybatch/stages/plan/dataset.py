@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 import ray
 
 from raybatch.config import PlanConfig
-from raybatch.stages.movable import as_movable
-from raybatch.stages.plan_columns import RANK, plan_columns
-from raybatch.stages.plan_store import StoredPlan, read_shards
-from raybatch.stages.planned import PlannedRun
+from raybatch.stages.plan.columns import RANK, plan_columns
+from raybatch.stages.plan.movable import as_movable
+from raybatch.stages.plan.planned import PlannedRun
+from raybatch.stages.plan.store import StoredPlan, read_shards
 from raybatch.stages.source import Source
 
 __all__ = ["ordered_dataset", "pieces_of"]
