@@ -243,6 +243,8 @@ class PoolStats:
         num_replicas: replicas that the pool wants.
         num_ready: replicas that answer.
         num_restarts: replicas started again after a death.
+        num_group_cuts: times that a replica got rows of a prefix group that was live at another.
+        cut_tokens: prefix tokens that are computed once more for these.
         rows_received: rows handed to the pool so far.
         rows_done: rows that came back, error rows included.
         errors: error class to number of rows.
@@ -259,6 +261,8 @@ class PoolStats:
     num_replicas: int = 0
     num_ready: int = 0
     num_restarts: int = 0
+    num_group_cuts: int = 0
+    cut_tokens: int = 0
     rows_received: int = 0
     rows_done: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)

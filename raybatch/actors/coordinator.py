@@ -137,10 +137,13 @@ class Coordinator:
         """Return the counters of a client and the state of the pool."""
         ledger = self._crew.ledger
         counters = self._inbox.clients.get(client) or ClientCounters()
+        num_group_cuts, cut_tokens = self._queue.cuts()
         return counters.stats(
             num_replicas=self._plan.num_replicas,
             num_ready=ledger.num_ready(),
             num_restarts=ledger.num_restarts,
+            num_group_cuts=num_group_cuts,
+            cut_tokens=cut_tokens,
             busy_s=self._crew.busy_s(),
             replicas=[m.stats for m in self._crew.members.values() if m.is_ready],
         )

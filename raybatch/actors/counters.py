@@ -79,6 +79,8 @@ class ClientCounters:
         num_replicas: int,
         num_ready: int,
         num_restarts: int,
+        num_group_cuts: int,
+        cut_tokens: int,
         busy_s: float,
         replicas: Sequence[ReplicaStats],
     ) -> PoolStats:
@@ -90,6 +92,8 @@ class ClientCounters:
             num_replicas=num_replicas,
             num_ready=num_ready,
             num_restarts=num_restarts,
+            num_group_cuts=num_group_cuts,
+            cut_tokens=cut_tokens,
             rows_received=self.rows_received,
             rows_done=self.rows_done,
             errors=dict(self.errors),

@@ -16,9 +16,16 @@ _MAX_JOINED = 1024
 
 
 class Homes:
-    """Home replicas of the groups that are live, and of the last few thousand that were."""
+    """Home replicas of the groups that are live, and of the last few thousand that were.
+
+    Attributes:
+        num_cuts: times that a replica got rows of a group that was live at another one.
+        cut_tokens: prefix tokens that are computed once more for these.
+    """
 
     def __init__(self) -> None:
+        self.num_cuts = 0
+        self.cut_tokens = 0
         self._live: dict[int, list[int]] = {}
         # oldest first
         self._past: dict[int, int] = {}
@@ -33,11 +40,15 @@ class Homes:
         """Return all groups that have a home, in no order."""
         return np.fromiter((*self._live, *self._past), np.int64, len(self._live) + len(self._past))
 
-    def start(self, replica_id: int, groups: Iterable[int]) -> None:
-        """Note groups that a replica had no rows of before."""
-        for group in groups:
+    def start(self, replica_id: int, started: Iterable[tuple[int, int]]) -> None:
+        """Note groups that a replica had no rows of, each with the tokens of its prefix."""
+        for group, prefix_len in started:
             self._past.pop(group, None)
-            self._live.setdefault(group, []).append(replica_id)
+            homes = self._live.setdefault(group, [])
+            if homes:
+                self.num_cuts += 1
+                self.cut_tokens += prefix_len
+            homes.append(replica_id)
 
     def end(self, replica_id: int, groups: Iterable[int]) -> None:
         """Note groups whose last row at a replica is done."""

@@ -305,6 +305,10 @@ class RowQueue:
         """Return whether any row waits that is not reserved for the replica with its prefix."""
         return bool(self._line.fresh) or bool(self._isolation)
 
+    def cuts(self) -> tuple[int, int]:
+        """Return how often a group was live at two replicas, and the tokens of their prefixes."""
+        return self._homes.num_cuts, self._homes.cut_tokens
+
     def _load(self, replica_id: int) -> ReplicaLoad:
         return self._replicas.setdefault(replica_id, ReplicaLoad())
 

@@ -38,8 +38,8 @@ class ReplicaLoad:
         """Return the groups of its rows."""
         return list(self._groups)
 
-    def add(self, share: Share) -> list[int]:
-        """Note rows that it got; return the groups that it had no rows of."""
+    def add(self, share: Share) -> list[tuple[int, int]]:
+        """Note rows that it got; return the groups that it had no rows of, and their prefixes."""
         self.num_rows += share.num_rows
         self.cost += share.cost
         started = []
@@ -47,7 +47,7 @@ class ReplicaLoad:
             if group not in self._groups:
                 self._groups[group] = _HeldGroup(prefix_len, 0)
                 self.cost += prefix_len
-                started.append(group)
+                started.append((group, prefix_len))
             self._groups[group].num_rows += num_rows
         return started
 
