@@ -1,6 +1,7 @@
 """The conditions of a run that a reader needs to judge its numbers; no host names, no paths."""
 
 import datetime
+import json
 import platform
 import subprocess
 import sys
@@ -47,6 +48,21 @@ def gather(root: Path, arguments: Sequence[str], *, script: str = "e2e.py") -> d
         "is_tree_clean": _git(root, "status", "--porcelain", "--untracked-files=no") == "",
         "command": " ".join([f"python benchmarks/{script}", *without_folders(arguments)]),
     }
+
+
+def write_result(out: Path | None, script: str, **parts: Any) -> None:
+    """Write the conditions of a run and its results as JSON, where a file was asked for.
+
+    Args:
+        out: file; None writes nothing.
+        script: in this folder, that the command line started.
+        parts: what else the file holds, by name.
+    """
+    if out is None:
+        return
+    described = gather(Path(__file__).parent.parent, sys.argv[1:], script=script)
+    text = json.dumps({"conditions": described, **parts}, indent=1)
+    out.write_text(text + "\n", encoding="utf-8")
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:

@@ -11,9 +11,7 @@ that rows wait for memory and some are computed again.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ from e2e import named_models
 from peer_loop import PeerConfig, Settings
 from peer_raybatch import engine_config
 from suites import MIXED, RANDOM, SHARED
-from venvs import ROOT, WORK
+from venvs import WORK
 from workloads_e2e import Workload, build, scaled
 
 from raybatch.backends.base import Backend
@@ -230,12 +228,7 @@ def main() -> None:
         validate(name, folder, workloads, args.runs, clock)
         for name, folder in checkpoints(args.models)
     ]
-    if args.out is not None:
-        described = conditions.gather(ROOT, sys.argv[1:])
-        arguments = " ".join(conditions.without_folders(sys.argv[1:]))
-        described["command"] = f"python benchmarks/cost_model.py {arguments}"
-        text = json.dumps({"conditions": described, "results": results}, indent=1)
-        args.out.write_text(text + "\n", encoding="utf-8")
+    conditions.write_result(args.out, "cost_model.py", results=results)
 
 
 if __name__ == "__main__":

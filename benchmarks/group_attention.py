@@ -14,7 +14,9 @@ interleaved, the table shows medians of the thread's CPU clock.
 
 import argparse
 import time
+from pathlib import Path
 
+import conditions
 import torch
 
 from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention
@@ -120,8 +122,10 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=200)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    results = []
     print(f"{options.members} members, prefix {options.prefix}, own {options.own} tokens")
     print("query heads, KV heads, head dim: " + ", ".join(f"{name} ms" for name in NAMES))
     for heads, head_dim in (((8, 2), 64), ((16, 2), 64), ((8, 2), 128), ((8, 8), 64)):
@@ -135,12 +139,16 @@ def main() -> None:
         )
         case.check()
         times = measure(case, options.rounds)
+        results.append(
+            {"query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "ms": times}
+        )
         cells = " ".join(f"{times[name]:8.2f}" for name in NAMES)
         print(
             f"{heads[0]:3} {heads[1]:3} {head_dim:4}: {cells}   private / group "
             f"{times['private'] / times['group']:.1f}, shared / group "
             f"{times['shared'] / times['group']:.1f}"
         )
+    conditions.write_result(options.out, "group_attention.py", results=results)
 
 
 if __name__ == "__main__":

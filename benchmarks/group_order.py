@@ -9,7 +9,9 @@ a probe of 1 % of the rows, or the true lengths. Medians over seeds, the worst s
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import conditions
 import numpy as np
 from step_simulator import Device, Outcome, Rows, StepSimulator
 
@@ -188,15 +190,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
-    print(
+    header = (
         "| workload | order | knows | steps | p10 | median | mean tokens per step "
         "| makespan s, sum (worst) | overlap (worst) | of bound | preempted |"
     )
+    print(header)
     print("|---|---|---|---|---|---|---|---|---|---|---|")
+    table = []
     for name in options.workloads.split(","):
         for line in lines(name, options.seeds):
             print(line, flush=True)
+            table.append(line)
+    what = "simulated steps on the reference roofline; no run on an engine"
+    conditions.write_result(options.out, "group_order.py", what=what, table=[header, *table])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -99,12 +98,7 @@ def main() -> None:
             print(json.dumps(results[-1]), flush=True)
         finally:
             shutil.rmtree(folder)
-    if options.out is not None:
-        described = conditions.gather(Path(__file__).parent.parent, sys.argv[1:])
-        arguments = " ".join(conditions.without_folders(sys.argv[1:]))
-        described["command"] = f"python benchmarks/plan_job.py {arguments}"
-        text = json.dumps({"conditions": described, "results": results}, indent=1)
-        options.out.write_text(text + "\n", encoding="utf-8")
+    conditions.write_result(options.out, "plan_job.py", results=results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ one thread; the peak is that of the whole process, the drawn keys and the sort i
 import argparse
 import json
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,13 +147,12 @@ def main() -> None:
     for found in measure_all(args):
         results.append(found)
         print(json.dumps(found), flush=True)
-    if args.out is not None:
-        described = conditions.gather(Path(__file__).parent.parent, sys.argv[1:])
-        arguments = " ".join(conditions.without_folders(sys.argv[1:]))
-        described["command"] = f"python benchmarks/prefix_plan.py {arguments}"
-        described["versions"] = f"numpy {np.__version__} pyarrow {pa.__version__}"
-        text = json.dumps({"conditions": described, "results": results}, indent=1)
-        args.out.write_text(text + "\n", encoding="utf-8")
+    conditions.write_result(
+        args.out,
+        "prefix_plan.py",
+        results=results,
+        versions=f"numpy {np.__version__} pyarrow {pa.__version__}",
+    )
 
 
 if __name__ == "__main__":
