@@ -50,7 +50,7 @@ def gather(root: Path, arguments: Sequence[str], *, script: str = "e2e.py") -> d
     }
 
 
-def write_result(out: Path | None, script: str, **parts: Any) -> None:
+def write_result(out: Path | None, script: str, **parts: object) -> None:
     """Write the conditions of a run and its results as JSON, where a file was asked for.
 
     Args:
