@@ -10,7 +10,7 @@ CUT_WORTH = 8
 
 
 @dataclass(slots=True)
-class _Unit:
+class _Bundle:
     """Unstarted rows of one group; `is_whole` where the engine has no others of it."""
 
     is_whole: bool
@@ -43,50 +43,50 @@ def choose_given(
         The chosen rows, in the order of their arrival.
     """
     limit = max_cost if max_cost is not None else sum(_full_cost(r) for r in unstarted)
-    units = _units(unstarted, num_open)[::-1]
-    whole = [unit for unit in units if unit.is_whole]
+    bundles = _bundles(unstarted, num_open)[::-1]
+    whole = [bundle for bundle in bundles if bundle.is_whole]
     given: list[Request] = []
-    for unit in whole:
-        num_rows, cost = len(unit.requests), unit.cost() + unit.prefix_len
+    for bundle in whole:
+        num_rows, cost = len(bundle.requests), bundle.cost() + bundle.prefix_len
         if len(given) + num_rows <= max_rows and cost <= limit:
-            given += unit.requests
+            given += bundle.requests
             limit -= cost
     if not given:
-        fitting = (unit for unit in whole if unit.cost() + unit.prefix_len <= limit)
-        given = next((unit.requests for unit in fitting), [])
+        fitting = (bundle for bundle in whole if bundle.cost() + bundle.prefix_len <= limit)
+        given = next((bundle.requests for bundle in fitting), [])
     if not given:
-        pieces = (_piece(unit, max_rows, limit - unit.prefix_len) for unit in units)
+        pieces = (_piece(bundle, max_rows, limit - bundle.prefix_len) for bundle in bundles)
         given = next((piece for piece in pieces if piece), [])
     chosen = {request.request_id for request in given}
     return [request for request in unstarted if request.request_id in chosen]
 
 
-def _units(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_Unit]:
-    """Return the units by their last row."""
-    of_group: dict[int, _Unit] = {}
-    units: dict[int, _Unit] = {}
+def _bundles(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_Bundle]:
+    """Return the bundles by their last row."""
+    of_group: dict[int, _Bundle] = {}
+    bundles: dict[int, _Bundle] = {}
     for request in unstarted:
         group = request.group_id
         if group is None:
-            units[request.request_id] = _Unit(True, 0, [request])
+            bundles[request.request_id] = _Bundle(True, 0, [request])
             continue
-        unit = of_group.setdefault(group, _Unit(False, request.prefix_len))
-        unit.requests.append(request)
-        unit.is_whole = len(unit.requests) == num_open.get(group, 0)
-    last = {unit.requests[-1].request_id: unit for unit in of_group.values()} | units
+        bundle = of_group.setdefault(group, _Bundle(False, request.prefix_len))
+        bundle.requests.append(request)
+        bundle.is_whole = len(bundle.requests) == num_open.get(group, 0)
+    last = {bundle.requests[-1].request_id: bundle for bundle in of_group.values()} | bundles
     return [last[r.request_id] for r in unstarted if r.request_id in last]
 
 
-def _piece(unit: _Unit, max_rows: int, max_cost: int) -> list[Request]:
+def _piece(bundle: _Bundle, max_rows: int, max_cost: int) -> list[Request]:
     """Return the last rows of a group within the limits; none where they are not worth a cut."""
     piece: list[Request] = []
     cost = 0
-    for request in reversed(unit.requests):
+    for request in reversed(bundle.requests):
         if len(piece) == max_rows or cost + _own_cost(request) > max_cost:
             break
         piece.append(request)
         cost += _own_cost(request)
-    return piece if cost >= max(1, CUT_WORTH * unit.prefix_len) else []
+    return piece if cost >= max(1, CUT_WORTH * bundle.prefix_len) else []
 
 
 def _own_cost(request: Request) -> int:

@@ -9,19 +9,19 @@ the next pull of it, too. Only where a replica would idle does it take rows of a
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from raybatch.actors.bundle_line import Bundle, BundleLine
 from raybatch.actors.giving import CUT_WORTH
 from raybatch.actors.records import Room, Span
 from raybatch.actors.replica_load import ReplicaLoad
 from raybatch.actors.row_states import ALONE
-from raybatch.actors.unit_line import Unit, UnitLine
 from raybatch.actors.waiting_line import WaitingLine
 
 # a group may exceed the share by this part of it; what that adds up to over four replicas is less
 # than 5 % of the load
 _SLACK = 1 / 64
-# units behind the head that are tried when the head does not fit the share
+# bundles behind the head that are tried when the head does not fit the share
 _LOOK_AHEAD = 64
-# pulls in which a unit is passed over, before it goes whatever the share
+# pulls in which a bundle is passed over, before it goes whatever the share
 _MAX_PASSED = 8
 
 
@@ -104,14 +104,14 @@ class Grant:
         fresh, place = self.line.fresh, 0
         slack = max(0, int(self.share * _SLACK))
         while place < min(len(fresh), _LOOK_AHEAD) and self._has_room() and self.quota > 0:
-            unit = fresh[place]
-            if unit.group == ALONE:
+            bundle = fresh[place]
+            if bundle.group == ALONE:
                 if not self._take_part(fresh, place, self.quota):
                     return
-            elif self._price(unit) > self.quota + slack:
-                if unit.num_passed >= _MAX_PASSED:
+            elif self._price(bundle) > self.quota + slack:
+                if bundle.num_passed >= _MAX_PASSED:
                     return
-                unit.num_passed += 1
+                bundle.num_passed += 1
                 place += 1
             elif not self._take_whole(fresh, place) and not self._take_giant(fresh, place):
                 return
@@ -135,61 +135,61 @@ class Grant:
                 if self._take_reserved(replica_id, own, place):
                     return
 
-    def _take_reserved(self, replica_id: int, own: UnitLine, place: int) -> bool:
-        """Take of one unit what is worth one more prefix, or all if nobody has the prefix."""
-        unit, victim = own[place], self.load_of(replica_id)
+    def _take_reserved(self, replica_id: int, own: BundleLine, place: int) -> bool:
+        """Take of one bundle what is worth one more prefix, or all if nobody has the prefix."""
+        bundle, victim = own[place], self.load_of(replica_id)
         # what makes both end together
         limit = (victim.cost + own.cost - self.load_of(self.replica_id).cost) // 2
         if replica_id in self.pulling:
             limit = min(limit, self.quota)
-        elif not victim.holds(unit.group):
-            limit = self._price(unit)
-        prefix_len = self._prefix_price(unit)
-        least = CUT_WORTH * prefix_len if victim.holds(unit.group) else 1
-        is_worth = unit.cost >= least
-        if is_worth and self._price(unit) <= limit and self._take_whole(own, place):
+        elif not victim.holds(bundle.group):
+            limit = self._price(bundle)
+        prefix_len = self._prefix_price(bundle)
+        least = CUT_WORTH * prefix_len if victim.holds(bundle.group) else 1
+        is_worth = bundle.cost >= least
+        if is_worth and self._price(bundle) <= limit and self._take_whole(own, place):
             return True
-        budget = min(limit - prefix_len, unit.cost)
+        budget = min(limit - prefix_len, bundle.cost)
         if budget < max(1, least):
             return False
         self._take_part(own, place, budget)
         return bool(self.spans)
 
-    def _take_whole(self, line: UnitLine, place: int) -> bool:
-        """Take a unit if it fits the room.
+    def _take_whole(self, line: BundleLine, place: int) -> bool:
+        """Take a bundle if it fits the room.
 
         The first of a pull may exceed the room by as much again, and so may the rest of a group
         that has started: it is better not to let a prefix wait for a second pull.
         """
-        unit = line[place]
-        tokens = unit.tokens + self._prefix_price(unit)
+        bundle = line[place]
+        tokens = bundle.tokens + self._prefix_price(bundle)
         is_strict = bool(self.spans) and line is self.line.fresh
         if tokens > self._tokens + (0 if is_strict else self.room.tokens):
             return False
-        if unit.num_rows > self._rows + (0 if is_strict else self.room.rows):
+        if bundle.num_rows > self._rows + (0 if is_strict else self.room.rows):
             return False
-        self._pay_prefix(line, unit)
+        self._pay_prefix(line, bundle)
         self._note(list(line.pop(place).spans))
         return True
 
-    def _take_giant(self, line: UnitLine, place: int) -> bool:
+    def _take_giant(self, line: BundleLine, place: int) -> bool:
         """Take the first rows of a group that fits no room, and reserve the others."""
         return not self.spans and self._take_part(line, place, self.share)
 
-    def _take_part(self, line: UnitLine, place: int, cost: int) -> bool:
-        """Take the first rows of a unit, and return whether it is used up.
+    def _take_part(self, line: BundleLine, place: int, cost: int) -> bool:
+        """Take the first rows of a bundle, and return whether it is used up.
 
         The other members of a group from the line of all go to this replica's own line.
         """
-        unit = line[place]
+        bundle = line[place]
         at_least = 0 if self.spans else 1
         spans = line.cut(place, tokens=self._tokens, rows=self._rows, cost=cost, at_least=at_least)
         if not spans:
             return False
-        self._pay_prefix(line, unit)
+        self._pay_prefix(line, bundle)
         self._note(spans)
-        is_cut = bool(unit.spans)
-        if is_cut and line is self.line.fresh and unit.group != ALONE:
+        is_cut = bool(bundle.spans)
+        if is_cut and line is self.line.fresh and bundle.group != ALONE:
             own = self.line.own(self.replica_id)
             for span in reversed(line.pop(place).spans):
                 own.add(span, at_head=True)
@@ -203,19 +203,19 @@ class Grant:
             self._tokens -= batch.tokens_between(span.start, span.stop)
             self.quota -= batch.cost_between(span.start, span.stop)
 
-    def _pay_prefix(self, line: UnitLine, unit: Unit) -> None:
-        prefix_len = self._prefix_price(unit)
+    def _pay_prefix(self, line: BundleLine, bundle: Bundle) -> None:
+        prefix_len = self._prefix_price(bundle)
         self._tokens -= prefix_len
         self.quota -= prefix_len
         if line is self.line.fresh:
-            self.line.homes.take_turn(unit.group)
+            self.line.homes.take_turn(bundle.group)
 
     def _has_room(self) -> bool:
         return not self.spans or min(self._tokens, self._rows) > 0
 
-    def _price(self, unit: Unit) -> int:
-        return unit.cost + self._prefix_price(unit)
+    def _price(self, bundle: Bundle) -> int:
+        return bundle.cost + self._prefix_price(bundle)
 
-    def _prefix_price(self, unit: Unit) -> int:
-        is_here = self.load_of(self.replica_id).holds(unit.group)
-        return 0 if is_here else unit.prefix_len
+    def _prefix_price(self, bundle: Bundle) -> int:
+        is_here = self.load_of(self.replica_id).holds(bundle.group)
+        return 0 if is_here else bundle.prefix_len

@@ -8,7 +8,7 @@ Then the line is grouped and ordered afresh:
     after    | oldest | g9 | g7 | g2 | g8 |     rows of g5, g2, g7 and new ones, most output first
 
 So a row takes part in a few groupings, whatever the length of the line. After some it counts as
-old: old units go first, in the order they are in, and later rows cannot hold them up.
+old: old bundles go first, in the order they are in, and later rows cannot hold them up.
 """
 
 from itertools import pairwise
@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.actors.bundle_line import Batches, Bundle
 from raybatch.actors.homes import Homes
 from raybatch.actors.records import Span
 from raybatch.actors.row_states import ALONE, RowStates
-from raybatch.actors.unit_line import Batches, Unit
 from raybatch.actors.waiting_line import WaitingLine
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
@@ -82,28 +82,28 @@ class Regrouping:
 
     def _regroup(self) -> None:
         oldest = self.num_groupings - _MAX_GROUPINGS
-        units = self._line.fresh.take_all()
-        planned = [u for u in units if u.arrival >= oldest and self._has_keys(u)]
-        others = [u for u in units if u.arrival >= oldest and not self._has_keys(u)]
-        first = units.index(planned[0]) if planned else 0
-        before = set(units[:first])
-        for unit in units:
-            if unit.arrival < oldest:
-                self._line.fresh.insert(unit)
-        for unit in others:
-            if unit in before:
-                self._line.fresh.insert(unit)
+        bundles = self._line.fresh.take_all()
+        planned = [u for u in bundles if u.arrival >= oldest and self._has_keys(u)]
+        others = [u for u in bundles if u.arrival >= oldest and not self._has_keys(u)]
+        first = bundles.index(planned[0]) if planned else 0
+        before = set(bundles[:first])
+        for bundle in bundles:
+            if bundle.arrival < oldest:
+                self._line.fresh.insert(bundle)
+        for bundle in others:
+            if bundle in before:
+                self._line.fresh.insert(bundle)
         self._add_grouped(planned)
-        for unit in others:
-            if unit not in before:
-                self._line.fresh.insert(unit)
+        for bundle in others:
+            if bundle not in before:
+                self._line.fresh.insert(bundle)
 
-    def _has_keys(self, unit: Unit) -> bool:
-        return self._batches[unit.spans[0].batch_id].keys is not None
+    def _has_keys(self, bundle: Bundle) -> bool:
+        return self._batches[bundle.spans[0].batch_id].keys is not None
 
-    def _add_grouped(self, units: list[Unit]) -> None:
-        """Plan the rows of these units, and add them to the line in the order of the plan."""
-        spans = sorted(span for unit in units for span in unit.spans)
+    def _add_grouped(self, bundles: list[Bundle]) -> None:
+        """Plan the rows of these bundles, and add them to the line in the order of the plan."""
+        spans = sorted(span for bundle in bundles for span in bundle.spans)
         if not spans:
             return
         batch_ids = np.repeat([s.batch_id for s in spans], [s.stop - s.start for s in spans])
@@ -126,7 +126,7 @@ class Regrouping:
 
     def _add_in_order(self, batch_ids: _Int64s, rows: _Int64s, groups: _Int64s) -> None:
         fresh = self._line.fresh
-        alone: Unit | None = None
+        alone: Bundle | None = None
         for start, stop in _runs((batch_ids, rows - np.arange(len(rows)), groups)):
             first = int(rows[start])
             span = Span(int(batch_ids[start]), first, first + stop - start)
@@ -137,7 +137,7 @@ class Regrouping:
             elif alone is not None and alone.arrival == arrival:
                 fresh.extend(alone, span)
             else:
-                alone = Unit(ALONE, arrival=arrival)
+                alone = Bundle(ALONE, arrival=arrival)
                 fresh.insert(alone)
                 fresh.extend(alone, span)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
+from raybatch.actors.bundle_line import Batches, BundleLine
 from raybatch.actors.homes import Homes
 from raybatch.actors.records import Span
 from raybatch.actors.row_states import RowStates
-from raybatch.actors.unit_line import Batches, UnitLine
 
 
 class WaitingLine:
@@ -19,15 +19,15 @@ class WaitingLine:
         homes: of the groups; shared with the queue.
 
     Attributes:
-        fresh: units for any replica.
+        fresh: bundles for any replica.
         homes: of the groups.
     """
 
     def __init__(self, batches: Batches, homes: Homes) -> None:
-        self.fresh = UnitLine(batches)
+        self.fresh = BundleLine(batches)
         self._batches = batches
         self.homes = homes
-        self._own: dict[int, UnitLine] = {}
+        self._own: dict[int, BundleLine] = {}
 
     def __bool__(self) -> bool:
         return bool(self.fresh) or any(self._own.values())
@@ -36,11 +36,11 @@ class WaitingLine:
         """Return the states of a row batch; read only."""
         return self._batches[batch_id]
 
-    def own(self, replica_id: int) -> UnitLine:
+    def own(self, replica_id: int) -> BundleLine:
         """Return the line of one replica."""
         line = self._own.get(replica_id)
         if line is None:
-            line = self._own[replica_id] = UnitLine(self._batches)
+            line = self._own[replica_id] = BundleLine(self._batches)
         return line
 
     def others(self, replica_id: int) -> list[int]:
@@ -86,8 +86,8 @@ class WaitingLine:
     def release(self, replica_id: int) -> None:
         """Let any replica have what waits for one that is gone."""
         line = self._own.pop(replica_id, None)
-        for unit in reversed(line.take_all() if line is not None else []):
-            for span in reversed(unit.spans):
+        for bundle in reversed(line.take_all() if line is not None else []):
+            for span in reversed(bundle.spans):
                 self.fresh.add(span, at_head=True)
 
     def free(self, replica_id: int, groups: Iterable[int]) -> None:
