@@ -19,7 +19,7 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
-from raybatch.stages.plan.columns import check_names
+from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema

@@ -87,7 +87,9 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         "model": spec.model,
         "plan": job.plan,
         "speed": SpeedAndPrice(
-            time=None if costs is None else _time(costs, _work(planned), num_replicas(spec)),
+            time=None
+            if costs is None
+            else _time(costs, _work(question, planned), num_replicas(spec)),
             no_time=why_not,
             price_per_engine_hour=question.price_per_engine_hour,
         ),
@@ -109,16 +111,17 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
         **common,
     )
-    if kv_tokens is None:
+    if kv_tokens is None or not planned.tables:
         return explanation
     size = cache_size(spec.engine, kv_tokens, planned.block_size)
     orders = forecast_large(job, planned, size, max_rows=question.max_rows)
     return replace(explanation, kv=KVSize(tokens=kv_tokens, origin=origin), orders=orders)
 
 
-def _work(planned: PlannedInput | LargePlan) -> WorkTotals:
+def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
     if isinstance(planned, LargePlan):
-        return merge_work([part.work for part in planned.parts])
+        is_grouped = is_worth_ordering(planned.saved_fraction, question.job.plan)
+        return merge_work([part.work if is_grouped else part.work_alone for part in planned.parts])
     return planned_work(
         planned.keys,
         planned.expected_tokens,
@@ -135,7 +138,7 @@ def likely_engine_s(
     if costs is None or not actual.num_generated:
         return None
     share = actual.num_generated / actual.num_rows
-    done = _work(planned).actual(
+    done = _work(question, planned).actual(
         computed_tokens=actual.computed_tokens,
         # copies have the tokens of their originals, which are alike on average
         generated_tokens=actual.generated_tokens * share,

@@ -23,7 +23,7 @@ from raybatch.stages.finish import Answers, finish_rows
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
-from raybatch.stages.plan.columns import PlannedRows, take_off
+from raybatch.stages.plan_columns import PlannedRows, take_off
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader

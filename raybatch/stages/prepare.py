@@ -15,7 +15,7 @@ from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
-from raybatch.stages.plan.columns import PlannedRows
+from raybatch.stages.plan_columns import PlannedRows
 from raybatch.stages.render import Prompt, PromptReader, fit_prompt
 from raybatch.types import Sampling
 

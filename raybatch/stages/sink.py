@@ -13,7 +13,7 @@ from ray.data import Datasink
 
 from raybatch.errors import ConfigError
 from raybatch.stages.ray_errors import message_kept
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import create_file, told_as
 
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
@@ -73,7 +73,11 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             fs.rm_file(path)
     marker = posixpath.join(root, _MARKER)
     fs.makedirs(posixpath.dirname(marker), exist_ok=True)
-    fs.pipe_file(marker, json.dumps({"writer": "raybatch", "layout": 1}).encode())
+    said = json.dumps({"writer": "raybatch", "layout": 1}).encode()
+    if is_overwrite:
+        fs.pipe_file(marker, said)
+    elif not create_file(fs.unstrip_protocol(marker), said):
+        raise ConfigError(f"another run has begun to write to the sink {sink!r}; choose another")
 
 
 def output_files(sink: str) -> list[str]:

@@ -12,12 +12,12 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.stages.identity import column_row_ids
 from raybatch.stages.plan import parts, pieces
-from raybatch.stages.plan.columns import check_names, take_off
+from raybatch.stages.plan import small as small_plan
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import estimate, probe_rows
 from raybatch.stages.plan.records import ArrangeJob, ProbedRows
 from raybatch.stages.plan.run import fit_units
-from raybatch.stages.plan.small import RowDescriber, gather, plan_gathered, units
+from raybatch.stages.plan.small import RowDescriber, gather, plan_gathered, run_small
 from raybatch.stages.plan.store import (
     StoredPlan,
     digest_of,
@@ -27,6 +27,7 @@ from raybatch.stages.plan.store import (
     write_plan,
     write_shard,
 )
+from raybatch.stages.plan_columns import check_names, take_off
 from raybatch.stages.source import scan_source
 from raybatch.types import Sampling
 from tests.stages.support import fake_stage, write_parquet
@@ -51,16 +52,24 @@ def planned_run(folder, model, table=None, *, plan=PLAN, **options):
     table = document_rows() if table is None else table
     for start in range(0, table.num_rows, 7):
         write_parquet(folder / "in" / f"{start:03d}.parquet", table.slice(start, 7))
-    engine = {"block_size_tokens": BLOCK}
-    stage = fake_stage(model, prompt="{text}", id_column="id", engine=engine, **options)
+    options = {"prompt": "{text}", "engine": {"block_size_tokens": BLOCK}, **options}
+    stage = fake_stage(model, id_column="id", **options)
     return PlannedRun(
         source=scan_source(str(folder / "in")),
         config=stage.config,
         plan=plan,
         sink=str(folder / "out"),
         row_id_column=None,
-        run=lambda dataset: None,
+        run=lambda dataset, **options: None,
     )
+
+
+def units_of(job, monkeypatch):
+    """Return the tables that a small run hands over, in order, and its plan."""
+    handed = []
+    monkeypatch.setattr(small_plan.ray.data, "from_arrow", lambda tables: tables)
+    job = replace(job, run=lambda tables, **options: handed.extend(tables))
+    return handed, run_small(job)
 
 
 @pytest.fixture
@@ -70,9 +79,9 @@ def small(tmp_path, model):
     return job, rows, plan_gathered(rows, job.config, job.plan)
 
 
-def test_units_hold_every_row_once_with_its_columns_and_prompt(small):
-    _, rows, planned = small
-    tables = list(units(rows, planned.whole, is_length_known=False))
+def test_units_hold_every_row_once_with_its_columns_and_prompt(small, monkeypatch):
+    job, rows, _ = small
+    tables, _ = units_of(job, monkeypatch)
     assert rows.table.num_rows == sum(table.num_rows for table in tables)
     by_id = dict(zip(*(rows.table.column(c).to_pylist() for c in ("id", "text")), strict=True))
     for table in tables:
@@ -85,10 +94,9 @@ def test_units_hold_every_row_once_with_its_columns_and_prompt(small):
     assert {} == by_id
 
 
-def test_rows_of_a_document_are_neighbours_with_one_group(small):
-    _, rows, planned = small
+def test_rows_of_a_document_are_neighbours_with_one_group(small, monkeypatch):
     seen = []
-    for table in units(rows, planned.whole, is_length_known=False):
+    for table in units_of(small[0], monkeypatch)[0]:
         user, what = take_off(table)
         pairs = zip(user.column("text").to_pylist(), what.group_ids, what.prefix_lens, strict=True)
         seen += [(text.split()[0], group, length) for text, group, length in pairs if text]
@@ -128,13 +136,13 @@ def gather_stats(job):
     return plan_gathered(gather(job), job.config, job.plan).found.stats
 
 
-def test_lengths_of_a_column_reach_the_plan(tmp_path, model):
+def test_lengths_of_a_column_reach_the_plan(tmp_path, model, monkeypatch):
     plan = PlanConfig(expected_tokens_column="long")
     table = pa.table({"id": ["a", "b", "c"], "text": ["x" * 9] * 3, "long": [2, None, 1]})
     job = planned_run(tmp_path, model, table, plan=plan)
     rows = gather(job)
     assert [2.0, 4.0, 1.0] == rows.sidecar.expected_tokens.tolist()
-    (unit,) = units(rows, plan_gathered(rows, job.config, plan).whole, is_length_known=True)
+    (unit,), _ = units_of(job, monkeypatch)
     assert {2, 4, 1} == set(take_off(unit)[1].expected_lens)
 
 
@@ -228,7 +236,7 @@ def test_one_part_is_planned_as_the_driver_plans_it(small):
     job, _, planned = small
     tasks = Tasks(job, 1)
     shard = tasks.shards(1)
-    expected = shard_of(planned.whole)
+    expected = shard_of(planned.whole, np.full(planned.num_rows, np.nan))
     assert len(tasks.pieces) > 2
     assert expected.select(["unit", "pos", "prefix_len"]).equals(
         shard.select(["unit", "pos", "prefix_len"]).combine_chunks()
@@ -316,7 +324,8 @@ def stored(name, shards, num_rows):
 
 def test_a_stored_plan_is_read_back_across_shards(tmp_path, small):
     _, _, planned = small
-    shard, sink = shard_of(planned.whole), str(tmp_path / "out")
+    nothing = np.full(planned.num_rows, np.nan)
+    shard, sink = shard_of(planned.whole, nothing), str(tmp_path / "out")
     half = shard.num_rows // 2
     names = (
         write_shard(sink, "h", 0, shard.slice(0, half)),
@@ -334,10 +343,54 @@ def test_a_stored_plan_is_read_back_across_shards(tmp_path, small):
 def test_a_plan_is_written_once(tmp_path):
     sink = str(tmp_path / "out")
     write_plan(sink, stored("one", (), 3), np.array([3]))
-    write_plan(sink, stored("one", (), 3), np.array([3]))
-    with pytest.raises(ConfigError, match="holds another plan"):
-        write_plan(sink, stored("two", (), 3), np.array([3]))
+    for name in ("one", "two"):
+        with pytest.raises(ConfigError, match="another run writes here"):
+            write_plan(sink, stored(name, (), 3), np.array([3]))
     assert "one" == read_plan(sink).hash
+
+
+RANDOM = {"max_tokens": 4, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"sampling": {"max_tokens": 5}}),
+        ({}, {"prompt": "{text}!"}),
+        ({}, {"sampling": RANDOM}),
+        ({"sampling": RANDOM}, {"sampling": RANDOM, "seed": 8}),
+    ],
+)
+def test_what_decides_results_is_in_the_hash_of_the_plan(tmp_path, model, monkeypatch, one, other):
+    jobs = [
+        planned_run(tmp_path / name, model, **options)
+        for name, options in (("a", one), ("b", one), ("c", other))
+    ]
+    for job in jobs:
+        units_of(job, monkeypatch)
+    first, again, changed = (read_plan(job.sink).hash for job in jobs)
+    assert first == again
+    assert first != changed
+
+
+def test_small_and_large_plans_expect_the_same_of_each_row(tmp_path, model):
+    plan = PlanConfig(expected_tokens_column="long")
+    table = document_rows()
+    lengths = [None if i % 3 else 10.0**i for i in range(table.num_rows)]
+    job = planned_run(tmp_path, model, table.append_column("long", pa.array(lengths)), plan=plan)
+    rows = gather(job)
+    expected = np.full(rows.sidecar.num_rows, np.nan)
+    expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
+    planned = plan_gathered(rows, job.config, plan)
+    small_shard, large_shard = shard_of(planned.whole, expected), Tasks(job, 2).shards(1)
+    assert small_shard.column("expected_len").equals(large_shard.column("expected_len"))
+
+
+def test_a_probe_without_any_row_to_ask_is_no_probe(tmp_path, model, monkeypatch):
+    table = pa.table({"id": ["a", "b"], "text": pa.array([None, ""], pa.string())})
+    plan = PlanConfig(lengths="probe")
+    tables, planned = units_of(planned_run(tmp_path, model, table, plan=plan), monkeypatch)
+    assert (2, 0) == (sum(t.num_rows for t in tables), len(planned.asked))
 
 
 def test_a_folder_without_a_plan_says_so(tmp_path):

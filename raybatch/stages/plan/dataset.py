@@ -8,14 +8,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from raybatch.config import PlanConfig
-from raybatch.stages.plan.columns import RANK, plan_columns
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.store import StoredPlan, read_shards
+from raybatch.stages.plan_columns import RANK, plan_columns
 from raybatch.stages.source import Source
 
-__all__ = ["ordered_dataset", "pieces_of"]
+__all__ = ["ordered_dataset", "pieces_of", "without_groups"]
 
 # blocks of the shuffle: what is in one is written together, and every pair of blocks is an object
 _ROWS_PER_BLOCK = 1 << 14
@@ -31,7 +30,7 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any
         stored: what `plan.json` says.
         first_unit: the units before are left out.
     """
-    source, sink, plan, row_id_column = job.source, job.sink, job.plan, job.row_id_column
+    source, sink, row_id_column = job.source, job.sink, job.row_id_column
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for task in batch.to_pylist():
@@ -39,7 +38,7 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any
             num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
             shard, place = read_shards(sink, stored, first_row, first_row + num_rows), 0
             for table in source.read(slices, row_id_column=row_id_column):
-                planned = _with_plan(as_movable(table), shard.slice(place, table.num_rows), plan)
+                planned = _with_plan(as_movable(table), shard.slice(place, table.num_rows))
                 place += table.num_rows
                 yield planned.filter(pc.field(RANK) >= first_unit << _UNIT_BITS)
 
@@ -56,11 +55,18 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any
     return rows.sort(RANK, boundaries=(np.unique(starts) << _UNIT_BITS).tolist())
 
 
-def _with_plan(table: pa.Table, shard: pa.Table, plan: PlanConfig) -> pa.Table:
+def without_groups(table: pa.Table) -> pa.Table:
+    """Return the table with the columns of a plan that says nothing of its rows yet."""
+    nothing = np.zeros(table.num_rows, np.int32)
+    alone, unknown = np.full(table.num_rows, -1), np.full(table.num_rows, np.nan)
+    for name, column in plan_columns(alone, nothing, unknown).items():
+        table = table.append_column(name, column)
+    return table
+
+
+def _with_plan(table: pa.Table, shard: pa.Table) -> pa.Table:
     rank = shard.column("unit").to_numpy().astype(np.int64) << _UNIT_BITS
-    expected = np.full(table.num_rows, np.nan)
-    if plan.expected_tokens_column is not None:
-        expected = pc.cast(table.column(plan.expected_tokens_column), pa.float64()).to_numpy()
+    expected = pc.cast(shard.column("expected_len"), pa.float64()).to_numpy()
     columns = {
         RANK: pa.array(rank + shard.column("pos").to_numpy()),
         **plan_columns(

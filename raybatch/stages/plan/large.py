@@ -21,7 +21,7 @@ from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
 from raybatch.stages.plan import parts, pieces
-from raybatch.stages.plan.dataset import ordered_dataset, pieces_of
+from raybatch.stages.plan.dataset import ordered_dataset, pieces_of, without_groups
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import generated_lengths
 from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
@@ -36,8 +36,9 @@ from raybatch.stages.plan.store import (
 
 __all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]
 
-# a part of so many rows of 30 blocks takes about 2 GB while it is planned
+# a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
 ROWS_PER_PART = 1 << 21
+KEYS_PER_PART = 1 << 26
 # rows of one part that follow each other in the order of the whole
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
@@ -53,7 +54,8 @@ class LargePlan:
 
     Args:
         pieces: of the source, in order.
-        tables: references to what is known of the rows of each piece.
+        tables: references to what is known of the rows of each piece; none after a run, nor of
+            `rows` and `arranged`.
         parts: that were planned apart.
         rows: for each part references to its rows, piece by piece.
         arranged: references to the parts in their own order.
@@ -109,14 +111,18 @@ def run_large(job: PlannedRun) -> LargePlan:
     """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
 
     Raises:
-        ConfigError: another plan lies below the sink, or the folder cannot be written.
+        ConfigError: a plan lies below the sink already, or the folder cannot be written.
     """
-    began = time.monotonic()
+    began, probe_s = time.monotonic(), 0.0
     large = plan_large(job)
-    if job.plan.lengths == "probe":
+    if any(len(part.probe) for part in large.parts):
+        probe_began = time.monotonic()
         large = _after_probe(job, large)
+        probe_s = time.monotonic() - probe_began
     stored = store_large_plan(job, large)
-    log_plan(stored, time.monotonic() - began)
+    log_plan(stored, time.monotonic() - began - probe_s)
+    # what is known of the rows would fill the object store beside the rows themselves
+    large = replace(large, tables=(), rows=(), arranged=())
     num_done = len(_even_units(len(large.probed.row), job.plan))
     job.run(ordered_dataset(job, stored, num_done), batch_size=job.plan.unit_rows)
     return large
@@ -133,7 +139,8 @@ def plan_large(job: PlannedRun) -> LargePlan:
     ]
     summaries: list[PieceSummary] = ray.get([summary for summary, _ in described])
     tables = [table for _, table in described]
-    num_parts = -(-job.source.num_rows // ROWS_PER_PART)
+    num_keys = sum(piece.num_keys for piece in summaries)
+    num_parts = max(-(-job.source.num_rows // ROWS_PER_PART), -(-num_keys // KEYS_PER_PART))
     by_part: list[Sequence[_Ref]] = [tables]
     if num_parts > 1:
         sample = BlockKeys.concat([piece.sample for piece in summaries])
@@ -184,7 +191,9 @@ def forecast_large(
     """
     forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
     what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
-    by_part = [forecast.remote(what, size, max(share, NUM_WINDOWS), *rows) for rows in large.rows]
+    is_reordered = is_worth_ordering(large.saved_fraction, job.plan)
+    share = max(share, NUM_WINDOWS)
+    by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
     num_windows = min(NUM_WINDOWS, len(large.tables))
     chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
     windows = [hits.remote(large.tables[i], size, max_rows // num_windows) for i in chosen]
@@ -200,7 +209,7 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
         for slices, first_row in pieces_of(job.source)
     ]
     table = pa.concat_tables(ray.get(tables)).combine_chunks()
-    job.run(ray.data.from_arrow(table))
+    job.run(ray.data.from_arrow(without_groups(table)), batch_size=job.plan.unit_rows)
     lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
     probed = ProbedRows(row=rows, lengths=lengths)
     return replace(large, probed=probed, **_arrange(job, large.rows, probed))
@@ -210,12 +219,18 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     """Rank the parts, write the shards below the sink, and return what `plan.json` says.
 
     Raises:
-        ConfigError: another plan lies there, or the folder cannot be written.
+        ConfigError: a plan lies there already, or the folder cannot be written.
     """
     plan, is_reordered = job.plan, is_worth_ordering(large.saved_fraction, job.plan)
     shards, unit_rows = (_ranked if is_reordered else _in_input_order)(large, plan)
     files = files_of(job.source)
-    name = plan_hash(ray.get([digest for digest, _ in shards]), plan, files)
+    name = plan_hash(
+        ray.get([digest for digest, _ in shards]),
+        [piece.contents for piece in large.pieces],
+        model=job.config.model,
+        options=plan,
+        files=files,
+    )
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     write = ray.remote(write_shard)
     written = ray.get(

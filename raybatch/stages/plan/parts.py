@@ -23,7 +23,6 @@ from raybatch.prefix.plan import (
     Arrangement,
     PlanRows,
     arrange_rows,
-    is_worth_ordering,
     plan_rows,
     rank_entries,
 )
@@ -70,8 +69,10 @@ def arrange(
         found = arrange_rows(rows, plan, dedup=job.dedup)
     elif plan.lengths == "probe":
         probe = row[probe_rows(group_id, max_tokens, plan, num_rows=job.num_rows)]
-    part = _ordered(found, row, plan, np.zeros(0, np.int64) if probed is None else probed.row)
-    is_grouped = is_worth_ordering(found.saved_fraction, plan)
+    is_length_known = probed is not None or plan.expected_tokens_column is not None
+    expected = rows.expected_tokens if is_length_known else np.full(len(row), np.nan)
+    left_out = np.zeros(0, np.int64) if probed is None else probed.row
+    part = _ordered(found, row, expected, plan, left_out)
     num_boxes = max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
     summary = PartSummary(
         num_rows=len(part.row),
@@ -85,7 +86,8 @@ def arrange(
             # as many as there are where stretches of parts cut none
             num_units=sum(len(starts) - 1 for starts in _units(part, np.zeros(0), plan)),
         ),
-        work=planned_work(keys, rows.expected_tokens, found, is_grouped=is_grouped),
+        work=planned_work(keys, rows.expected_tokens, found, is_grouped=True),
+        work_alone=planned_work(keys, rows.expected_tokens, found, is_grouped=False),
         boxes=outline_tree(found.tree, keys, max_boxes=num_boxes),
         probe=probe,
         **_sketch(part.values, np.cumsum(part.entry_rows)),
@@ -93,7 +95,9 @@ def arrange(
     return summary, part
 
 
-def _ordered(found: Arrangement, row: Ints, plan: PlanConfig, left_out: Ints) -> ArrangedPart:
+def _ordered(
+    found: Arrangement, row: Ints, expected: Floats, plan: PlanConfig, left_out: Ints
+) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
     entries = order_groups(found.load, by=plan.order, seed=plan.seed)
     ranked, sizes = rank_entries(found, entries), np.diff(found.starts)[entries]
@@ -109,24 +113,28 @@ def _ordered(found: Arrangement, row: Ints, plan: PlanConfig, left_out: Ints) ->
         row=row[ranked],
         group_id=found.groups.group_id[ranked],
         prefix_len=found.groups.prefix_tokens[ranked],
+        expected=expected[ranked],
         entry_rows=sizes[sizes > 0],
         values=values[sizes > 0],
     )
 
 
 def forecast(
-    job: ArrangeJob, size: CacheSize, max_rows: int, *pieces: pa.Table
+    job: ArrangeJob, is_reordered: bool, size: CacheSize, max_rows: int, *pieces: pa.Table
 ) -> tuple[OrderForecast, ...]:
     """Return what orders of one part compute; that of the input is told by `input_hits`.
 
     Args:
         job: options, and rows of the whole source.
+        is_reordered: the plan of the whole source orders its rows.
         size: of the cache of one engine.
         max_rows: rows to simulate for each order.
         pieces: rows of the part.
     """
     rows = PlanRows(keys=keys_of(pieces), expected_tokens=_column(pieces, "expected"))
-    plan, found = plan_rows(rows, job.plan, dedup=job.dedup)
+    # a part alone might decide otherwise than the whole
+    options = replace(job.plan, min_saved_fraction=0.0 if is_reordered else 2.0)
+    plan, found = plan_rows(rows, options, dedup=job.dedup)
     return forecast_orders(
         rows.keys,
         plan,
@@ -174,6 +182,7 @@ def rank(
         "pos": np.concatenate(pos)[by_row].astype(np.int32),
         "group_id": pa.array(group_id[by_row], mask=group_id[by_row] < 0),
         "prefix_len": part.prefix_len[by_row],
+        "expected": part.expected[by_row],
     }
     table = pa.table(columns)
     bounds = np.searchsorted(row, piece_rows)

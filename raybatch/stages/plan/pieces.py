@@ -24,7 +24,7 @@ from raybatch.stages.plan.records import (
 )
 from raybatch.stages.plan.sidecar import Sidecar
 from raybatch.stages.plan.small import RowDescriber
-from raybatch.stages.plan.store import SHARD_SCHEMA, digest_of
+from raybatch.stages.plan.store import contents_digest, digest_of, make_shard
 from raybatch.stages.source import Source
 
 __all__ = ["chosen_rows", "describe", "input_hits", "input_shard", "keys_of", "shard", "split"]
@@ -58,8 +58,10 @@ def describe(
     chosen = np.arange(piece.keys.num_rows)[::sample_every]
     summary = PieceSummary(
         num_rows=piece.num_rows,
+        num_keys=len(piece.keys.keys),
         unasked=piece.unasked,
         sample=keys_of([table.take(chosen)]),
+        contents=contents_digest(piece.keys),
     )
     return summary, table
 
@@ -150,28 +152,19 @@ def shard(
     group_id, prefix_len = np.full(num_rows, -1), np.zeros(num_rows, np.int32)
     group_id[place] = rows.column("group_id").fill_null(-1).to_numpy()
     prefix_len[place] = rows.column("prefix_len").to_numpy()
-    table = pa.table(
-        [
-            columns["unit"].astype(np.int32),
-            columns["pos"].astype(np.int32),
-            pa.array(group_id, mask=group_id < 0),
-            prefix_len,
-        ],
-        schema=SHARD_SCHEMA,
-    )
+    expected = np.full(num_rows, np.nan)
+    expected[place] = rows.column("expected").to_numpy()
+    unit, pos = (columns[name].astype(np.int32) for name in ("unit", "pos"))
+    table = make_shard(unit, pos, group_id, prefix_len, expected)
     return digest_of(table), table
 
 
 def input_shard(first_row: int, num_rows: int, unit_rows: int) -> tuple[str, pa.Table]:
     """Return the shard of one piece where rows keep the order of the input, and its digest."""
     row = np.arange(first_row, first_row + num_rows)
-    columns = [
-        (row // unit_rows).astype(np.int32),
-        (row % unit_rows).astype(np.int32),
-        pa.nulls(num_rows, pa.int64()),
-        np.zeros(num_rows, np.int32),
-    ]
-    table = pa.table(columns, schema=SHARD_SCHEMA)
+    unit, pos = (part.astype(np.int32) for part in divmod(row, unit_rows))
+    nothing = np.zeros(num_rows, np.int32)
+    table = make_shard(unit, pos, np.full(num_rows, -1), nothing, np.full(num_rows, np.nan))
     return digest_of(table), table
 
 

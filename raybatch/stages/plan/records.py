@@ -23,13 +23,17 @@ class PieceSummary:
 
     Args:
         num_rows: of the piece.
+        num_keys: block keys of all of them.
         unasked: rows that no engine sees, by class of error, or "filtered".
         sample: keys of some rows.
+        contents: digest of what decides the results of its rows.
     """
 
     num_rows: int
+    num_keys: int
     unasked: Counter[str]
     sample: BlockKeys
+    contents: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,7 +43,8 @@ class PartSummary:
     Args:
         num_rows: that are still to be generated.
         profile: of all rows of the part.
-        work: that they make.
+        work: that they make in groups.
+        work_alone: that they make in the order of the input.
         boxes: their prefix tree, to be drawn.
         values: float64 [n], some of the values by which entries are ordered.
         weights: int64 [n], rows that each of them stands for.
@@ -49,6 +54,7 @@ class PartSummary:
     num_rows: int
     profile: InputProfile
     work: WorkTotals
+    work_alone: WorkTotals
     boxes: Sequence[TreeBox]
     values: Floats
     weights: Ints
@@ -63,6 +69,7 @@ class ArrangedPart:
         row: int64 [R], number in the source of each row, by rank inside the part.
         group_id: int64 [R], numbered inside the part; -1 for a row that is alone.
         prefix_len: int32 [R].
+        expected: float64 [R], output to expect of each row; NaN where nothing is known.
         entry_rows: int64 [E], rows of each entry.
         values: float64 [E], rising; what entries of different parts are ordered by.
     """
@@ -70,6 +77,7 @@ class ArrangedPart:
     row: Ints
     group_id: Ints
     prefix_len: npt.NDArray[np.int32]
+    expected: Floats
     entry_rows: Ints
     values: Floats
 

@@ -108,7 +108,9 @@ def _result_keys(
     """Mix into the digest of each prompt what else decides its result."""
     known = {sampling: _options_key(sampling) for sampling in set(samplings)}
     salts = [
-        known[sampling] if is_deterministic(sampling) else row_seed(sampling.seed, row_id)
+        known[sampling]
+        if is_deterministic(sampling)
+        else known[sampling] ^ row_seed(sampling.seed, row_id)
         for sampling, row_id in zip(samplings, row_ids, strict=True)
     ]
     return digests ^ np.array(salts, np.uint64)

@@ -6,11 +6,12 @@ larger is planned by `raybatch.stages.plan.large`.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import ray
 
@@ -18,13 +19,13 @@ from raybatch.config import PlanConfig
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, put_first, with_unasked
 from raybatch.stages.options import StageConfig
-from raybatch.stages.plan.columns import plan_columns, prompt_columns
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.probe import estimate, generated_lengths, probe_rows
 from raybatch.stages.plan.sidecar import Sidecar, describe_rows
 from raybatch.stages.plan.store import (
     StoredPlan,
+    contents_digest,
     digest_of,
     files_of,
     log_plan,
@@ -33,11 +34,11 @@ from raybatch.stages.plan.store import (
     write_plan,
     write_shard,
 )
+from raybatch.stages.plan_columns import plan_columns, prompt_columns
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.render import Prompt, PromptReader
-from raybatch.stages.source import Source
 
-__all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small", "units"]
+__all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small"]
 
 
 class RowDescriber:
@@ -91,18 +92,28 @@ def run_small(job: PlannedRun) -> PlannedInput:
     """Plan a source in this process, write the plan, generate the rows, and return the plan.
 
     Raises:
-        ConfigError: another plan lies below the sink, or the folder cannot be written.
+        ConfigError: a plan lies below the sink already, or the folder cannot be written.
     """
-    began, first_unit = time.monotonic(), 0
+    began, probe_s, first_unit = time.monotonic(), 0.0, 0
     rows = gather(job)
     planned = plan_gathered(rows, job.config, job.plan)
-    if job.plan.lengths == "probe":
+    if job.plan.lengths == "probe" and len(planned.asked):
+        probe_began = time.monotonic()
         rows, planned, first_unit = _after_probe(job, rows, planned)
-    stored = store_plan(job.sink, job.source, planned, job.plan)
-    log_plan(stored, time.monotonic() - began)
+        probe_s = time.monotonic() - probe_began
     is_length_known = job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None
-    blocks = units(rows, planned.whole, first_unit, is_length_known=is_length_known)
-    job.run(ray.data.from_arrow(list(blocks)), batch_size=None)
+    expected = np.full(rows.sidecar.num_rows, np.nan)
+    if is_length_known:
+        expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
+    stored = store_plan(job, planned, expected)
+    log_plan(stored, time.monotonic() - began - probe_s)
+    bounds = planned.whole.unit_starts[first_unit:].tolist()
+    blocks = [
+        _block(rows, planned.whole, planned.whole.order[start:stop], expected)
+        for start, stop in pairwise(bounds)
+    ]
+    if blocks:
+        job.run(ray.data.from_arrow(blocks), batch_size=None)
     return planned
 
 
@@ -144,15 +155,28 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
     )
 
 
-def store_plan(sink: str, source: Source, planned: PlannedInput, plan: PlanConfig) -> StoredPlan:
+def store_plan(
+    job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
+) -> StoredPlan:
     """Write a plan below the sink, once; return what `plan.json` says.
 
+    Args:
+        job: that was planned.
+        planned: its plan.
+        expected: float64 [rows of the source], output to expect; NaN where nothing is known.
+
     Raises:
-        ConfigError: another plan lies there, or the folder cannot be written.
+        ConfigError: a plan lies there already, or the folder cannot be written.
     """
-    whole, files = planned.whole, files_of(source)
-    shard = shard_of(whole)
-    name = plan_hash([digest_of(shard)], plan, files)
+    whole, files = planned.whole, files_of(job.source)
+    shard = shard_of(whole, expected)
+    name = plan_hash(
+        [digest_of(shard)],
+        [contents_digest(planned.keys)],
+        model=job.config.model,
+        options=job.plan,
+        files=files,
+    )
     stored = StoredPlan(
         hash=name,
         num_rows=whole.num_rows,
@@ -162,41 +186,38 @@ def store_plan(sink: str, source: Source, planned: PlannedInput, plan: PlanConfi
         logical_tokens=planned.found.stats.logical_tokens,
         computed_tokens=planned.found.computed_tokens,
         block_size=planned.keys.block_size,
-        options=dataclasses.asdict(plan),
+        options=dataclasses.asdict(job.plan),
         files=files,
-        shards=((write_shard(sink, name, 0, shard), 0),),
+        shards=((write_shard(job.sink, name, 0, shard), 0),),
     )
-    write_plan(sink, stored, np.diff(whole.unit_starts))
+    write_plan(job.sink, stored, np.diff(whole.unit_starts))
     return stored
 
 
-def units(
-    rows: GatheredRows, whole: RowPlan, first_unit: int = 0, *, is_length_known: bool
-) -> Iterator[pa.Table]:
-    """Yield the units of a plan in order, each with its prompts and the columns of the plan.
+def _block(
+    rows: GatheredRows,
+    whole: RowPlan,
+    chosen: npt.NDArray[np.int64],
+    expected: npt.NDArray[np.float64],
+) -> pa.Table:
+    """Return some rows with their prompts and the columns of the plan.
 
     Args:
         rows: in memory.
         whole: plan of all of them.
-        first_unit: the units before are left out.
-        is_length_known: expected lengths say more than the longest that is allowed.
+        chosen: int64 [n], rows in the order in which they run.
+        expected: float64 [all rows], output to expect; NaN where nothing is known.
     """
-    sidecar = rows.sidecar
-    expected = np.full(sidecar.num_rows, np.nan)
-    if is_length_known:
-        expected[sidecar.asked] = sidecar.expected_tokens
-    for start, stop in pairwise(whole.unit_starts[first_unit:].tolist()):
-        ranked = whole.order[start:stop]
-        unit = rows.table.slice(start, stop - start)
-        if whole.is_reordered:
-            unit = rows.table.take(ranked)
-        columns = {
-            **plan_columns(whole.group_id[ranked], whole.prefix_len[ranked], expected[ranked]),
-            **prompt_columns([rows.prompts[row] for row in ranked.tolist()]),
-        }
-        for name, column in columns.items():
-            unit = unit.append_column(name, column)
-        yield unit
+    columns = {
+        **plan_columns(whole.group_id[chosen], whole.prefix_len[chosen], expected[chosen]),
+        **prompt_columns([rows.prompts[row] for row in chosen.tolist()]),
+    }
+    # neighbours are not copied
+    is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
+    table = rows.table.slice(chosen[0], len(chosen)) if is_slice else rows.table.take(chosen)
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table
 
 
 def _after_probe(
@@ -205,8 +226,12 @@ def _after_probe(
     """Generate the rows of a probe; return rows and plan with the lengths, and the next unit."""
     group_id = planned.found.groups.group_id
     probe = probe_rows(group_id, planned.max_tokens, job.plan)
-    table = rows.table.take(planned.asked[probe])
-    job.run(ray.data.from_arrow(table))
+    chosen = planned.asked[probe]
+    unknown = np.full(rows.sidecar.num_rows, np.nan)
+    cuts = np.arange(0, len(chosen), job.plan.unit_rows)[1:]
+    parts = [_block(rows, planned.whole, part, unknown) for part in np.split(chosen, cuts)]
+    job.run(ray.data.from_arrow(parts), batch_size=None)
+    table = rows.table.take(chosen)
     lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
     rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))

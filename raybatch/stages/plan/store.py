@@ -1,6 +1,6 @@
 """The plan below the sink: written once, before the first row runs.
 
-    _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len of each row
+    _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len, expected_len
     _raybatch/plan/<hash>/units.arrow              rows of each unit
     _raybatch/plan.json                            created last; it alone says which plan holds
 
@@ -18,18 +18,37 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.prefix.load import Ints
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
 from raybatch.stages.source import Source
 from raybatch.stages.storage import create_file, told_as
 
-__all__ = ["PLAN_PATH", "SHARD_SCHEMA", "StoredPlan", "read_plan", "shard_of", "write_plan"]
+__all__ = [
+    "PLAN_PATH",
+    "SHARD_SCHEMA",
+    "StoredPlan",
+    "contents_digest",
+    "digest_of",
+    "files_of",
+    "log_plan",
+    "make_shard",
+    "plan_hash",
+    "read_plan",
+    "read_shards",
+    "shard_of",
+    "write_plan",
+    "write_shard",
+]
 
 logger = logging.getLogger(__name__)
+
+Ints32 = npt.NDArray[np.int32]
 
 PLAN_PATH = "_raybatch/plan.json"
 _VERSION = 1
@@ -40,6 +59,7 @@ SHARD_SCHEMA = pa.schema(
         pa.field("pos", pa.int32(), nullable=False),
         pa.field("group_id", pa.int64()),
         pa.field("prefix_len", pa.int32(), nullable=False),
+        pa.field("expected_len", pa.int32()),
     ]
 )
 
@@ -76,15 +96,35 @@ class StoredPlan:
     version: int = _VERSION
 
 
-def shard_of(plan: RowPlan) -> pa.Table:
-    """Return the shard of a plan that holds all rows of a source: one row each, in input order."""
+def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
+    """Return the shard of a plan that holds all rows of a source: one row each, in input order.
+
+    Args:
+        plan: of all rows.
+        expected: float64 [R], output to expect of each row; NaN where nothing is known.
+    """
     unit = np.empty(plan.num_rows, np.int32)
     pos = np.empty(plan.num_rows, np.int32)
     sizes = np.diff(plan.unit_starts)
     unit[plan.order] = np.repeat(np.arange(plan.num_units), sizes)
     pos[plan.order] = np.arange(plan.num_rows) - np.repeat(plan.unit_starts[:-1], sizes)
-    group_id = pa.array(plan.group_id, mask=plan.group_id < 0)
-    return pa.table([unit, pos, group_id, plan.prefix_len], schema=SHARD_SCHEMA)
+    return make_shard(unit, pos, plan.group_id, plan.prefix_len, expected)
+
+
+def make_shard(
+    unit: Ints32, pos: Ints32, group_id: Ints, prefix_len: Ints32, expected: Floats
+) -> pa.Table:
+    """Return a shard of columns; a negative group and an expected length of NaN become null."""
+    is_unknown = np.isnan(expected)
+    whole = np.where(is_unknown, 0, np.ceil(np.nan_to_num(expected))).astype(np.int32)
+    columns = [
+        unit,
+        pos,
+        pa.array(group_id, mask=group_id < 0),
+        prefix_len,
+        pa.array(whole, mask=is_unknown),
+    ]
+    return pa.table(columns, schema=SHARD_SCHEMA)
 
 
 def digest_of(shard: pa.Table) -> str:
@@ -96,10 +136,31 @@ def digest_of(shard: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def plan_hash(digests: Sequence[str], options: PlanConfig, files: Sequence[tuple[str, int]]) -> str:
-    """Return the hash of a whole plan."""
-    text = json.dumps([list(digests), dataclasses.asdict(options), [list(f) for f in files]])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def plan_hash(
+    shards: Sequence[str],
+    contents: Sequence[str],
+    *,
+    model: str,
+    options: PlanConfig,
+    files: Sequence[tuple[str, int]],
+) -> str:
+    """Return the hash of a whole plan.
+
+    Args:
+        shards: digest of each shard.
+        contents: digest of all that decides the results of the rows of each piece: prompts,
+            options and seeds, see `contents_digest`.
+        model: as the user named it.
+        options: of the plan.
+        files: name and rows of each file of the source.
+    """
+    parts = [list(shards), list(contents), model, dataclasses.asdict(options), list(files)]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+
+def contents_digest(keys: BlockKeys) -> str:
+    """Return a hash of what is asked of engines: its rows' digests, in order."""
+    return hashlib.blake2b(keys.digest.astype("<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
@@ -125,15 +186,15 @@ def write_plan(sink: str, stored: StoredPlan, unit_rows: Ints) -> None:
         unit_rows: int64 [U], rows of each unit.
 
     Raises:
-        ConfigError: another plan lies there already, or the folder cannot be written.
+        ConfigError: a plan lies there already, or the folder cannot be written.
     """
     units = _as_bytes(pa.table({"num_rows": unit_rows}))
     _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", units)
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
-    if not _create(sink, PLAN_PATH, text.encode()) and read_plan(sink).hash != stored.hash:
+    if not _create(sink, PLAN_PATH, text.encode()):
         raise ConfigError(
-            f"{sink.rstrip('/')}/{PLAN_PATH} holds another plan, so another run writes here; "
-            "choose another folder, or set overwrite=True (--overwrite in a shell)"
+            f"{sink.rstrip('/')}/{PLAN_PATH} is there already, so another run writes here; choose "
+            "another folder, or set overwrite=True (--overwrite in a shell) when it has ended"
         )
 
 
@@ -164,6 +225,10 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
             path = f"{sink.rstrip('/')}/_raybatch/plan/{stored.hash}/{name}"
             with fsspec.open(path, "rb") as file:
                 shard = pa.ipc.open_file(file).read_all()
+            if shard.num_rows != end - first:
+                raise ConfigError(
+                    f"{path} holds {shard.num_rows} rows, the plan says {end - first}"
+                )
             parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
     return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
 
