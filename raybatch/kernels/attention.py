@@ -85,7 +85,7 @@ def prepare_attention(
         contexts = prepare_contexts(
             plan.contexts,
             positions=positions,
-            num_kv_heads=pool.shape[1],
+            pool=pool,
             has_windows=any(window is not None for window in windows),
         )
     chunks, buckets = _split_prefill(plan.prefill, positions.device)

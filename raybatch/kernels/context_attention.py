@@ -17,6 +17,8 @@ from raybatch.kernels.merge import merge_parts
 # sets of up to so many queries that differ by less than a step are padded to one size
 _MAX_PADDED_QUERIES = 64
 _QUERY_STEP = 8
+# the copied KV of a batch has to stay in the processor's cache until it is read
+_MAX_BATCH_BYTES = 1 << 20
 # row of a padded place
 _PADDING = -1
 
@@ -66,7 +68,7 @@ def prepare_contexts(
     parts: Sequence[ContextPart],
     *,
     positions: torch.Tensor,  # int64 [T]
-    num_kv_heads: int,
+    pool: torch.Tensor,  # [N, G, B, D]
     has_windows: bool,
 ) -> PreparedContexts:
     """Do once per step what all layers share.
@@ -74,15 +76,13 @@ def prepare_contexts(
     Args:
         parts: at least one.
         positions: of every row of the forward batch in its sequence.
-        num_kv_heads: of the pool.
+        pool: keys of any layer; only its shape and dtype are read.
         has_windows: some layer has a sliding window.
     """
-    alike: dict[tuple[int, int], list[ContextPart]] = {}
-    for part in parts:
-        alike.setdefault((part.num_tokens, _size_class(len(part.query_idx))), []).append(part)
+    num_kv_heads = pool.shape[1]
     batches: list[_Batch] = []
     rows: list[torch.Tensor] = []
-    for members in alike.values():
+    for members in _alike(parts, 2 * num_kv_heads * pool.shape[3] * pool.element_size()):
         batch_rows, is_query = _pad([part.query_idx for part in members])
         rows.append(torch.where(is_query, batch_rows, _PADDING).view(-1))
         batches.append(
@@ -95,6 +95,20 @@ def prepare_contexts(
             )
         )
     return PreparedContexts(batches=tuple(batches), rounds=_rounds(torch.cat(rows)))
+
+
+def _alike(parts: Sequence[ContextPart], token_bytes: int) -> list[list[ContextPart]]:
+    """Return the parts in batches of like shape."""
+    batches: list[list[ContextPart]] = []
+    last: dict[tuple[int, int], list[ContextPart]] = {}
+    for part in parts:
+        shape = part.num_tokens, _size_class(len(part.query_idx))
+        batch = last.get(shape)
+        if batch is None or (len(batch) + 1) * part.num_tokens * token_bytes > _MAX_BATCH_BYTES:
+            batch = last[shape] = []
+            batches.append(batch)
+        batch.append(part)
+    return batches
 
 
 def as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
