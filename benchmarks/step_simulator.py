@@ -1,9 +1,10 @@
 """An engine as a sequence of steps over token counts: what an order of groups does to them.
 
 Decode first, then running prefills, then new rows in order, under a token budget and a KV size. A
-prefix is computed by the first member that starts and held until the last member has ended. When
-the KV cache is full the youngest row gives its own part back and computes it again later. Time per
-step is a roofline; no figure of it is a measurement.
+prefix is computed by the first member that starts and held until the last member has ended, or
+until a row does not fit beside those that nobody uses. When the KV cache is full the youngest row
+gives its own part back and computes it again later. Time per step is a roofline; no figure of it
+is a measurement.
 """
 
 from collections import deque
@@ -126,6 +127,8 @@ class StepSimulator:
         running = np.array(self.running, np.int64)
         decoding = running[self.todo[running] == 0][: self.device.token_budget]
         while self.used + len(decoding) > self.device.kv_tokens:
+            if len(self.running) == 1 and self._drop_idle_prefixes(self.running[0]):
+                continue
             self._preempt()
             decoding = decoding[decoding != self.waiting[0]]
         context = self._context(decoding)
@@ -160,6 +163,8 @@ class StepSimulator:
             prefix = 0 if self.is_live[group] else int(self.rows.prefix[row])
             own = int(self.rows.distinct[row] + self.generated[row])
             if self.used + prefix + own + reserve > self.device.kv_tokens:
+                if not self.running and self._drop_idle_prefixes(row):
+                    continue
                 break
             growth += new
             self.waiting.popleft()
@@ -186,6 +191,19 @@ class StepSimulator:
         self.todo[row] = max(int(self.todo[row] - self.held[row]), 0)
         self.waiting.appendleft(row)
         self.preemptions += 1
+
+    def _drop_idle_prefixes(self, row: int) -> bool:
+        """Give up the prefixes that no running row uses, but for that of `row`; is there any?"""
+        rows = self.rows
+        is_idle = self.is_live & (self.left > 0)
+        is_idle[rows.group[[row, *self.running]]] = False
+        of_idle = is_idle[rows.group]
+        self.todo[of_idle] = 0
+        prefixes = np.zeros(len(self.left), np.int64)
+        prefixes[rows.group] = rows.prefix
+        self.used -= int(prefixes[is_idle].sum())
+        self.is_live[is_idle] = False
+        return bool(prefixes[is_idle].any())
 
     def _end(self, running: Ints) -> None:
         ended = running[self.generated[running] >= self.rows.output[running]]

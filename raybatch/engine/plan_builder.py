@@ -59,13 +59,12 @@ class PlanBuilder:
         table: running sequences.
         num_blocks: blocks of the pool.
         min_saved_tokens: decode rows read a shared run together if that saves at least so many
-            reads of cached positions, two readers not counted: the second finds the block in the
-            processor's cache. Below it, a part of its own costs more than it saves (measured on a
-            CPU with heads of 32 to 128).
+            reads of cached positions. Below it, a part of its own costs more than it saves
+            (measured on a CPU with blocks of 16).
     """
 
     def __init__(
-        self, table: SequenceTable, num_blocks: int, *, min_saved_tokens: int = 768
+        self, table: SequenceTable, num_blocks: int, *, min_saved_tokens: int = 128
     ) -> None:
         self._table = table
         self._min_saved_blocks = max(1, -(-min_saved_tokens // table.block_size))
@@ -199,7 +198,7 @@ class PlanBuilder:
                     run, num_tokens = np.append(run, tail.blocks), num_tokens + tail.num_tokens
                 rows = self._rows(schedule, members)
                 contexts.append(_Context(rows, run, num_tokens, start * block_size))
-            elif (len(members) - 2) * len(run) >= self._min_saved_blocks:
+            elif (len(members) - 1) * len(run) >= self._min_saved_blocks:
                 contexts.append(_Context(members, run, num_tokens, start * block_size))
             else:
                 pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))

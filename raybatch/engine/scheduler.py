@@ -21,8 +21,9 @@ __all__ = ["Scheduler"]
 
 Int64s = npt.NDArray[np.int64]
 
-# growing sequences per block that admission leaves free
-_GROWING_PER_SPARE = 8
+# admission leaves the blocks free that running sequences will need within so many steps; sequences
+# that start together grow together, so an average over many would not do
+_MAX_SPARE_STEPS = 4
 
 
 class _Need(NamedTuple):
@@ -61,6 +62,7 @@ class Scheduler:
         self.table = table
         self.counters = SchedulerCounters()
         self._budget = max_batched_tokens
+        self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self._queue = WaitingQueue()
@@ -215,15 +217,15 @@ class Scheduler:
         self, budget: int, chunks: list[tuple[int, int, int]], admitted: list[int]
     ) -> list[Sequence]:
         table = self.table
-        held = table.num_blocks + table.num_reserved
-        num_growing = int(np.count_nonzero((table.phase != EMPTY) & (held < table.max_blocks)))
+        num_spare = table.num_needed_blocks(self._spare_steps)
         self._admission.begin_step()
         while budget > 0 and table.has_free_slot and self._queue:
             record = self._queue.peek()
             need = self._need(record)
             is_growing = record.max_blocks(table.block_size) > need.num_total
-            # the forecast counts half a block more for each; these are for chance
-            reserve = (num_growing + is_growing) // _GROWING_PER_SPARE if table.num_running else 0
+            room = need.num_total * table.block_size - record.num_tokens
+            needs_soon = int(is_growing and room < self._spare_steps)
+            reserve = num_spare + needs_soon if table.num_running else 0
             if need.num_available + reserve > self.blocks.num_available:
                 if table.num_running:
                     return []
@@ -236,7 +238,7 @@ class Scheduler:
                 self.counters.num_held_steps += 1
                 return []
             slot = self._place(self._queue.pop(), need)
-            num_growing += is_growing
+            num_spare += needs_soon
             admitted.append(slot)
             budget -= self._take_chunk(slot, budget, chunks)
         return []

@@ -200,6 +200,18 @@ class SequenceTable:
         self.last_token[slots] = token_ids
         self.num_tokens[slots] += 1
 
+    def num_needed_blocks(self, num_steps: int) -> int:
+        """Return how many blocks running sequences will need in the `num_steps` after this one.
+
+        Args:
+            num_steps: at most the positions of a block.
+        """
+        held = self.num_blocks + self.num_reserved
+        num_stored = np.where(self.phase == DECODE, self.num_computed + 1, self.num_tokens)
+        is_growing = (self.phase != EMPTY) & (held < self.max_blocks)
+        room = held * self.block_size - num_stored
+        return int(np.count_nonzero(is_growing & (room < num_steps)))
+
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the block table of `slot`, a view."""
         return self.block_table[slot, : self.num_blocks[slot]]

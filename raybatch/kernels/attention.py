@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+from raybatch.kernels.context_attention import (
+    PreparedContexts,
+    merge_contexts_,
+    prepare_contexts,
+)
 from raybatch.kernels.decode_attention import DecodeWalk, attend_decode, plan_walk
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
-from raybatch.kernels.merge import merge_parts
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
@@ -37,18 +41,6 @@ class _Bucket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Context:
-    """A `ContextPart` with the slice or index of its queries."""
-
-    rows: slice | torch.Tensor
-    positions: torch.Tensor
-    block_ids: torch.Tensor
-    num_tokens: int
-    first_position: int
-    max_position: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
     """A plan in the form that every layer of a step uses."""
 
@@ -59,7 +51,7 @@ class PreparedAttention:
     walk: DecodeWalk | None
     chunks: tuple[tuple[int, int], ...]
     buckets: tuple[_Bucket, ...]
-    contexts: tuple[_Context, ...]
+    contexts: PreparedContexts | None
 
 
 def prepare_attention(
@@ -88,6 +80,14 @@ def prepare_attention(
             pool=pool,
             windows=windows,
         )
+    contexts = None
+    if plan.contexts:
+        contexts = prepare_contexts(
+            plan.contexts,
+            positions=positions,
+            pool=pool,
+            has_windows=any(window is not None for window in windows),
+        )
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
         num_decode=plan.num_decode,
@@ -97,7 +97,7 @@ def prepare_attention(
         walk=walk,
         chunks=chunks,
         buckets=buckets,
-        contexts=tuple(_prepare_context(part, positions) for part in plan.contexts),
+        contexts=contexts,
     )
 
 
@@ -129,22 +129,6 @@ def _split_prefill(
             )
         )
     return tuple(long), tuple(buckets)
-
-
-def _prepare_context(part: ContextPart, positions: torch.Tensor) -> _Context:
-    rows: slice | torch.Tensor = part.query_idx
-    first, count = int(part.query_idx[0]), len(part.query_idx)
-    if bool((part.query_idx == torch.arange(first, first + count, device=positions.device)).all()):
-        rows = slice(first, first + count)
-    query_positions = positions[rows]
-    return _Context(
-        rows=rows,
-        positions=query_positions,
-        block_ids=part.block_ids,
-        num_tokens=part.num_tokens,
-        first_position=part.first_position,
-        max_position=int(query_positions.max()),
-    )
 
 
 def store_kv(
@@ -185,10 +169,8 @@ def attend(
         _write(output, lse, rows, _join_heads(part))
     for bucket in prepared.buckets:
         _write(output, lse, bucket.rows, _attend_bucket(q, k, v, bucket, window))
-    if lse is not None:
-        for context in prepared.contexts:
-            part = _attend_context(q[context.rows], k_pool, v_pool, context, window)
-            _merge(output, lse, context.rows, part)
+    if prepared.contexts is not None and lse is not None:
+        merge_contexts_(output, lse, q, k_pool, v_pool, prepared.contexts, window)
     return output.flatten(1)
 
 
@@ -209,12 +191,6 @@ def _write(
     output[rows] = part[0]
     if lse is not None:
         lse[rows] = part[1]
-
-
-def _merge(
-    output: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor, part: _Part
-) -> None:
-    output[rows], lse[rows] = merge_parts(output[rows], lse[rows], *part)
 
 
 def _attend_chunk(
@@ -254,36 +230,3 @@ def _attend_bucket(
 def _group_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
     """Return the query heads of one KV head, and the head dim."""
     return q.shape[1] // k.shape[1], q.shape[2]
-
-
-def _attend_context(
-    q: torch.Tensor,  # [Q, H, D]
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    context: _Context,
-    window: int | None,
-) -> _Part:
-    num_kv_heads = k_pool.shape[1]
-    queries = _split_heads(q, num_kv_heads)
-    keys, values = (_gather(pool, context) for pool in (k_pool, v_pool))
-    if window is None or context.max_position - window < context.first_position:
-        return _join_heads(attend_dense(queries, keys, values, is_causal=False))
-    places = torch.arange(context.num_tokens, device=q.device) + context.first_position
-    part = attend_windowed(
-        queries,
-        keys,
-        values,
-        query_positions=context.positions,
-        key_positions=places,
-        window=window,
-    )
-    return _join_heads(part)
-
-
-def _gather(pool: torch.Tensor, context: _Context) -> torch.Tensor:
-    """Copy the context's cached positions to [G, P, D], one copy for all its queries."""
-    num_blocks, num_kv_heads, block_size, head_dim = pool.shape
-    heads = torch.arange(num_kv_heads, device=pool.device).unsqueeze(1)
-    index = (context.block_ids * num_kv_heads + heads).view(-1)
-    flat = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, index)
-    return flat.view(num_kv_heads, -1, head_dim)[:, : context.num_tokens]

@@ -116,11 +116,15 @@ def _plan_runs(
 ) -> tuple[tuple[_Run, ...], torch.Tensor, torch.Tensor]:
     """Return the runs, the row of each given block, and the block of each row.
 
-    A run goes on over up to `max_gap` foreign blocks.
+    A run goes on over up to `max_gap` foreign blocks. A block that several sequences own occurs
+    once for each; the first occurrences of all blocks come first, then the second ones, and so
+    on, because a repetition ends a run.
     """
-    ids = block_ids.numpy()
+    ascending = block_ids.numpy()
+    occurrence = np.arange(len(ascending)) - np.searchsorted(ascending, ascending)
+    order = np.argsort(occurrence, kind="stable")
+    ids = ascending[order]
     steps = np.diff(ids)
-    # a block that two sequences own occurs twice, which starts a run as well
     breaks = np.flatnonzero((steps < 1) | (steps > max_gap + 1)) + 1
     starts = np.concatenate(([0], breaks))
     ends = np.concatenate((breaks, [len(ids)]))
@@ -128,7 +132,8 @@ def _plan_runs(
     lengths = ids[ends - 1] - first_blocks + 1
     first_rows = np.concatenate(([0], np.cumsum(lengths)))
     run_of_id = np.repeat(np.arange(len(starts)), ends - starts)
-    rows = first_rows[run_of_id] + ids - first_blocks[run_of_id]
+    rows = np.empty_like(ids)
+    rows[order] = first_rows[run_of_id] + ids - first_blocks[run_of_id]
     run_of_row = np.repeat(np.arange(len(starts)), lengths)
     blocks = np.arange(first_rows[-1]) - first_rows[run_of_row] + first_blocks[run_of_row]
     runs = tuple(

@@ -21,8 +21,8 @@ Floats = npt.NDArray[np.float64]
 
 # enough for many waves of a full batch, few enough for a fraction of a second
 _MIN_ROWS, _WAVES = 2048, 8
-# growing sequences per block that admission leaves free
-_GROWING_PER_SPARE = 8
+# admission leaves the blocks free that running sequences will need within so many steps
+_MAX_SPARE_STEPS = 4
 _GOLDEN = 0.6180339887
 # tokens that are nothing but the error of sums
 _ROUNDING = 1e-6
@@ -168,7 +168,8 @@ class _Simulation:
     def _has_room(self) -> bool:
         if not self._num_running:
             return True
-        reserve = self._num_running // _GROWING_PER_SPARE * self._block_size
+        spare_steps = min(_MAX_SPARE_STEPS, max(1, self._block_size // 4))
+        reserve = self._num_running * spare_steps // self._block_size * self._block_size
         fits = self._used + self._waiting[0].held + reserve <= self._kv_tokens
         return fits and self._num_running < self._max_rows
 

@@ -55,6 +55,14 @@ def test_every_row_ends_and_gives_its_cache_back(groups, budget, more):
     assert outcome.step_tokens.max() <= budget
 
 
+def test_prefixes_that_nobody_uses_are_given_up_for_a_row_alone():
+    rows, _ = classes([(3, 1, 8, 4, 9)])
+    outcome = simulate(rows, Device(token_budget=16, kv_tokens=25))
+    # held for ever, the prefixes of two groups would leave 9 tokens, and a row grows to 13
+    assert outcome.preemptions > 0
+    assert outcome.prefill_tokens > 3 * (8 + 4)
+
+
 def test_a_full_cache_preempts_the_youngest_row_and_computes_it_again():
     rows, _ = classes([(1, 2, 0, 10, 20)])
     outcome = simulate(rows, Device(token_budget=64, kv_tokens=40))

@@ -103,7 +103,7 @@ def test_few_tokens_are_computed_again_while_the_batch_stays_large(rng, kind):
     lengths = np.full(count, 100) if kind == "equal" else rng.integers(1, 101, count)
     eager, eager_decodes = simulate(lengths, fraction=100)
     counters, decodes = simulate(lengths, fraction=1.0)
-    assert eager.num_recomputed_tokens > 0.3 * lengths.sum()
+    assert eager.num_recomputed_tokens > 0.2 * lengths.sum()
     assert counters.num_recomputed_tokens < 0.02 * lengths.sum()
     assert decodes > 0.7 * eager_decodes
 

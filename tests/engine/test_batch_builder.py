@@ -137,11 +137,18 @@ def test_few_decode_rows_read_a_shared_prefix_as_pairs():
 
 
 def test_enough_decode_rows_read_a_shared_prefix_in_one_part():
-    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_saved_tokens=8)
+    # two of three readers need not read 8 tokens
+    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_saved_tokens=16)
     steps.step()
     batch = steps.step()
     assert contexts(batch) == [([0, 1, 2], [0, 1], 8, 0)]
     assert decode(batch) == [(2, 0, 2), (3, 1, 2), (4, 2, 2)]
+
+
+def test_one_saved_token_less_leaves_pairs():
+    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_saved_tokens=17)
+    steps.step()
+    assert contexts(steps.step()) == []
 
 
 def test_a_tree_of_prefixes_gives_one_part_per_shared_run():

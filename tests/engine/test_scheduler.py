@@ -77,13 +77,29 @@ def test_admission_ends_where_the_cache_is_full():
     assert scheduler.num_waiting == 1
 
 
-@pytest.mark.parametrize(("max_tokens", "num_running"), [(8, 9), (2, 10)], ids=["grow", "stay"])
-def test_a_block_is_kept_for_every_eight_sequences_that_grow(max_tokens, num_running):
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "num_running"),
+    [(4, 8, 5), (3, 8, 10), (4, 1, 10)],
+    ids=["grows next step", "grows later", "ends"],
+)
+def test_blocks_that_running_sequences_need_next_are_kept(prompt_len, max_tokens, num_running):
     scheduler = make_scheduler(num_blocks=10, budget=64, max_slots=16)
     for arrival in range(12):
-        add(scheduler, arrival, 3, max_tokens=max_tokens)
+        add(scheduler, arrival, prompt_len, max_tokens=max_tokens)
     step(scheduler)
     assert scheduler.table.num_running == num_running
+
+
+def test_blocks_that_decodes_need_next_are_kept():
+    # two sequences with 2 of 4 slots left, which fill in the steps to come
+    scheduler = make_scheduler(num_blocks=4, budget=64, max_slots=16)
+    for arrival in range(2):
+        add(scheduler, arrival, 2, max_tokens=8)
+    _steps(scheduler, 2)
+    add(scheduler, 2, 3, max_tokens=8)
+    add(scheduler, 3, 3, max_tokens=8)
+    step(scheduler)
+    assert scheduler.table.num_running == 2
 
 
 def test_the_last_token_needs_no_block():

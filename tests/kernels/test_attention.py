@@ -151,6 +151,14 @@ def test_a_block_that_two_decode_tokens_own_serves_both():
     step.check()
 
 
+def test_a_run_of_blocks_with_two_owners_is_walked_twice_and_not_block_by_block():
+    blocks = torch.tensor([3, 3, 4, 4, 5, 5, 40])
+    runs, rows, walked = decode_attention._plan_runs(blocks, max_gap=0)
+    assert [(3, 3), (1, 40), (3, 3)] == [(run.stop - run.start, run.block) for run in runs]
+    assert torch.equal(walked[rows], blocks)
+    assert sorted(rows.tolist()) == list(range(7))
+
+
 def test_chunks_see_their_cached_context():
     Step([(5, 4), (0, 3), (16, 55)]).check()
 
@@ -161,6 +169,92 @@ def test_decode_and_chunks_run_in_one_step():
 
 def test_members_of_a_group_see_the_shared_prefix():
     Step([(13, 1), (8, 1), (21, 1), (0, 7)], num_decode=3, shared=8).check()
+
+
+class SharedRuns:
+    """Decode tokens that read runs of whole blocks together, and a block of their own each.
+
+    Args:
+        runs: for each (members, blocks); a member reads its runs in this order.
+    """
+
+    def __init__(self, num_decode, runs, window=None):
+        torch.manual_seed(0)
+        self.window = window
+        num_blocks = num_decode + sum(count for _, count in runs)
+        shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        self.k_pool, self.v_pool = torch.randn(shape), torch.randn(shape)
+        self.q = torch.randn(num_decode, NUM_HEADS, HEAD_DIM)
+        free = torch.randperm(num_blocks).tolist()
+        self.tables = [[] for _ in range(num_decode)]
+        contexts = []
+        for members, count in runs:
+            blocks = [free.pop() for _ in range(count)]
+            contexts.append(
+                ContextPart(
+                    query_idx=torch.tensor(members),
+                    block_ids=torch.tensor(blocks),
+                    num_tokens=count * BLOCK_SIZE,
+                    first_position=len(self.tables[members[0]]) * BLOCK_SIZE,
+                )
+            )
+            for member in members:
+                self.tables[member] += blocks
+        first = torch.tensor([len(table) * BLOCK_SIZE for table in self.tables])
+        own = torch.tensor([free.pop() for _ in self.tables])
+        self.positions = first + torch.arange(num_decode) % BLOCK_SIZE
+        for table, block in zip(self.tables, own.tolist(), strict=True):
+            table.append(block)
+        order = own.argsort()
+        decode = DecodePart(
+            block_ids=own[order],
+            owners=order,
+            num_valid=(self.positions - first + 1)[order],
+            is_contiguous=False,
+            first_positions=first[order],
+        )
+        self.plan = AttentionPlan(
+            num_decode=num_decode, decode=decode, prefill=None, contexts=tuple(contexts)
+        )
+
+    def check(self):
+        prepared = prepare_attention(
+            self.plan,
+            positions=self.positions,
+            slot_mapping=self.positions,
+            pool=self.k_pool,
+            windows=(self.window,),
+        )
+        k = self.q[:, :NUM_KV_HEADS]
+        actual = attend(self.q, k, k, self.k_pool, self.v_pool, prepared, self.window)
+        expected = []
+        for i, table in enumerate(self.tables):
+            keys, values = (
+                pool[table].transpose(1, 2).flatten(0, 1) for pool in (self.k_pool, self.v_pool)
+            )
+            position = [int(self.positions[i])]
+            expected.append(dense_attention(self.q[i : i + 1], keys, values, position, self.window))
+        torch.testing.assert_close(actual, torch.cat(expected).flatten(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6, 9])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [([0, 1], 2), ([2, 3], 2), ([4, 5], 2)],
+        [([0, 2, 5], 2), ([1, 3], 2), ([4], 2)],
+        [([0, 1, 2, 3, 4, 5], 1), ([1, 3, 5], 2), ([5], 2)],
+        [([3, 4], 1), ([0, 1, 2], 3), ([3, 4], 3)],
+    ],
+    ids=["alike", "of other sizes", "nested", "of other lengths"],
+)
+def test_runs_that_some_decode_tokens_share_are_computed_together(runs, window):
+    SharedRuns(6, runs, window).check()
+
+
+def test_sets_of_queries_above_the_padding_limit_are_exact():
+    many = list(range(70))
+    SharedRuns(71, [(many, 1), ([70], 1)]).check()
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 50])

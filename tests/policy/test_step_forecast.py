@@ -61,10 +61,10 @@ def test_a_preempted_row_computes_its_prompt_and_its_output_again():
     assert 20 + 23 == forecast.recomputed_tokens
 
 
-def test_admission_leaves_a_block_for_every_eight_rows_that_grow():
-    # a row takes 8 tokens and half a block: ten would fit, were it not for the ninth's reserve
+def test_admission_leaves_what_rows_grow_by_in_the_next_steps():
+    # a row takes 8 tokens and half a block: ten would fit, were it not for a block per four rows
     limits = replace(LIMITS, kv_tokens=160, max_num_seqs=64)
-    assert 9 * 8 == forecast_steps(work(20, 8, 2), limits).prefill_tokens[0]
+    assert 8 * 8 == forecast_steps(work(20, 8, 2), limits).prefill_tokens[0]
 
 
 def test_a_row_that_does_not_fit_runs_alone():
