@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,11 +66,8 @@ def prepare(
     Raises:
         ConfigError: a column that the stage reads is not there.
     """
-    prompts: Sequence[Prompt]
-    if planned is not None and planned.prompts is not None:
-        prompts = planned.prompts
-    else:
-        prompts = _read(table, reader, input_errors)
+    known = None if planned is None else planned.prompts
+    prompts = _read(table, reader, input_errors) if known is None else known
     samplings = row_samplings(
         table,
         config.sampling,
@@ -100,22 +98,25 @@ def prepare(
             [ids for row in rows if (ids := prompts[row].token_ids) is not None],
             seeds=_seeds(asked, [row_ids[row] for row in rows]),
             sampling=np.array([index[s] for s in asked], np.int32),
-            group_ids=None if planned is None else [planned.group_ids[row] for row in rows],
-            prefix_lens=None if planned is None else planned.prefix_lens[rows],
-            expected_lens=None if planned is None else _expected(planned, rows, asked),
+            **({} if planned is None else _planned_columns(planned, rows, asked)),
         ),
     )
 
 
-def _expected(
+def _planned_columns(
     planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
-) -> list[int | None]:
-    """Return the expected length of one sample of each row that is asked."""
-    totals = (planned.expected_lens[row] for row in rows)
-    return [
-        None if total is None else -(-total // sampling.n)
-        for total, sampling in zip(totals, samplings, strict=True)
-    ]
+) -> dict[str, Any]:
+    """Return what the plan says of each row that is asked, as `request_table` takes it."""
+    totals = [planned.expected_lens[row] for row in rows]
+    return {
+        "group_ids": [planned.group_ids[row] for row in rows],
+        "prefix_lens": planned.prefix_lens[rows],
+        # a plan expects of all samples together, an engine of each
+        "expected_lens": [
+            None if total is None else -(-total // sampling.n)
+            for total, sampling in zip(totals, samplings, strict=True)
+        ],
+    }
 
 
 def find_copies(
@@ -148,7 +149,7 @@ def is_deterministic(sampling: Sampling) -> bool:
 
 def _read(
     table: pa.Table, reader: PromptReader, input_errors: Sequence[str] | None
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     if input_errors is None:
         return reader.read(table)
     if all(input_errors):
