@@ -88,6 +88,7 @@ def explain(
     ] = False,
 ) -> None:
     """Say what a job would share, save, take and cost, without running it."""
+    _check_page(html)
     note = with_model(flags.mapping)
     # nothing is written, so nobody has to say where
     job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
@@ -137,6 +138,12 @@ def report(
     typer.echo(found.to_json() if as_json else found.to_text())
     if html is not None:
         _write_page(html, found.to_html())
+
+
+def _check_page(path: str | None) -> None:
+    """Refuse a page that could not be written, before any work."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"--html {path}: there is no such folder; make it, or choose another")
 
 
 def _write_page(path: str, page: str) -> None:

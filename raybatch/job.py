@@ -19,6 +19,7 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.plan.sidecar import check_expected
 from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
@@ -177,6 +178,8 @@ class Job:
         output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
         check_names(source.schema)
+        if self.config.plan.mode != "off":
+            check_expected(source.schema, self.config.plan.expected_tokens_column)
         if stage.id_column is not None:
             check_unique_ids(source, stage.id_column)
         check_model(stage, is_one_host=ray.is_initialized() and len(ray.nodes()) == 1)

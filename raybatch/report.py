@@ -223,7 +223,7 @@ def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
     ]
     if plan.time is not None:
         planned = duration(plan.time.wall_s)
-        facts.append(("planned time", f"{planned}, actual {duration(actual.wall_s)}"))
+        facts.append(("engines worked", f"{planned} planned, {duration(actual.wall_s)} actual"))
     return facts + [("  differs", said) for said in outcome.deviations()]
 
 

@@ -42,5 +42,5 @@ class Sharing:
         self._told, self._told_tokens = (saved, possible), num_tokens
         return (
             f"row sharing in flight saved {saved:.0%} of {num_tokens} prompt tokens; one plan over "
-            f"all rows would save up to {possible:.0%} (raybatch.Job plans, see docs/design.md)"
+            f"all rows would save up to {possible:.0%} (a raybatch.Job makes such a plan)"
         )

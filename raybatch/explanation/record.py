@@ -92,7 +92,9 @@ class Explanation:
         """Share of the prompt tokens that the plan does not compute."""
         planned = self.forecast("planned")
         logical = self.profile.tree.logical_tokens
-        return planned.hit_rate if planned else 1 - self.profile.computed_tokens / max(1, logical)
+        if planned is not None:
+            return planned.hit_rate
+        return self.saved_tokens / max(1, logical)
 
     @property
     def saved_tokens(self) -> int:

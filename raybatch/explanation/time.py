@@ -51,6 +51,7 @@ def time_section(
     ]
     if price_per_engine_hour is not None:
         money = time.money(price_per_engine_hour)
-        said = f"{money:,.2f} at {price_per_engine_hour:,.2f} per engine-hour"
+        amount = f"{money:,.2f}" if money >= 1 else f"{money:.3g}"
+        said = f"{amount} at {price_per_engine_hour:,.2f} per engine-hour"
         facts.append(("money", said))
     return Section(title="Time", facts=tuple(facts))

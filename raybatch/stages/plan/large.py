@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayTaskError
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys
@@ -23,7 +24,7 @@ from raybatch.prefix.profile import InputProfile
 from raybatch.stages.plan import parts, pieces
 from raybatch.stages.plan.dataset import ordered_dataset, pieces_of, without_groups
 from raybatch.stages.plan.planned import PlannedRun
-from raybatch.stages.plan.probe import generated_lengths
+from raybatch.stages.plan.probe import generated_lengths, log_probe
 from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
 from raybatch.stages.plan.store import (
     StoredPlan,
@@ -33,6 +34,7 @@ from raybatch.stages.plan.store import (
     write_plan,
     write_shard,
 )
+from raybatch.stages.ray_errors import own_cause
 
 __all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]
 
@@ -137,7 +139,7 @@ def plan_large(job: PlannedRun) -> LargePlan:
         describe.remote(options, source, slices, first_row, every, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    summaries: list[PieceSummary] = ray.get([summary for summary, _ in described])
+    summaries: list[PieceSummary] = _get([summary for summary, _ in described])
     tables = [table for _, table in described]
     num_keys = sum(piece.num_keys for piece in summaries)
     num_parts = max(-(-job.source.num_rows // ROWS_PER_PART), -(-num_keys // KEYS_PER_PART))
@@ -164,7 +166,7 @@ def _arrange(
     what = _arrange_job(job, len(by_part))
     arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
     return {
-        "parts": ray.get([summary for summary, _ in arranged]),
+        "parts": _get([summary for summary, _ in arranged]),
         "arranged": [part for _, part in arranged],
     }
 
@@ -197,7 +199,7 @@ def forecast_large(
     num_windows = min(NUM_WINDOWS, len(large.tables))
     chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
     windows = [hits.remote(large.tables[i], size, max_rows // num_windows) for i in chosen]
-    return merge_forecasts(ray.get(by_part), ray.get(windows))
+    return merge_forecasts(_get(by_part), _get(windows))
 
 
 def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
@@ -208,9 +210,10 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
         chosen.remote(source, slices, first_row, wanted, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    table = pa.concat_tables(ray.get(tables)).combine_chunks()
+    table = pa.concat_tables(_get(tables)).combine_chunks()
     job.run(ray.data.from_arrow(without_groups(table)), batch_size=job.plan.unit_rows)
     lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
+    log_probe(lengths)
     probed = ProbedRows(row=rows, lengths=lengths)
     return replace(large, probed=probed, **_arrange(job, large.rows, probed))
 
@@ -225,7 +228,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     shards, unit_rows = (_ranked if is_reordered else _in_input_order)(large, plan)
     files = files_of(job.source)
     name = plan_hash(
-        ray.get([digest for digest, _ in shards]),
+        _get([digest for digest, _ in shards]),
         [piece.contents for piece in large.pieces],
         model=job.config.model,
         options=plan,
@@ -233,9 +236,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     )
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     write = ray.remote(write_shard)
-    written = ray.get(
-        [write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=True)]
-    )
+    written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=True)])
     stored = StoredPlan(
         hash=name,
         num_rows=large.num_rows,
@@ -258,7 +259,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     head = _even_units(len(large.probed.row), plan)
     cuts = _stretches(large.parts)
     unit_sizes = ray.remote(parts.unit_sizes)
-    sizes = ray.get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
+    sizes = _get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
     # stretch by stretch, and in each of them part by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
     by_stretch = counts.T.reshape(-1)
@@ -299,6 +300,15 @@ def _in_input_order(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref
         for first, piece in zip(large.piece_rows.tolist(), large.pieces, strict=False)
     ]
     return shards, _even_units(large.num_rows, plan)
+
+
+def _get(refs: Sequence[_Ref]) -> list[Any]:
+    """Return what tasks made; an error of this library is raised as it was."""
+    try:
+        found: list[Any] = ray.get(list(refs))
+    except RayTaskError as error:
+        raise own_cause(error) or error from None
+    return found
 
 
 def _even_units(num_rows: int, plan: PlanConfig) -> Ints:

@@ -3,6 +3,8 @@
 Their results stay in the output like all others.
 """
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -15,7 +17,9 @@ from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.stages.sink import output_files
 from raybatch.stages.tally import read_outputs
 
-__all__ = ["estimate", "generated_lengths", "probe_rows"]
+__all__ = ["estimate", "generated_lengths", "log_probe", "probe_rows"]
+
+logger = logging.getLogger(__name__)
 
 # more rows tell nothing new about means
 _MAX_ROWS = 20_000
@@ -71,6 +75,17 @@ def generated_lengths(table: pa.Table, id_column: str, sink: str, output: Output
     }
     ids, _ = column_row_ids(table.column(id_column))
     return np.array([known.get(row_id, np.nan) for row_id in ids], float)
+
+
+def log_probe(lengths: Floats) -> None:
+    """Say in the log what a probe has found; lengths are NaN after an error."""
+    known = lengths[~np.isnan(lengths)]
+    logger.info(
+        "probed %d rows: %.1f tokens on average, at most %d; their results are kept",
+        len(lengths),
+        float(known.mean()) if len(known) else 0.0,
+        int(known.max(initial=0)),
+    )
 
 
 def estimate(probe: Int64s, lengths: Floats, group_id: Int64s, max_tokens: Int64s) -> Floats:

@@ -19,7 +19,7 @@ from raybatch.stages.prepare import Prepared, is_deterministic
 from raybatch.stages.schema import error_class
 from raybatch.types import Sampling
 
-__all__ = ["FILTERED", "Sidecar", "describe_rows"]
+__all__ = ["FILTERED", "Sidecar", "check_expected", "describe_rows"]
 
 # why a row is not asked that is left out on purpose; error classes begin with a capital
 FILTERED = "filtered"
@@ -102,6 +102,23 @@ def describe_rows(
     )
 
 
+def check_expected(schema: pa.Schema, column: str | None) -> None:
+    """Raise ConfigError where a column of expected lengths is missing or holds no numbers."""
+    if column is None:
+        return
+    if column not in schema.names:
+        raise ConfigError(
+            f"plan.expected_tokens_column {column!r} is not in the source: {schema.names}"
+        )
+    kind = schema.field(column).type
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    if not is_number and not pa.types.is_null(kind):
+        raise ConfigError(
+            f"plan.expected_tokens_column {column!r} is a column of {kind}; give numbers of "
+            "tokens, and null where it is not known"
+        )
+
+
 def _result_keys(
     digests: npt.NDArray[np.uint64], samplings: Sequence[Sampling], row_ids: Sequence[str]
 ) -> npt.NDArray[np.uint64]:
@@ -130,14 +147,8 @@ def _expected(
 ) -> npt.NDArray[np.float64]:
     if column is None:
         return expected_lengths(max_tokens)
-    if column not in table.column_names:
-        raise ConfigError(
-            f"plan.expected_tokens_column {column!r} is not in the source: {table.column_names}"
-        )
-    try:
-        values = pc.cast(table.column(column), pa.float64()).to_numpy()[list(prepared.rows)]
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ConfigError(f"plan.expected_tokens_column {column!r}: {error}") from error
+    check_expected(table.schema, column)
+    values = pc.cast(table.column(column), pa.float64()).to_numpy()[list(prepared.rows)]
     is_wrong = (values < 0) | np.isinf(values)
     if is_wrong.any():
         place = int(np.argmax(is_wrong))

@@ -21,7 +21,7 @@ from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, put_first, with_u
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
-from raybatch.stages.plan.probe import estimate, generated_lengths, probe_rows
+from raybatch.stages.plan.probe import estimate, generated_lengths, log_probe, probe_rows
 from raybatch.stages.plan.sidecar import Sidecar, describe_rows
 from raybatch.stages.plan.store import (
     StoredPlan,
@@ -233,6 +233,7 @@ def _after_probe(
     job.run(ray.data.from_arrow(parts), batch_size=None)
     table = rows.table.take(chosen)
     lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
+    log_probe(lengths)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
     rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
     planned = plan_gathered(rows, job.config, job.plan)
