@@ -9,13 +9,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from raybatch.errors import ConfigError, did_you_mean
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OnError = Literal["row", "raise"]
 SpecialTokens = Literal["escape", "allow"]
+OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 
 _T = TypeVar("_T")
 
@@ -126,7 +127,7 @@ class PlanConfig:
     """
 
     mode: Literal["auto", "off"] = "auto"
-    order: Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"] = "ratio"
+    order: OrderName = "ratio"
     sharing: Literal["single_level", "multi_level"] = "single_level"
     lengths: Literal["auto", "probe"] = "auto"
     expected_tokens_column: str | None = None
@@ -139,8 +140,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", ("auto", "off"))
-        orders = ("ratio", "ascending", "shuffle", "depth_first", "dual_scan")
-        check_choice(self, "order", orders)
+        check_choice(self, "order", get_args(OrderName))
         check_choice(self, "sharing", ("single_level", "multi_level"))
         check_choice(self, "lengths", ("auto", "probe"))
         check_min(self, "min_saved_fraction", 0)

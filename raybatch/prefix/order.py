@@ -9,17 +9,17 @@ dual_scan    from both ends of the groups sorted by compute density, so that eve
              computes and reads memory in the proportion of the whole
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
+from raybatch.config import OrderName
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.prefix.density import REFERENCE_ROOFLINE, DensityModel
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 
 __all__ = ["ORDERS", "OrderName", "order_groups"]
 
-OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 # a group this near to the density of the whole has none of its own
