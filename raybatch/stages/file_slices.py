@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.stages.json_lines import read_json_lines
+from raybatch.stages.row_sizes import unreadable
 from raybatch.stages.storage import told_as
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -39,7 +40,7 @@ class FileSlice:
         row_groups: of a Parquet file; None reads a whole JSONL file.
         first_row: position in the file of the slice's first row.
         num_rows: of the slice.
-        num_bytes: about what its rows take in memory.
+        num_bytes: about what its rows take in memory; of a Parquet file an estimate.
     """
 
     path: str
@@ -55,17 +56,19 @@ class FileSlice:
         return Size(self.num_rows, self.num_bytes)
 
 
-def scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
+def scan_file(path: str, name: str, *, row_bytes: float = 0.0) -> tuple[pa.Schema, list[FileSlice]]:
     """Return the schema and the slices of one file; neighbours among small row groups share one.
 
     Args:
         path: with its protocol.
         name: relative to the root of the source.
+        row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
+            tells only the size of encoded pages, where equal values may count once.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    with told_as(f"source file {path} cannot be read; write it again, or leave it out"):
+    with told_as(unreadable(path)):
         if path.lower().endswith(JSON_SUFFIXES):
             table = read_json_lines(path)
             whole = FileSlice(
@@ -79,12 +82,18 @@ def scan_file(path: str, name: str) -> tuple[pa.Schema, list[FileSlice]]:
             return table.schema, [whole]
         with fsspec.open(path, "rb") as file:
             parquet = pq.ParquetFile(file)
-            return parquet.schema_arrow, list(_parquet_slices(path, name, parquet.metadata))
+            slices = _parquet_slices(path, name, parquet.metadata, row_bytes)
+            return parquet.schema_arrow, list(slices)
 
 
-def _parquet_slices(path: str, name: str, footer: pq.FileMetaData) -> Iterator[FileSlice]:
+def _parquet_slices(
+    path: str, name: str, footer: pq.FileMetaData, row_bytes: float
+) -> Iterator[FileSlice]:
     groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-    sizes = [Size(group.num_rows, group.total_byte_size) for group in groups]
+    sizes = [
+        Size(group.num_rows, max(group.total_byte_size, round(group.num_rows * row_bytes)))
+        for group in groups
+    ]
     first_row = 0
     for row_groups in pack(sizes, _SLICE_LIMIT):
         packed = sizes[row_groups.start : row_groups.stop]

@@ -24,6 +24,7 @@ from raybatch.stages.file_slices import (
     read_slice,
     scan_file,
 )
+from raybatch.stages.row_sizes import sample_row_bytes
 from raybatch.stages.sink import part_name
 from raybatch.stages.storage import told_as
 
@@ -98,7 +99,10 @@ class Source:
 
 
 def scan_source(source: str) -> Source:
-    """List the files of `source` and read their footers.
+    """List the files of `source` and read their footers, and a few rows of a few Parquet files.
+
+    The rows tell what takes more memory than the file says; files of which none was read count as
+    large as the largest of the others.
 
     Args:
         source: a file, a folder (searched through; names with a leading "_" or "." are left out)
@@ -110,7 +114,12 @@ def scan_source(source: str) -> Source:
     """
     with told_as(f"source {source!r} cannot be listed"):
         files = _list_files(source)
-    scanned = [scan_file(path, name) for path, name in files]
+    of_parquet = [path for path, _ in files if path.lower().endswith(PARQUET_SUFFIXES)]
+    row_bytes = sample_row_bytes(of_parquet)
+    largest = max(row_bytes.values(), default=0.0)
+    scanned = [
+        scan_file(path, name, row_bytes=row_bytes.get(path, largest)) for path, name in files
+    ]
     schema = _common_schema([(path, s) for (path, _), (s, _) in zip(files, scanned, strict=True)])
     slices = tuple(s for _, parts in scanned for s in parts if s.num_rows)
     return Source(schema=schema, slices=slices, num_rows=sum(s.num_rows for s in slices))
