@@ -111,8 +111,8 @@ class PlanConfig:
         mode: "auto" makes the plan, "off" runs rows in input order.
         order: of the prefix groups: "ratio" (most output per computed prompt token first),
             "ascending" (the reverse), "shuffle", "depth_first" or "dual_scan".
-        sharing: "single_level" computes one prefix for each group; "multi_level" keeps the order
-            of the tree below its first level, so that prefixes of prefixes are found in the cache.
+        sharing: "single_level" computes one prefix for each group; "multi_level" runs whole
+            subtrees in the order of the tree, so that prefixes of prefixes are found in the cache.
         lengths: where expected output lengths come from: "auto" takes `expected_tokens_column`
             where it is set and `max_tokens` where not, "probe" generates some rows first.
         expected_tokens_column: a column of output lengths; null where nothing is known.

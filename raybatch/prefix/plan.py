@@ -20,6 +20,7 @@ from raybatch.prefix.enlarge import (
     nearest_open,
     num_computed_tokens,
 )
+from raybatch.prefix.entries import entries_of_groups, entries_of_subtrees
 from raybatch.prefix.groups import PrefixGroups, make_groups
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 from raybatch.prefix.order import order_groups
@@ -73,8 +74,7 @@ class PlanRows:
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    An entry is a group, or a row that is alone and its duplicates; with sharing at all levels,
-    everything below a child of the root.
+    What an entry is, see `raybatch.prefix.entries`.
 
     Args:
         tree: of all rows.
@@ -181,30 +181,23 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     is_multi = config.sharing == "multi_level"
     if is_multi:
         is_open = multi_level(tree)
+        entries = entries_of_subtrees(tree, config.unit_rows, representative)
     else:
         is_open = exact_single_level(tree, keys, representative=representative)
-    deepest = tree.deepest_nodes()
-    entry_of_node = _entry_nodes(tree, is_open, is_multi=is_multi)
-    places = _places(deepest, representative)
-    label = _labels(entry_of_node[deepest], places, places[representative], tree.num_nodes)
-    by_entry = np.lexsort((places, label))
-    starts = np.append(np.flatnonzero(np.diff(label[by_entry], prepend=-1)), len(label))
-    prefix_cost = np.where(is_open, tree.edge_tokens() if is_multi else tree.depth_tokens, 0)
-    prefix = np.bincount(entry_of_node, prefix_cost, minlength=tree.num_nodes).astype(np.int64)
-    prefix[0] = 0
+        entries = entries_of_groups(tree, is_open, representative)
     generated = representative == all_rows
-    shared = tree.depth_tokens[nearest_open(tree, is_open)[deepest]]
+    shared = tree.depth_tokens[nearest_open(tree, is_open)[tree.deepest_nodes()]]
     distinct = np.maximum(keys.num_tokens - shared, 1) * generated
     return Arrangement(
         tree=tree,
         groups=make_groups(tree, keys, is_open, dedup=dedup),
-        rows=by_entry,
-        starts=starts,
+        rows=entries.rows,
+        starts=entries.starts,
         load=GroupLoad(
-            prefix_tokens=prefix[entry_of_node[deepest[by_entry[starts[:-1]]]]],
-            distinct_tokens=_sums(distinct[by_entry], starts),
-            num_rows=np.diff(starts),
-            output_tokens=_sums((rows.expected_tokens * generated)[by_entry], starts),
+            prefix_tokens=entries.prefix_tokens,
+            distinct_tokens=_sums(distinct[entries.rows], entries.starts),
+            num_rows=np.diff(entries.starts),
+            output_tokens=_sums((rows.expected_tokens * generated)[entries.rows], entries.starts),
         ),
         stats=tree_stats(tree, keys),
         computed_tokens=num_computed_tokens(
@@ -281,33 +274,6 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
 
 def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:
     return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
-
-
-def _entry_nodes(tree: PrefixTree, is_open: Bools, *, is_multi: bool) -> Ints:
-    """Return the node that names the entry of each node: int64 [N]; the root names none."""
-    return nearest_open(tree, np.equal(tree.parent, 0) if is_multi else is_open)
-
-
-def _places(deepest: Ints, representative: Ints) -> Ints:
-    """Return the place of each row in the order of the tree, identical rows side by side."""
-    places = np.empty(len(deepest), np.int64)
-    places[np.lexsort((representative, deepest))] = np.arange(len(deepest))
-    return places
-
-
-def _labels(entry: Ints, places: Ints, first_equal: Ints, num_nodes: int) -> Ints:
-    """Return for each row the first place of its entry: int64 [R].
-
-    Args:
-        entry: int64 [R], node that names the row's entry, 0 for none.
-        places: int64 [R], in the order of the tree.
-        first_equal: int64 [R], place of the first row that is identical.
-        num_nodes: of the tree.
-    """
-    first = np.full(num_nodes, len(places))
-    np.minimum.at(first, entry, places)
-    label: Ints = np.where(entry > 0, first[entry], first_equal)
-    return label
 
 
 def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:

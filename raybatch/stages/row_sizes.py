@@ -52,12 +52,13 @@ def unreadable(path: str) -> str:
 
 def _row_bytes(parquet: pq.ParquetFile) -> float:
     footer = parquet.metadata
-    counts = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
+    counts: list[int] = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
     filled = next((index for index, count in enumerate(counts) if count), None)
     if filled is None:
         return 0.0
     group = footer.row_group(filled)
-    num_bytes, texts = 0, []
+    num_bytes: int = 0
+    texts: list[str] = []
     for index in range(group.num_columns):
         chunk = group.column(index)
         width = _WIDTHS.get(chunk.physical_type, 0)
@@ -65,7 +66,7 @@ def _row_bytes(parquet: pq.ParquetFile) -> float:
             texts.append(chunk.path_in_schema)
         else:
             num_bytes += max(chunk.total_uncompressed_size, chunk.num_values * width)
-    return num_bytes / group.num_rows + _decoded_row_bytes(parquet, filled, texts)
+    return num_bytes / counts[filled] + _decoded_row_bytes(parquet, filled, texts)
 
 
 def _decoded_row_bytes(parquet: pq.ParquetFile, row_group: int, columns: list[str]) -> float:
@@ -74,12 +75,14 @@ def _decoded_row_bytes(parquet: pq.ParquetFile, row_group: int, columns: list[st
     batches = parquet.iter_batches(
         _MAX_ROWS, row_groups=[row_group], columns=columns, use_threads=False
     )
-    rows = next(batches)
-    return sum(map(_num_bytes, rows.columns)) / max(1, rows.num_rows)
+    rows = pa.Table.from_batches([next(batches)])
+    num_rows: int = rows.num_rows
+    return sum(map(_num_bytes, rows.columns)) / max(1, num_rows)
 
 
-def _num_bytes(column: pa.Array) -> int:
+def _num_bytes(column: pa.ChunkedArray) -> int:
     # prompts are made of the texts, not of the dictionary
-    values = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    is_dictionary = pa.types.is_dictionary(column.type)
+    values = column.cast(column.type.value_type) if is_dictionary else column
     num_bytes: int = values.nbytes
     return num_bytes

@@ -27,9 +27,16 @@ def runs(values):
     return kept
 
 
-@given(prompt_lists, block_sizes, st.sampled_from(["single_level", "multi_level"]))
-def test_every_row_has_one_rank_and_groups_stay_together(prompts, block_size, sharing):
-    config = PlanConfig(min_saved_fraction=0, sharing=sharing, order="shuffle", seed=3)
+@given(
+    prompt_lists,
+    block_sizes,
+    st.sampled_from(["single_level", "multi_level"]),
+    st.sampled_from([1, 1024]),
+)
+def test_every_row_has_one_rank_and_groups_stay_together(prompts, block_size, sharing, unit_rows):
+    config = PlanConfig(
+        min_saved_fraction=0, sharing=sharing, order="shuffle", seed=3, unit_rows=unit_rows
+    )
     plan, _ = plan_rows(rows_of(prompts, block_size), config)
     assert list(range(len(prompts))) == sorted(plan.order.tolist())
     runs([g for g in plan.group_id[plan.order].tolist() if g >= 0])
@@ -42,9 +49,10 @@ def test_loads_add_up_to_the_tokens_that_the_chosen_prefixes_cost(prompts, block
     assert found.computed_tokens == int(found.load.prefill_tokens.sum())
 
 
-@given(prompt_lists, block_sizes)
-def test_loads_of_all_levels_add_up_as_well(prompts, block_size):
-    found = arrange_rows(rows_of(prompts, block_size), PlanConfig(sharing="multi_level"))
+@given(prompt_lists, block_sizes, st.booleans(), st.sampled_from([1, 3, 1024]))
+def test_loads_of_all_levels_add_up_as_well(prompts, block_size, dedup, unit_rows):
+    config = PlanConfig(sharing="multi_level", unit_rows=unit_rows)
+    found = arrange_rows(rows_of(prompts, block_size), config, dedup=dedup)
     assert found.computed_tokens == int(found.load.prefill_tokens.sum())
 
 
@@ -99,6 +107,53 @@ def test_all_levels_keep_the_order_of_the_tree_below_the_first():
     ranked = [SLIDES[row] for row in plan.order.tolist()]
     runs([word[:1] for word in ranked])
     runs([word[:3] for word in ranked])
+
+
+def under_one_prefix(num_documents, rows_each):
+    """Draw prompts of documents behind a system prompt that all of them have."""
+    return [
+        [1] * 32 + [100 + document] * 16 + [1000 + row, document]
+        for document in range(num_documents)
+        for row in range(rows_each)
+    ]
+
+
+def all_levels(prompts, **options):
+    config = PlanConfig(sharing="multi_level", **options)
+    return plan_rows(rows_of(prompts, 2), config)
+
+
+def test_one_prefix_of_all_rows_leaves_entries_to_be_ordered():
+    _, found = all_levels(under_one_prefix(50, 4), unit_rows=8)
+    assert [4] * 50 == np.diff(found.starts).tolist()
+
+
+def test_rows_that_end_in_a_passed_prefix_are_one_entry():
+    _, found = all_levels([[1] * 32] * 3 + under_one_prefix(50, 4), unit_rows=8)
+    assert [3] + [4] * 50 == np.diff(found.starts).tolist()
+
+
+def test_a_prefix_of_many_entries_is_paid_by_each_for_its_rows():
+    _, found = all_levels(under_one_prefix(16, 8), unit_rows=8)
+    assert [32 // 16 + 16] * 16 == found.load.prefix_tokens.tolist()
+
+
+def test_the_order_of_entries_counts_below_one_prefix():
+    prompts = under_one_prefix(50, 4)
+    config = PlanConfig(sharing="multi_level", unit_rows=8)
+    expected = np.where(np.arange(200) // 4 == 30, 9, 1)
+    plan, _ = plan_rows(rows_of(prompts, 2, expected), config)
+    assert [120, 121, 122, 123] == plan.order[:4].tolist()
+
+
+def test_units_of_all_levels_begin_between_documents():
+    plan, _ = all_levels(under_one_prefix(50, 6), unit_rows=8)
+    assert [0] * (plan.num_units + 1) == (plan.unit_starts % 6).tolist()
+
+
+def test_a_subtree_of_one_unit_is_one_entry():
+    _, found = all_levels(under_one_prefix(2, 4), unit_rows=8)
+    assert [8] == np.diff(found.starts).tolist()
 
 
 def test_units_begin_between_groups():
