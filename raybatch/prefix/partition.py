@@ -3,14 +3,16 @@
 A sample of the rows tells where the data is dense. Nodes of its tree that hold more than a part
 should are passed through; those just below them are packed into parts. A row that no sampled node
 tells goes by the hash of the first block in which it leaves the dense nodes, so rows that share
-more than those come together as well.
+more than those come together as well. Identical rows that are dense themselves are spread over
+all parts, at the price of generating them once in each.
 
     root ......... dense, passed through
      |-- system .. dense, passed through
      |    |-- document 1, 2, 3 -> part 0
      |    |-- document 4, 5 ---> part 1
      |    `-- unseen documents -> by the hash of their next block
-     `-- other prompts ---------> part 2
+     |-- other prompts ---------> part 2
+     `-- one dense prompt ------> all parts
 """
 
 from dataclasses import dataclass
@@ -38,15 +40,22 @@ class Partitioner:
         depths: int64 [D], blocks of the nodes, rising.
         keys: for each depth the keys of its nodes, rising.
         parts: for each depth the parts of its nodes; -1 passes a dense node through.
+        digests: of identical rows that are dense, rising.
     """
 
     num_parts: int
     depths: Int64s
     keys: tuple[Uint64s, ...]
     parts: tuple[Int64s, ...]
+    digests: Uint64s
 
-    def assign(self, rows: BlockKeys) -> Int64s:
-        """Return the part of each row, int64 [R]."""
+    def assign(self, rows: BlockKeys, numbers: Int64s) -> Int64s:
+        """Return the part of each row, int64 [R].
+
+        Args:
+            rows: to be assigned, in any batches.
+            numbers: int64 [R], of the rows in the whole input.
+        """
         part = np.full(rows.num_rows, -1)
         leaves_at = np.zeros(rows.num_rows, np.int64)
         for depth, keys, parts in zip(self.depths.tolist(), self.keys, self.parts, strict=True):
@@ -59,6 +68,10 @@ class Partitioner:
         unseen = np.flatnonzero(part < 0)
         hashes = mix64(_next_keys(rows, unseen, leaves_at)) % np.uint64(self.num_parts)
         part[unseen] = hashes.astype(np.int64)
+        dealt = unseen[np.isin(rows.digest[unseen], self.digests)]
+        # hashed, because copies may come at even distances
+        hashes = mix64(numbers[dealt].astype(np.uint64)) % np.uint64(self.num_parts)
+        part[dealt] = hashes.astype(np.int64)
         return part
 
 
@@ -76,7 +89,9 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
         raise ConfigError(f"{num_parts} parts; at least 1 is needed")
     tree = build_tree(sample)
     sizes = tree.row_stop - tree.row_start
-    is_dense = sizes > _DENSE_FRACTION * sample.num_rows / num_parts
+    most = _DENSE_FRACTION * sample.num_rows / num_parts
+    digests, counts = np.unique(sample.digest, return_counts=True)
+    is_dense = sizes > most
     is_dense[0] = True
     # a node is no larger than its parent, so whatever lies above a dense node is dense
     is_packed = ~is_dense & is_dense[tree.parent]
@@ -101,6 +116,8 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
         depths=depths,
         keys=tuple(keys for keys, _ in tables),
         parts=tuple(parts for _, parts in tables),
+        # one row of a sample says nothing about how many are like it
+        digests=digests[(counts > most) & (counts > 1)],
     )
 
 

@@ -74,7 +74,7 @@ def _describer(options: bytes) -> RowDescriber:
 
 def split(piece: pa.Table, rule: Partitioner) -> Any:  # noqa: ANN401 - one object is no list
     """Return the rows of each part, in input order."""
-    part = rule.assign(BlockKeys.from_table(piece))
+    part = rule.assign(BlockKeys.from_table(piece), piece.column("row").to_numpy())
     tables = [piece.take(np.flatnonzero(part == number)) for number in range(rule.num_parts)]
     return tables[0] if rule.num_parts == 1 else tables
 
