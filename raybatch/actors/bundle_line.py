@@ -1,7 +1,7 @@
 """Waiting rows in bundles that go together: members of one prefix group, or neighbours of none."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from raybatch.actors.records import Span
@@ -67,7 +67,7 @@ class BundleLine:
         """Return the bundle at a place; fast near the head."""
         return self._bundles[place]
 
-    def groups(self) -> Iterable[int]:
+    def groups(self) -> Set[int]:
         """Return the groups that wait here."""
         return self._of_group.keys()
 

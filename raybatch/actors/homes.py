@@ -4,10 +4,7 @@ A group is live where rows of it are held: there its prefix is in memory. For a 
 last row the replica still counts as the group's home, since its cache may remember the prefix.
 """
 
-from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable, Set
 
 _MAX_PAST = 4096
 # rows that may go to the home of their group before rows that came earlier, until the group has
@@ -36,9 +33,9 @@ class Homes:
         live = self._live.get(group)
         return live[0] if live else self._past.get(group)
 
-    def groups(self) -> npt.NDArray[np.int64]:
-        """Return all groups that have a home, in no order."""
-        return np.fromiter((*self._live, *self._past), np.int64, len(self._live) + len(self._past))
+    def groups(self) -> tuple[Set[int], Set[int]]:
+        """Return all groups that have a home: those that are live, and the others."""
+        return self._live.keys(), self._past.keys()
 
     def start(self, replica_id: int, started: Iterable[tuple[int, int]]) -> None:
         """Note groups that a replica had no rows of, each with the tokens of its prefix."""

@@ -60,8 +60,7 @@ class Regrouping:
             if len(rows):
                 self._line.add(Span(batch_id, 0, len(rows)))
             return
-        waiting = np.fromiter(self._line.fresh.groups(), np.int64)
-        known = np.concatenate([waiting, self._homes.groups()])
+        known = (self._line.fresh.groups(), *self._homes.groups())
         group, prefix = match_prefixes(batch.keys, known)
         joins = (group >= 0) & (prefix >= batch.prompt * _MIN_JOINED_FRACTION)
         batch.assign(rows[joins], group[joins], prefix[joins])

@@ -4,6 +4,7 @@ A group is named by the block key at the end of its prefix, so that it has the s
 rows of it are grouped, also on their own.
 """
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,18 +70,20 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     )
 
 
-def match_prefixes(keys: BlockKeys, group_ids: Int64s) -> tuple[Int64s, Int64s]:
-    """Find for each row the longest prefix that names one of the groups.
+def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s, Int64s]:
+    """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
     Args:
         keys: of the rows.
-        group_ids: names of groups, in any order.
+        groups: sets of names of groups, however large, such as the keys of dictionaries.
 
     Returns:
         The name for each row, -1 without any, and the tokens of the prefix; int64 [R].
     """
     names = _as_names(keys.keys)
-    found = np.flatnonzero(np.isin(names, group_ids))
+    wanted = set(names.tolist())
+    known = [name for some in groups for name in some & wanted]
+    found = np.flatnonzero(np.isin(names, known))
     rows = np.searchsorted(keys.offsets, found, side="right") - 1
     # of several prefixes of one row, the last assignment is the longest
     group_id = np.full(keys.num_rows, -1, np.int64)

@@ -44,7 +44,7 @@ def test_every_row_runs_once_and_members_run_together(prompts, block_size):
 def test_a_group_is_found_by_its_name(prompts, block_size):
     plan = plan_of(prompts, block_size)
     names = np.unique(plan.group_id[plan.group_id >= 0])
-    group_id, prefix_len = match_prefixes(keys_of(prompts, block_size), names)
+    group_id, prefix_len = match_prefixes(keys_of(prompts, block_size), [set(names.tolist())])
     # a deeper prefix of another group may match as well, never a shorter one
     assert (prefix_len >= plan.prefix_len).all()
     is_same = prefix_len == plan.prefix_len
@@ -55,9 +55,24 @@ def test_the_longest_of_several_prefixes_is_found():
     plan = plan_of([[1, 1, 2, 2, 3], [1, 1, 2, 2, 4]], 2)
     short = plan_of([[1, 1, 5], [1, 1, 6]], 2)
     names = np.concatenate([plan.group_id[:1], short.group_id[:1]])
-    group_id, prefix_len = match_prefixes(keys_of([[1, 1, 2, 2], [1, 1, 9], [2, 2]], 2), names)
+    keys = keys_of([[1, 1, 2, 2], [1, 1, 9], [2, 2]], 2)
+    group_id, prefix_len = match_prefixes(keys, [{int(name)} for name in names])
     assert [int(names[0]), int(names[1]), -1] == group_id.tolist()
     assert [4, 2, 0] == prefix_len.tolist()
+
+
+class SizedOnly(dict):
+    """Names that can be looked up, and not gone through."""
+
+    def __iter__(self):
+        raise AssertionError("all groups were gone through")
+
+
+def test_rows_are_matched_without_going_through_all_groups():
+    plan = plan_of([[1, 1, 2], [1, 1, 3]], 2)
+    waiting = SizedOnly.fromkeys([*range(100), int(plan.group_id[0])])
+    group_id, _ = match_prefixes(keys_of([[1, 1, 9]], 2), [waiting.keys()])
+    assert plan.group_id[:1].tolist() == group_id.tolist()
 
 
 def test_most_output_per_computed_token_comes_first():
