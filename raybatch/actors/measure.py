@@ -1,6 +1,8 @@
 """The cost model of a pool's engines, measured where a replica would run."""
 
 import os
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_
 from raybatch.errors import MeasureError, encodable
 from raybatch.policy.cost_model import CostModel
 
-__all__ = ["measure_pool"]
+__all__ = ["busy_resources", "measure_pool"]
 
 # beyond the start: the program takes about 10 s, and longer only for models that are very slow
 _MEASURE_S = 300.0
+# until what an actor that has ended had is free again
+_RETURN_S = 1.0
 
 
 def measure_pool(
@@ -35,7 +39,8 @@ def measure_pool(
             `start_timeout_s` and five minutes.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long; the message says why.
+        MeasureError: the engine does not start, dies, or takes too long, or the cluster has what
+            it needs but others hold it now; the message says why.
         ConfigError: the pool's options do not fit the cluster.
     """
     if not ray.is_initialized():
@@ -46,6 +51,7 @@ def measure_pool(
     found = load_cost_model(path) if is_here else None
     if found is not None:
         return found
+    _check_free({"CPU": plan.num_cpus, "GPU": plan.num_gpus}, spec)
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + _MEASURE_S
     actor = (
@@ -69,6 +75,38 @@ def measure_pool(
         raise MeasureError(answer)
     model: CostModel = answer
     return model
+
+
+def busy_resources(
+    wanted: Mapping[str, float], free: Mapping[str, float], total: Mapping[str, float]
+) -> list[str]:
+    """Return the resources that a cluster has but cannot give now, each with its numbers.
+
+    What the cluster does not have at all may come, where clusters grow by themselves.
+
+    Args:
+        wanted: by name.
+        free: by name, what nobody holds; a name that is left out counts as 0.
+        total: by name, free or held.
+    """
+    return [
+        f"{number:g} {name}s, of which {free.get(name, 0):g} are free"
+        for name, number in wanted.items()
+        if free.get(name, 0) < number <= total.get(name, 0)
+    ]
+
+
+def _check_free(wanted: Mapping[str, float], spec: PoolSpec) -> None:
+    deadline = time.monotonic() + _RETURN_S
+    while busy := busy_resources(wanted, ray.available_resources(), ray.cluster_resources()):
+        if time.monotonic() >= deadline:
+            idle_s = spec.pool.idle_release_s
+            when = "their driver ends" if idle_s is None else f"they were idle for {idle_s:g} s"
+            raise MeasureError(
+                f"{spec.model} was not measured: that needs {' and '.join(busy)}; explain before "
+                f"the run, or when engines are released (once {when}, see pool.idle_release_s)"
+            )
+        time.sleep(_RETURN_S / 10)
 
 
 class _Measurer:

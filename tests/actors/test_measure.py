@@ -1,6 +1,9 @@
 """Cost models measured in an actor like a replica."""
 
+import time
+
 import pytest
+import ray
 
 from raybatch.actors.measure import measure_pool
 from raybatch.actors.records import PoolSpec
@@ -10,12 +13,12 @@ from raybatch.errors import MeasureError
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
-def spec_of(**options):
+def spec_of(num_cpus=0, **options):
     return PoolSpec(
         model="none",
         backend=BackendConfig(kind="fake", options=options),
         engine=EngineConfig(),
-        pool=PoolConfig(replicas=1),
+        pool=PoolConfig(replicas=1, num_cpus_per_replica=num_cpus),
     )
 
 
@@ -38,3 +41,30 @@ def test_an_engine_that_dies_is_an_error(tmp_path):
 def test_an_engine_that_takes_too_long_is_an_error(tmp_path):
     with pytest.raises(MeasureError, match=r"within 0\.1 s"):
         measure_pool(spec_of(start_s=60), folder=tmp_path, timeout_s=0.1)
+
+
+@pytest.fixture
+def all_cpus(ray_cluster):
+    """An actor that holds all CPUs."""
+
+    class Holder:
+        def ready(self):
+            return True
+
+    num_cpus = ray.cluster_resources()["CPU"]
+    actor = ray.remote(Holder).options(num_cpus=num_cpus).remote()
+    ray.get(actor.ready.remote())
+    yield
+    ray.kill(actor)
+    while ray.available_resources().get("CPU", 0) < num_cpus:
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("all_cpus")
+def test_a_measurement_that_would_wait_for_engines_is_an_error(tmp_path):
+    with pytest.raises(MeasureError, match=r"2 CPUs, of which 0 are free; explain before the run"):
+        measure_pool(spec_of(num_cpus=2, step_s=0.001), folder=tmp_path)
+
+
+def test_a_pool_without_reserved_cpus_is_measured_on_a_busy_cluster(all_cpus, tmp_path):
+    assert measure_pool(spec_of(step_s=0.001), folder=tmp_path).step_s > 0.0005
