@@ -10,17 +10,18 @@ from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.prefix.forecast import forecast_orders, rows_that_fit
 from raybatch.prefix.hits import CacheSize
-from raybatch.prefix.lengths import length_bands
+from raybatch.prefix.lengths import histogram_bands, length_bands
 from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.stages.plan.planned import PlannedInput
 from raybatch.types import TokenIds
 
-__all__ = ["SpeedAndPrice", "cache_size", "explain_plan", "explain_profile"]
+__all__ = ["MAX_ROWS_EXPLAINED", "SpeedAndPrice", "cache_size", "explain_plan", "explain_profile"]
 
+# rows of which an explanation simulates each order, unless told otherwise
+MAX_ROWS_EXPLAINED = 100_000
 # tokens of a prefix whose text is shown
 _TEXT_TOKENS = 48
-_MAX_ROWS_SIMULATED = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ def explain_plan(
     speed: SpeedAndPrice | None = None,
     layout: str = "",
     decode: Callable[[TokenIds], str] | None = None,
-    max_rows: int = _MAX_ROWS_SIMULATED,
+    max_rows: int = MAX_ROWS_EXPLAINED,
 ) -> Explanation:
     """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
 
@@ -68,7 +69,6 @@ def explain_plan(
         max_rows: rows to simulate for each order.
     """
     keys, expected = planned.keys, planned.expected_tokens
-    limit = planned.max_tokens.astype(float)
     explanation = explain_profile(
         profile_rows(
             keys,
@@ -83,15 +83,14 @@ def explain_plan(
         model=model,
         plan=plan,
         is_reordered=planned.plan.is_reordered,
+        # before a probe, a row is expected to take all it may
+        is_probed=not np.array_equal(expected, planned.max_tokens),
         speed=speed,
         layout=layout,
         boxes=_boxes(planned, decode),
     )
-    explanation = replace(
-        explanation,
-        lengths=length_bands(expected) if len(expected) else None,
-        lengths_from=_lengths_from(plan, is_limit=bool(np.array_equal(expected, limit))),
-    )
+    if len(expected):
+        explanation = replace(explanation, lengths=length_bands(expected))
     if kv_tokens is None or not keys.num_rows:
         return explanation
     size = cache_size(engine, kv_tokens, keys.block_size)
@@ -115,6 +114,7 @@ def explain_profile(
     model: str,
     plan: PlanConfig,
     is_reordered: bool,
+    is_probed: bool = False,
     speed: SpeedAndPrice | None = None,
     layout: str = "",
     boxes: Sequence[TreeBox] = (),
@@ -127,18 +127,20 @@ def explain_profile(
         model: as the user named it.
         plan: options of the plan.
         is_reordered: rows run in another order than that of the input.
+        is_probed: where the plan asks for a probe, it has been run.
         speed: time and price; None says that there is no cost model.
         layout: what another order of the template's fields would share.
         boxes: the prefix tree, to be drawn.
     """
-    known = speed or SpeedAndPrice()
+    known, outputs = speed or SpeedAndPrice(), profile.output_tokens
     return Explanation(
         source=source,
         model=model,
         order=plan.order,
         is_reordered=is_reordered,
         profile=profile,
-        lengths_from=_lengths_from(plan, is_limit=False),
+        lengths=histogram_bands(outputs) if outputs.num_values else None,
+        lengths_from=_lengths_from(plan, is_probed=is_probed),
         time=known.time,
         no_time=known.no_time,
         price_per_engine_hour=known.price_per_engine_hour,
@@ -164,9 +166,9 @@ def _with_orders(
     return replace(explanation, kv=kv, orders=orders)
 
 
-def _lengths_from(plan: PlanConfig, *, is_limit: bool) -> str:
-    if plan.lengths == "probe":
-        return "max_tokens" if is_limit else "a probe"
+def _lengths_from(plan: PlanConfig, *, is_probed: bool) -> str:
+    if plan.lengths == "probe" and is_probed:
+        return "a probe"
     column = plan.expected_tokens_column
     return "max_tokens" if column is None else f"column {column!r}"
 

@@ -14,6 +14,7 @@ from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import MeasureError
 from raybatch.explanation.build import (
+    MAX_ROWS_EXPLAINED,
     SpeedAndPrice,
     cache_size,
     explain_plan,
@@ -27,6 +28,7 @@ from raybatch.policy.estimate import estimate
 from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.plan import is_worth_ordering
+from raybatch.prefix.profile import InputProfile
 from raybatch.stages.layout_lint import lint_source
 from raybatch.stages.plan.large import LargePlan, forecast_large, plan_large
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
@@ -59,16 +61,18 @@ class Question:
     kv_tokens: int | None = None
     price_per_engine_hour: float | None = None
     measure: bool = True
-    max_rows: int = 100_000
+    max_rows: int = MAX_ROWS_EXPLAINED
     lint: bool = True
 
 
 def explain_source(question: Question) -> Explanation:
-    """Plan a source and explain it; nothing is generated."""
+    """Plan a source and explain it; nothing is generated, also not for a probe."""
     source = question.job.source
+    if not source.num_rows:
+        return _explain_nothing(question)
     job = replace(question.job, plan=fit_units(question.job.plan, source))
     question = replace(question, job=job)
-    if is_small(source, job.plan) or not source.num_rows:
+    if is_small(source, job.plan):
         return explain_planned(question, plan_gathered(gather(job), job.config, job.plan))
     return explain_planned(question, plan_large(job))
 
@@ -108,6 +112,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     explanation = explain_profile(
         planned.profile,
         is_reordered=is_worth_ordering(planned.saved_fraction, job.plan),
+        is_probed=len(planned.probed.row) > 0,
         boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
         **common,
     )
@@ -116,6 +121,19 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     size = cache_size(spec.engine, kv_tokens, planned.block_size)
     orders = forecast_large(job, planned, size, max_rows=question.max_rows)
     return replace(explanation, kv=KVSize(tokens=kv_tokens, origin=origin), orders=orders)
+
+
+def _explain_nothing(question: Question) -> Explanation:
+    return explain_profile(
+        InputProfile.merge([]),
+        source=question.name,
+        model=question.spec.model,
+        plan=question.job.plan,
+        is_reordered=False,
+        speed=SpeedAndPrice(
+            no_time="the source has no rows", price_per_engine_hour=question.price_per_engine_hour
+        ),
+    )
 
 
 def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:

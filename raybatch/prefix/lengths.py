@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
+from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.load import Floats, Ints
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "choose_probe",
     "estimate_from_probe",
     "expected_lengths",
+    "histogram_bands",
     "length_bands",
 ]
 
@@ -154,4 +156,28 @@ def length_bands(lengths: Floats, quantiles: tuple[float, ...] = QUANTILES) -> L
         tokens=tuple(float(value) for value in np.quantile(lengths, quantiles)),
         mean=float(lengths.mean()),
         top_tenth=float(longest.sum() / max(lengths.sum(), 1)),
+    )
+
+
+def histogram_bands(lengths: Histogram, quantiles: tuple[float, ...] = QUANTILES) -> LengthBands:
+    """Summarise output lengths of which only a histogram is known, as far as its bins tell.
+
+    Args:
+        lengths: of at least one row.
+        quantiles: shares of the rows, in [0, 1].
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+    if not lengths.num_values:
+        raise ConfigError("output lengths of no rows have no bands")
+    edges, counts = np.array(lengths.edges()), np.array(lengths.counts)
+    tokens = ((edges[:-1] + edges[1:] - 1) / 2).clip(lengths.lowest, lengths.highest)
+    num_longest = max(lengths.num_values // 10, 1)
+    longest = np.diff(np.minimum(np.cumsum(counts[::-1]), num_longest), prepend=0)
+    return LengthBands(
+        quantiles=quantiles,
+        tokens=tuple(float(lengths.quantile(share)) for share in quantiles),
+        mean=lengths.mean,
+        top_tenth=float((longest * tokens[::-1]).sum() / max((counts * tokens).sum(), 1)),
     )

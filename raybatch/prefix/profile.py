@@ -52,7 +52,7 @@ class InputProfile:
 
     @classmethod
     def merge(cls, parts: Sequence["InputProfile"]) -> "InputProfile":
-        """Return the profile of all parts together; at least one part."""
+        """Return the profile of all parts together; of no parts, that of no rows."""
         unasked: Counter[str] = Counter()
         for part in parts:
             unasked.update(part.unasked)
@@ -123,7 +123,7 @@ def profile_rows(
 
 
 def merge_stats(parts: Sequence[TreeStats]) -> TreeStats:
-    """Return the statistics of trees that have no prefix in common; at least one."""
+    """Return the statistics of trees that have no prefix in common."""
     rows = np.array([part.num_rows for part in parts])
     logical, saved, physical = (
         sum(getattr(part, name) for part in parts)

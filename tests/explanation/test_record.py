@@ -88,6 +88,26 @@ def test_expected_lengths_name_their_origin(prompts):
     )
 
 
+@pytest.mark.parametrize(("is_probed", "origin"), [(False, "max_tokens"), (True, "a probe")])
+def test_lengths_of_parts_come_from_a_probe_once_it_has_run(prompts, is_probed, origin):
+    found = explain_profile(
+        explain_prompts(prompts).profile,
+        source="in",
+        model="m",
+        plan=PlanConfig(lengths="probe"),
+        is_reordered=True,
+        is_probed=is_probed,
+    )
+    assert found.lengths_from == origin
+
+
+def test_bands_of_parts_are_told(prompts):
+    planned = {"expected": list(range(1, 31)), "limit": 30}
+    profile = explain_prompts(prompts, planned=planned).profile
+    found = explain_profile(profile, source="in", model="m", plan=PlanConfig(), is_reordered=True)
+    assert "50 % up to 16" in facts(found)["spread"]
+
+
 def test_bands_are_told_where_lengths_differ(prompts):
     planned = {"expected": list(range(1, 31)), "limit": 30}
     found = facts(explain_prompts(prompts, planned=planned))

@@ -4,10 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
+from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.lengths import (
     choose_probe,
     estimate_from_probe,
     expected_lengths,
+    histogram_bands,
     length_bands,
 )
 
@@ -114,3 +116,17 @@ def test_bands_are_quantiles():
 def test_no_rows_have_no_bands():
     with pytest.raises(ConfigError, match="no rows"):
         length_bands(np.zeros(0))
+    with pytest.raises(ConfigError, match="no rows"):
+        histogram_bands(Histogram())
+
+
+def test_a_histogram_tells_the_bands_as_far_as_its_bins_do():
+    lengths = np.random.default_rng(0).lognormal(4, 1, 5000).round() + 1
+    exact, found = length_bands(lengths), histogram_bands(Histogram.of(lengths))
+    assert exact.tokens == pytest.approx(found.tokens, rel=0.1)
+    assert (exact.mean, exact.top_tenth) == (found.mean, pytest.approx(found.top_tenth, rel=0.1))
+
+
+def test_equal_lengths_have_one_band():
+    found = histogram_bands(Histogram.of(np.full(7, 100)))
+    assert {100.0} == set(found.tokens)
