@@ -147,6 +147,8 @@ class PlanConfig:
         check_min(self, "unit_rows", 1)
         check_min(self, "max_unit_rows", self.unit_rows)
         check_min(self, "max_driver_bytes", 0)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"PlanConfig.seed must be a whole number from 0, got {self.seed!r}")
         if not 0 < self.probe_fraction <= 1:
             raise ConfigError(
                 f"PlanConfig.probe_fraction must be above 0 and at most 1, got "
