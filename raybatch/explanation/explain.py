@@ -11,7 +11,6 @@ from raybatch.actors.measure import measure_pool
 from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
-from raybatch.config import PlanConfig
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import MeasureError
 from raybatch.explanation.build import (
@@ -71,7 +70,7 @@ def explain_source(question: Question) -> Explanation:
     source = question.job.source
     if not source.num_rows:
         return _explain_nothing(question)
-    job = replace(question.job, plan=fit_units(_as_it_runs(question.job.plan), source))
+    job = replace(question.job, plan=fit_units(question.job.plan, source))
     question = replace(question, job=job)
     if is_small(source, job.plan):
         return explain_planned(question, plan_gathered(gather(job), job.config, job.plan))
@@ -165,14 +164,6 @@ def likely_engine_s(
     )
     band = estimate(costs, done, actual.num_replicas).engine_s
     return band.expected, band.low, band.high
-
-
-def _as_it_runs(plan: PlanConfig) -> PlanConfig:
-    """Return options whose plan keeps the order of the input where the job makes none."""
-    if plan.mode != "off":
-        return plan
-    never = 2.0
-    return replace(plan, lengths="auto", expected_tokens_column=None, min_saved_fraction=never)
 
 
 def num_replicas(spec: PoolSpec) -> int:

@@ -131,7 +131,7 @@ class RowPlan:
 
 
 def plan_rows(
-    rows: PlanRows, config: PlanConfig, *, dedup: bool = True
+    rows: PlanRows, config: PlanConfig, *, dedup: bool = True, is_reordered: bool | None = None
 ) -> tuple[RowPlan, Arrangement]:
     """Plan rows that fit one process; near-linear in rows.
 
@@ -141,9 +141,13 @@ def plan_rows(
         rows: read only.
         config: decides what is shared, the order, and the size of units.
         dedup: identical rows are generated once.
+        is_reordered: whether they get another order, where these rows are a part of an input for
+            which that is decided; None decides by these rows.
     """
     found = arrange_rows(rows, config, dedup=dedup)
-    if not is_worth_ordering(found.saved_fraction, config):
+    if is_reordered is None:
+        is_reordered = is_worth_ordering(found.saved_fraction, config)
+    if not is_reordered:
         ones = np.ones(rows.num_rows, np.int64)
         kept = RowPlan(
             order=np.arange(rows.num_rows),
@@ -169,6 +173,8 @@ def is_worth_ordering(saved_fraction: float, config: PlanConfig) -> bool:
 
     They do where enough is shared, or where lengths are known better than by their limit.
     """
+    if config.mode == "off":
+        return False
     knows_lengths = config.expected_tokens_column is not None or config.lengths == "probe"
     return saved_fraction >= config.min_saved_fraction or knows_lengths
 

@@ -186,3 +186,15 @@ def test_no_rows_make_an_empty_plan():
 def test_lengths_of_other_rows_are_refused():
     with pytest.raises(ConfigError, match="2 rows have 1 expected"):
         PlanRows(keys=keys_of(letters(["a", "b"]), 1), expected_tokens=np.ones(1))
+
+
+def test_a_part_follows_what_is_decided_for_the_whole():
+    rows = rows_of(letters(["aab", "aac", "xyz"]))
+    kept, _ = plan_rows(rows, CONFIG, is_reordered=False)
+    ordered, _ = plan_rows(rows, PlanConfig(min_saved_fraction=1), is_reordered=True)
+    assert (False, True) == (kept.is_reordered, ordered.is_reordered)
+
+
+def test_nothing_is_reordered_where_plans_are_off():
+    plan, _ = plan_rows(rows_of(letters(["aab", "aac"])), PlanConfig(mode="off"))
+    assert [-1, -1] == plan.group_id.tolist()

@@ -132,9 +132,7 @@ def forecast(
         pieces: rows of the part.
     """
     rows = PlanRows(keys=keys_of(pieces), expected_tokens=_column(pieces, "expected"))
-    # a part alone might decide otherwise than the whole
-    options = replace(job.plan, min_saved_fraction=0.0 if is_reordered else 2.0)
-    plan, found = plan_rows(rows, options, dedup=job.dedup)
+    plan, found = plan_rows(rows, job.plan, dedup=job.dedup, is_reordered=is_reordered)
     return forecast_orders(
         rows.keys,
         plan,
