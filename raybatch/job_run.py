@@ -144,14 +144,12 @@ class JobRun:
             job=planned_run(self.config, self.source),
             spec=self.stage.pool.spec,
             name=self.config.source,
+            kv_tokens_found=actual.kv_tokens,
             measure=False,
             max_rows=_MAX_ROWS_SIMULATED,
             lint=False,
         )
         plan = explain_planned(question, planned)
-        if plan.kv is None and actual.kv_tokens is not None:
-            # nothing was known of the engines before they ran
-            plan = explain_planned(replace(question, kv_tokens=actual.kv_tokens), planned)
         likely = likely_engine_s(question, planned, actual)
         return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 

@@ -49,6 +49,7 @@ class Question:
         spec: of the pool that runs it.
         name: of the source.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
+        kv_tokens_found: what an engine had that has run; taken where neither is known.
         price_per_engine_hour: of one replica, in any currency.
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
@@ -59,6 +60,7 @@ class Question:
     spec: PoolSpec
     name: str
     kv_tokens: int | None = None
+    kv_tokens_found: int | None = None
     price_per_engine_hour: float | None = None
     measure: bool = True
     max_rows: int = MAX_ROWS_EXPLAINED
@@ -86,6 +88,8 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     kv_tokens, origin = question.kv_tokens, "given"
     if kv_tokens is None and costs is not None:
         kv_tokens, origin = costs.limits.kv_tokens, "measured"
+    elif kv_tokens is None:
+        kv_tokens, origin = question.kv_tokens_found, "of the engines"
     common: dict[str, Any] = {
         "source": question.name,
         "model": spec.model,
