@@ -11,9 +11,9 @@ import argparse
 import dataclasses
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import conditions
 import tables
@@ -23,7 +23,9 @@ from models import SHAPES
 from peer_loop import Settings
 from runlog import RunLog
 from suites import DEFAULT_PEERS, PEERS, SUITES, WORKLOADS, parts
-from summary import failures, refusals, summarize
+from summary import Cell, failures, refusals, summarize
+
+_T = TypeVar("_T")
 
 RESULTS = venvs.ROOT / "benchmarks" / "results"
 
@@ -110,27 +112,33 @@ def main(arguments: Sequence[str]) -> int:
         log=log,
         quiet_wait_s=args.quiet_wait_s,
     )
-    is_cut = False
-    try:
-        for part in parts(args.suite, models, workloads, args.requests):
-            bench.run(part)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        is_cut = True
+    is_cut = not run_all(parts(args.suite, models, workloads, args.requests), bench.run)
     report(log, facts | {"settings": identity} | {"versions": versions(log)}, args)
     if is_cut:
         return 2
     return 1 if refusals(log) or failures(log) else 0
 
 
-def report(log: RunLog, facts: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the tables and write the result files."""
-    rows, refused = summarize(log), refusals(log)
-    text = tables.render(rows, refused, failures(log))
-    print(text)
-    if args.no_results:
-        return
-    name = f"{facts['date'][:10]}-e2e-{args.suite}-{conditions.label(facts)}"
+def run_all(todo: Iterable[_T], run: Callable[[_T], None]) -> bool:
+    """Run parts of a benchmark one after another; return False where the user has cut it."""
+    try:
+        for part in todo:
+            run(part)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return False
+    return True
+
+
+def publish(
+    name: str,
+    text: str,
+    rows: Sequence[tables.HasRows],
+    refused: Mapping[Cell, str],
+    facts: dict[str, Any],
+    log: RunLog,
+) -> None:
+    """Write the result files of a benchmark and say where they are."""
     paths = tables.write_results(
         RESULTS,
         name,
@@ -142,6 +150,17 @@ def report(log: RunLog, facts: dict[str, Any], args: argparse.Namespace) -> None
     )
     for path in paths:
         print(f"written: {path.relative_to(venvs.ROOT)}")
+
+
+def report(log: RunLog, facts: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the tables and write the result files."""
+    rows, refused = summarize(log), refusals(log)
+    text = tables.render(rows, refused, failures(log))
+    print(text)
+    if args.no_results:
+        return
+    name = f"{facts['date'][:10]}-e2e-{args.suite}-{conditions.label(facts)}"
+    publish(name, text, rows, refused, facts, log)
 
 
 def versions(log: RunLog) -> dict[str, str]:

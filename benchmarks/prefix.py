@@ -12,14 +12,14 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import conditions
 import prefix_tables
-import tables
 import venvs
 from bench_run import Bench, sized_to_vocabulary
-from e2e import RESULTS, add_run_options, named_models, names
+from e2e import add_run_options, named_models, names, publish, run_all
 from models import SHAPES
 from peer_loop import Settings
 from prefix_orders import PROMPT_ORDERS, kv_tokens_for, sharing
@@ -125,13 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         log=log,
         quiet_wait_s=args.quiet_wait_s,
     )
-    is_cut = False
-    try:
-        for trial in trials:
-            run_trial(bench, trial)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        is_cut = True
+    is_cut = not run_all(trials, partial(run_trial, bench))
     described |= {"settings": identity | PER_TRIAL, "versions": versions(log)}
     report(log, described, args)
     if is_cut:
@@ -147,17 +141,8 @@ def report(log: RunLog, described: dict[str, Any], args: argparse.Namespace) -> 
     if args.no_results:
         return
     suite = "" if args.suite == "default" else f"-{args.suite}"
-    paths = tables.write_results(
-        RESULTS,
-        f"{described['date'][:10]}-prefix{suite}-{conditions.label(described)}",
-        tables=text,
-        rows=rows,
-        refused=refused,
-        conditions=described,
-        records=list(log),
-    )
-    for path in paths:
-        print(f"written: {path.relative_to(venvs.ROOT)}")
+    name = f"{described['date'][:10]}-prefix{suite}-{conditions.label(described)}"
+    publish(name, text, rows, refused, described, log)
 
 
 def versions(log: RunLog) -> dict[str, str]:
