@@ -84,30 +84,9 @@ def LLMStage(  # noqa: N802 - it returns a class
         >>> stage = LLMStage("demo", prompt="{document}\n\nQ: {question}\nA:")
         >>> ds.map_batches(stage).write_parquet("answers/")  # doctest: +SKIP
     """
-    options = {
-        "prompt": prompt,
-        "messages": messages,
-        "tokenized_prompt": tokenized_prompt,
-        "system": system,
-        "sampling": sampling,
-        "overrides": overrides,
-        "sampling_column": sampling_column,
-        "id_column": id_column,
-        "chat": chat,
-        "chat_template": chat_template,
-        "chat_template_kwargs": chat_template_kwargs,
-        "special_tokens": special_tokens,
-        "on_error": on_error,
-        "on_too_long": on_too_long,
-        "output_prefix": output_prefix,
-        "dedup": dedup,
-        "engine": engine,
-        "pool": pool,
-        "backend": backend,
-        "seed": seed,
-        **unknown,
-    }
-    return build_stage(build_stage_config(model, options, where="LLMStage"))
+    options = dict(locals())
+    options |= options.pop("unknown")
+    return build_stage(build_stage_config(options.pop("model"), options, where="LLMStage"))
 
 
 def build_stage(config: StageConfig) -> type[StageFeeder]:
