@@ -130,38 +130,29 @@ class _Outline:
         return np.split(nodes, cuts)
 
     def _node(self, node: int, place: int, level: int) -> TreeBox:
-        tree, num_rows = self.tree, int(self.num_below[node])
-        start, stop = int(tree.depth_tokens[tree.parent[node]]), int(tree.depth_tokens[node])
+        return self._box(np.array([node]), place, level)
+
+    def _box(self, nodes: Ints, place: int, level: int) -> TreeBox:
+        """Return the box of what the rows of some siblings share."""
+        tree, rows = self.tree, self.num_below[nodes]
+        num_rows, depth = int(rows.sum()), tree.depth_tokens[nodes]
+        start = int(tree.depth_tokens[tree.parent[nodes[0]]])
         return TreeBox(
             row_start=place,
             row_stop=place + num_rows,
             token_start=start,
-            token_stop=stop,
-            level=level,
-            num_nodes=1,
-            saved_tokens=(num_rows - 1) * (stop - start),
-            example_row=int(tree.row_order[tree.row_start[node]]),
-        )
-
-    def _bunch(self, nodes: Ints, place: int, level: int) -> list[TreeBox]:
-        """Return a box for several siblings, and one for the rest of their rows below it."""
-        tree, rows = self.tree, self.num_below[nodes]
-        num_rows = int(rows.sum())
-        start = int(tree.depth_tokens[tree.parent[nodes[0]]])
-        depth = tree.depth_tokens[nodes]
-        stop = float((depth * rows).sum() / num_rows)
-        prompts = self.prompt_sums[tree.row_stop[nodes]] - self.prompt_sums[tree.row_start[nodes]]
-        shared = TreeBox(
-            row_start=place,
-            row_stop=place + num_rows,
-            token_start=start,
-            token_stop=stop,
+            token_stop=float((depth * rows).sum() / num_rows),
             level=level,
             num_nodes=len(nodes),
             saved_tokens=int(((rows - 1) * (depth - start)).sum()),
             example_row=int(tree.row_order[tree.row_start[nodes[0]]]),
         )
-        return [shared, *self._rest(shared, float(prompts.sum()) / num_rows, level + 1)]
+
+    def _bunch(self, nodes: Ints, place: int, level: int) -> list[TreeBox]:
+        """Return a box for several siblings, and one for the rest of their rows below it."""
+        tree, shared = self.tree, self._box(nodes, place, level)
+        prompts = self.prompt_sums[tree.row_stop[nodes]] - self.prompt_sums[tree.row_start[nodes]]
+        return [shared, *self._rest(shared, float(prompts.sum()) / shared.num_rows, level + 1)]
 
     def _own(self, node: int, place: int, level: int) -> list[TreeBox]:
         """Return the box of the rows of a node that are in no child."""
