@@ -37,10 +37,13 @@ class Job:
 
     Args:
         source: Parquet or JSONL: a file, a folder or a glob, local or with a protocol.
-        sink: folder for the output; one that holds files is refused.
+        sink: folder for the output. The job goes on where an earlier run of it has stopped; a
+            folder with other files, or with the output of another job, is refused.
         stage: what `LLMStage(...)` returned.
         plan: options of the plan; "off" runs the rows in input order.
-        overwrite: replace the output of an earlier run.
+        overwrite: remove the output of an earlier run and begin again.
+        flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
+            so that a run that dies loses minutes of long rows at most.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -55,6 +58,7 @@ class Job:
         *,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
+        flush_every_s: float = 60.0,
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -70,6 +74,7 @@ class Job:
             stage=stage.config,
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
+            flush_every_s=flush_every_s,
         )
         self._stage = stage
 
@@ -102,6 +107,7 @@ class Job:
             build_stage(config.stage),
             plan=config.plan,
             overwrite=config.overwrite,
+            flush_every_s=config.flush_every_s,
         )
 
     @classmethod

@@ -24,7 +24,8 @@ class JobConfig:
         sink: folder for the output.
         stage: model, prompt and options.
         plan: of the whole input, made before anything is generated.
-        overwrite: replace an earlier output.
+        overwrite: remove an earlier output and begin again.
+        flush_every_s: finished rows of a unit that is not complete are kept so often.
     """
 
     source: str
@@ -32,6 +33,11 @@ class JobConfig:
     stage: StageConfig
     plan: PlanConfig = field(default_factory=PlanConfig)
     overwrite: bool = False
+    flush_every_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.flush_every_s > 0:
+            raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
 
 
 def plan_config(plan: object, *, where: str) -> PlanConfig:

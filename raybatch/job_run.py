@@ -1,28 +1,35 @@
 """One run of a job: rows from files through the engines into files, and its report."""
 
 import logging
+import uuid
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 
+from raybatch.durable.audit import Audit, audit, finish, is_finished
+from raybatch.durable.commit import committed
+from raybatch.durable.layout import PLAN
+from raybatch.durable.protocols import Store
+from raybatch.durable.store import open_store
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_planned, likely_engine_s
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
-from raybatch.report import RunReport, installed_versions
+from raybatch.report import RunReport, error_counts, installed_versions, read_report
 from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.fingerprint import InputFile, check_same, fingerprint, input_files, output_schema
 from raybatch.stages.plan.large import LargePlan
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
-from raybatch.stages.plan.run import run_planned
+from raybatch.stages.plan.run import run_planned, store_input_order
+from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
-from raybatch.stages.ray_errors import errors_told_once, own_cause
-from raybatch.stages.sink import PartSink, output_files, write_part
+from raybatch.stages.sink import output_files
 from raybatch.stages.source import Source
 from raybatch.stages.storage import told_as
-from raybatch.stages.tally import RowTally, TokenTally, read_outputs
+from raybatch.stages.unit_run import FeederRunner
+from raybatch.stages.unit_writer import plan_units
 from raybatch.types import PoolStats
 
 __all__ = ["JobRun", "planned_run"]
@@ -50,80 +57,133 @@ class JobRun:
     clock: RunClock
 
     def run(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
-        """Generate and write every row, and count what was written."""
-        output, source = self.config.stage.output, self.source
-        schema = pa.schema([f for f in source.schema if f.name != output.prefix + "row_id"])
-        schema = pa.schema([*schema, *output.arrow()], metadata=source.schema.metadata)
-        before, planned = self.stage.stats(), None
-        if source.num_rows:
-            planned = self._execute(PartSink(self.config.sink, schema), progress)
-        else:
-            write_part(self.config.sink, "part-000000.parquet", schema.empty_table())
-        report = self._report(before, self.stage.stats(), planned)
+        """Generate and write every row that is not written yet, and count what is there."""
+        store, before = open_store(self.config.sink), self.stage.stats()
+        schema = output_schema(self.source.schema, self.config.stage)
+        job = replace(
+            planned_run(self.config, self.source),
+            fingerprint=fingerprint(self.config.stage, schema),
+            files=input_files(self.source),
+        )
+        stored = self._stored(store, job)
+        if stored is not None and is_finished(store, plan_units(self.config.sink, stored)):
+            logger.info("%s is complete already; nothing is generated", self.config.sink)
+            return read_report(self.config.sink)
+        rows_resumed = 0 if stored is None else self._rows_done(store, stored)
+        planned = self._execute(job, stored, schema, progress, rows_resumed)
+        stored = read_plan(self.config.sink)
+        found = audit(store, plan_units(self.config.sink, stored))
+        report = self._report(found, before, planned, rows_resumed)
         with told_as(f"the report cannot be written below {self.config.sink!r}"):
             report.write()
+        if found.is_clean:
+            finish(store, plan_units(self.config.sink, stored), found)
+        else:
+            logger.error("the output in %s is not complete: %s", self.config.sink, found)
         return report
 
+    def _stored(self, store: Store, job: PlannedRun) -> StoredPlan | None:
+        """Return the plan that lies below the sink, if it is one of this very job."""
+        if store.size(PLAN) is None:
+            return None
+        stored = read_plan(self.config.sink)
+        check_same(
+            self.config.sink,
+            stored=stored.fingerprint,
+            stored_files=stored.files,
+            now=job.fingerprint,
+            files=job.files,
+        )
+        return stored
+
     def _execute(
-        self, sink: PartSink, progress: ProgressCallback | ProgressPrinter | None
+        self,
+        job: PlannedRun,
+        stored: StoredPlan | None,
+        schema: pa.Schema,
+        progress: ProgressCallback | ProgressPrinter | None,
+        rows_resumed: int,
     ) -> PlannedInput | LargePlan | None:
-        """Run the rows; return their plan, None where there is none."""
-        num_rows = self.source.num_rows
-        job = planned_run(self.config, self.source)
+        """Run the rows; return their plan, None where there is none in memory."""
+        if not self.source.num_rows:
+            store_input_order(job)
+            self._runner(self.stage, schema).keep(read_plan(self.config.sink), schema.empty_table())
+            return None
         stage = self.stage.of_run(id_column=job.row_id_column)
+        num_rows = self.source.num_rows - rows_resumed
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
         try:
             with shown(progress) as callback, watch_with(callback=callback) as watch:
                 # engines load their weights while the plan is made and Ray starts feeders
                 stage.pool.start()
-                if self.config.plan.mode == "off":
-                    _map(self.source.dataset(row_id_column=job.row_id_column), stage, sink)
-                    return None
-                return run_planned(replace(job, run=partial(_map_next, stage, sink)))
+                return run_planned(replace(job, units=self._runner(stage, schema)), stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
 
+    def _runner(self, stage: type[StageFeeder], schema: pa.Schema) -> FeederRunner:
+        return FeederRunner(
+            stage=stage,
+            sink=self.config.sink,
+            schema=schema,
+            attempt=uuid.uuid4().hex[:12],
+            flush_every_s=self.config.flush_every_s,
+        )
+
+    def _rows_done(self, store: Store, stored: StoredPlan) -> int:
+        """Return the rows that an earlier run has written, and say so."""
+        plan = plan_units(self.config.sink, stored)
+        is_done = committed(store, plan)
+        rows_done = int(plan.unit_rows[is_done].sum())
+        logger.info(
+            "going on with %s: %d of %d rows are there, in %d of %d units",
+            self.config.sink,
+            rows_done,
+            plan.num_rows,
+            int(is_done.sum()),
+            plan.num_units,
+        )
+        return rows_done
+
     def _tell_interrupted(self, rows_done: int) -> None:
         logger.warning(
-            "interrupted: %d of %d rows were done, and the output in %s is not complete; start the "
-            "job again with overwrite=True (--overwrite in a shell), or into another folder",
+            "interrupted: %d of %d rows were done in this run; start the job again to go on, what "
+            "is complete in %s is not done again",
             rows_done,
             self.source.num_rows,
             self.config.sink,
         )
 
     def _report(
-        self, before: PoolStats, after: PoolStats, planned: PlannedInput | LargePlan | None
+        self,
+        found: Audit,
+        before: PoolStats,
+        planned: PlannedInput | LargePlan | None,
+        rows_resumed: int,
     ) -> RunReport:
-        tally, tokens = RowTally(), TokenTally(self.config.stage.output)
-        with told_as(f"sink {self.config.sink!r} cannot be read back"):
-            files = output_files(self.config.sink)
-            for path in files:
-                table = read_outputs(path, self.config.stage.output)
-                tally.add(table)
-                tokens.add(table)
-        distinct, clock = tally.rows_distinct(), self.clock
+        counts, clock, after = found.counts, self.clock, self.stage.stats()
         total_s = clock.elapsed_s()
         started_s = clock.started_s if clock.started_s is not None else total_s
         ended_s = max(started_s, clock.ended_s if clock.ended_s is not None else total_s)
         # an idle pool that has stopped since counts from 0 again
         restarts = max(0, after.num_restarts - before.num_restarts)
-        actual = actual_of(tokens, before, after, num_restarts=restarts, wall_s=ended_s - started_s)
+        actual = actual_of(counts, before, after, num_restarts=restarts, wall_s=ended_s - started_s)
+        root = open_store(self.config.sink).uri + "/"
         return RunReport(
             source=self.config.source,
             sink=self.config.sink,
             model=self.config.stage.model,
-            rows_in=self.source.num_rows,
-            rows_out=tally.rows_out,
-            rows_lost=self.source.num_rows - distinct,
-            rows_duplicated=tally.rows_out - distinct,
-            statuses=tally.statuses(),
-            errors=tally.errors(),
-            prompt_tokens=tokens.prompt,
-            cached_tokens=tokens.cached,
-            generated_tokens=tokens.generated,
+            rows_in=found.expected_rows,
+            rows_out=found.written_rows,
+            rows_lost=found.lost_rows,
+            rows_duplicated=found.duplicated_rows,
+            rows_resumed=rows_resumed,
+            statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
+            errors=error_counts(counts),
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
             startup_s=started_s,
             engines_s=ended_s - started_s,
             write_s=total_s - ended_s,
@@ -131,8 +191,9 @@ class JobRun:
             replicas=after.num_replicas,
             restarts=restarts,
             versions=installed_versions(),
-            output_files=tuple(path.rpartition("/")[2] for path in files),
-            plan=self._outcome(planned, actual),
+            output_files=tuple(path.removeprefix(root) for path in output_files(self.config.sink)),
+            # what earlier runs took is not known here
+            plan=None if rows_resumed else self._outcome(planned, actual),
         )
 
     def _outcome(
@@ -164,34 +225,4 @@ def planned_run(config: JobConfig, source: Source) -> PlannedRun:
         plan=config.plan,
         sink=config.sink,
         row_id_column=row_id_column,
-        run=_run_nothing,
     )
-
-
-def _run_nothing(*_: object, **__: object) -> None:
-    raise AssertionError("this plan is not to be run")
-
-
-def _map_next(stage: type[StageFeeder], sink: PartSink, dataset: Any, **options: Any) -> None:  # noqa: ANN401
-    """Run one of several datasets; its files come after those that lie there."""
-    _map(dataset, stage, sink.after_existing(), **options)
-
-
-def _map(
-    dataset: Any,  # noqa: ANN401
-    stage: type[StageFeeder],
-    sink: PartSink,
-    **options: Any,  # noqa: ANN401
-) -> None:
-    # A run of long outputs may finish no block for half an hour, and progress is shown here.
-    dataset.context.execution_no_progress_timeout_s = -1
-    dataset.context.enable_progress_bars = False
-    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
-    dataset.context.issue_detectors_config.detectors = []
-    # Ray's wrapper of an exception loses the cause on its way to the driver.
-    dataset.context.raise_original_map_exception = True
-    try:
-        with errors_told_once():
-            stage.apply(dataset, **options).write_datasink(sink)
-    except Exception as error:
-        raise own_cause(error) or error from None

@@ -19,12 +19,38 @@ from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.document import Section, to_page
 from raybatch.pictures.wording import amount, duration, percent, printable
-from raybatch.stages.tally import ErrorCount
+from raybatch.durable.units import UnitCounts
 
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
 
 _GOOD_STATUSES = ("ok", "truncated", "filtered")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorCount:
+    """How often one class of row error happened.
+
+    Args:
+        error_class: the part of `__inference_error__` before the colon.
+        rows: rows that carry it.
+        row_ids: the first few of them.
+        message: the whole error of the first one.
+    """
+
+    error_class: str
+    rows: int
+    row_ids: tuple[str, ...] = ()
+    message: str = ""
+
+
+def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
+    """Return the classes of errors, the most frequent first."""
+    found = [
+        ErrorCount(error_class=name, rows=one.num_rows, row_ids=one.row_ids, message=one.message)
+        for name, one in counts.errors.items()
+    ]
+    return tuple(sorted(found, key=lambda error: (-error.rows, error.error_class)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +64,8 @@ class RunReport:
         rows_in: rows of the source.
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
-        rows_duplicated: sink rows beyond the first of the same row id.
+        rows_duplicated: sink rows beyond the first of the same row.
+        rows_resumed: rows that earlier runs had written.
         statuses: row status (see `raybatch.stages.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
         prompt_tokens: of all rows that reached the engines.
@@ -62,6 +89,7 @@ class RunReport:
     rows_out: int
     rows_lost: int = 0
     rows_duplicated: int = 0
+    rows_resumed: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     errors: tuple[ErrorCount, ...] = ()
     prompt_tokens: int = 0
@@ -180,6 +208,8 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
     if report.rows_duplicated:
         rows += f", {report.rows_duplicated} duplicated"
+    if report.rows_resumed:
+        rows += f"; {report.rows_resumed} of them were written by earlier runs"
     facts = [("model", report.model), ("source", report.source), ("rows", rows)]
     if report.statuses:
         facts.append(("status", ", ".join(f"{n} {name}" for name, n in report.statuses.items())))

@@ -2,20 +2,20 @@
 
 from collections.abc import Callable
 
+from raybatch.durable.units import UnitCounts
 from raybatch.explanation.outcome import RunActual
-from raybatch.stages.tally import TokenTally
 from raybatch.types import PoolStats, ReplicaStats
 
 __all__ = ["actual_of"]
 
 
 def actual_of(
-    tokens: TokenTally, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float
+    counts: UnitCounts, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float
 ) -> RunActual:
     """Return the counts of a run; None stands for what died with an engine.
 
     Args:
-        tokens: of the output.
+        counts: of the output.
         before: state of the pool when the run began; its engines may have worked before.
         after: state of the pool when the run had ended.
         num_restarts: of engines during the run.
@@ -29,11 +29,11 @@ def actual_of(
 
     sizes = [replica.kv_tokens for replica in after.replicas if replica.kv_tokens]
     return RunActual(
-        prompt_tokens=tokens.prompt,
-        computed_tokens=tokens.prompt - tokens.cached,
-        generated_tokens=tokens.generated,
-        num_rows=tokens.num_asked,
-        num_generated=tokens.num_asked - tokens.num_copies,
+        prompt_tokens=counts.prompt_tokens,
+        computed_tokens=counts.prompt_tokens - counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
+        num_rows=counts.num_asked,
+        num_generated=counts.num_asked - counts.num_copies,
         kv_tokens=min(sizes, default=None),
         num_replicas=after.num_replicas,
         num_restarts=num_restarts,

@@ -3,8 +3,9 @@
 They are put on beside the user's columns and taken off by whoever reads them; none is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,13 @@ from raybatch.errors import ConfigError
 from raybatch.stages.render import Prompt
 from raybatch.types import TokenIds
 
-__all__ = ["RANK", "PlannedRows", "check_names", "plan_columns", "prompt_columns", "take_off"]
+__all__ = ["RANK", "ROW", "PlannedRows", "check_names", "place_columns", "places", "plan_columns", "prompt_columns", "rank_of", "take_groups", "take_off", "with_columns"]
 
 _MARK = "__rb_plan_"
+# unit and position in it as one number, and the number of the row in the source
 RANK = f"{_MARK}rank"
+ROW = f"{_MARK}row"
+_POSITION_BITS = 32
 _GROUP = f"{_MARK}group"
 _PREFIX_LEN = f"{_MARK}prefix_len"
 _EXPECTED = f"{_MARK}expected"
@@ -68,6 +72,29 @@ def plan_columns(
     }
 
 
+def place_columns(
+    units: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
+) -> dict[str, pa.Array]:
+    """Return columns that say where rows stand in the output, and in the source."""
+    return {RANK: pa.array(rank_of(units) + positions), ROW: pa.array(rows)}
+
+
+def rank_of(units: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the rank of the first row of each unit."""
+    return units.astype(np.int64) << _POSITION_BITS
+
+
+def places(table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return unit and position of each row."""
+    rank = table.column(RANK).to_numpy()
+    return rank >> _POSITION_BITS, rank & ((1 << _POSITION_BITS) - 1)
+
+
+def take_groups(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the prefix group of each row, -1 for a row that is alone."""
+    return table.column(_GROUP).fill_null(-1).to_numpy()  # type: ignore[no-any-return]
+
+
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
     """Return columns of prompts that need not be rendered again."""
     return {
@@ -75,6 +102,13 @@ def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
         _ERROR: pa.array([prompt.error for prompt in prompts], pa.large_string()),
         _FILTERED: pa.array([prompt.is_filtered for prompt in prompts], pa.bool_()),
     }
+
+
+def with_columns(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
+    """Return the table with columns behind its own."""
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table
 
 
 def take_off(table: pa.Table) -> tuple[pa.Table, PlannedRows | None]:

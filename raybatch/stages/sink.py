@@ -1,44 +1,41 @@
-"""Parquet part files with one fixed schema, written by Ray's write tasks."""
+"""The folder that a job writes to: whose it is, and what an earlier run has left there."""
 
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
-from ray.data import Datasink
 
+from raybatch.durable.layout import DATA, SUCCESS, part_unit
+from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.stages.ray_errors import message_kept
-from raybatch.stages.storage import create_file, told_as
+from raybatch.stages.storage import told_as
+
+__all__ = ["output_files", "prepare_sink"]
 
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
-_PART = re.compile(r"part-\d{6,}\.parquet")
-_NUMBER = re.compile(r"part-(\d+)\.parquet")
-_OURS = r"_raybatch/(?:plan/[^/]+/)?[^/]+"
-_WRITTEN = re.compile(rf"{_PART.pattern}|\.{_PART.pattern}\.staged|{_OURS}")
+_LAYOUT = 2
+_OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done)/(?:[^/]+/)?)?[^/]+")
 
 
 def prepare_sink(
     sink: str, *, is_overwrite: bool, source_paths: Collection[str] = frozenset()
 ) -> None:
-    """Make the folder and mark it; refuse one with files, or empty it where the user asked for it.
+    """Make the folder and mark it, or take it as an earlier run of raybatch has left it.
 
-    Only what a run writes is removed: parts, parts that a killed task left unfinished, and the
-    files about the run. Other files in a marked folder stay.
+    With `is_overwrite` what runs have written is removed: parts and the files about runs. Other
+    files in a marked folder stay.
 
     Args:
         sink: folder, local or with a protocol.
-        is_overwrite: remove what an earlier run has written.
+        is_overwrite: begin again.
         source_paths: files that are read, with their protocols.
 
     Raises:
-        ConfigError: there are files in it and `is_overwrite` is not set, files but no mark of an
-            earlier run, or files that are read; or the folder cannot be written.
+        ConfigError: there are files in it but no mark of an earlier run, or files that are read;
+            or the folder cannot be written.
     """
     with told_as(f"sink {sink!r} cannot be used; choose a folder that can be written"):
         _prepare(sink, is_overwrite, source_paths)
@@ -55,89 +52,50 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             raise ConfigError(
                 f"the source file {path} lies below the sink {sink!r}; choose another"
             )
-    files = {path: _name_below(root, path) for path in (fs.find(root) if fs.exists(root) else [])}
-    if files and not is_overwrite:
+    store = open_store(sink)
+    names = [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
+    if names and _MARKER not in names:
         raise ConfigError(
-            f"sink {sink!r} already holds {len(files)} files, for example {next(iter(files))}; "
-            "choose another folder, or set overwrite=True (--overwrite in a shell)"
+            f"sink {sink!r} holds {len(names)} files, for example {names[0]}, and no {_MARKER} of "
+            "an earlier run, so nothing is written there; choose another folder"
         )
-    if files and _MARKER not in files.values():
-        raise ConfigError(
-            f"sink {sink!r} holds {len(files)} files, for example {next(iter(files))}, and no "
-            f"{_MARKER} of an earlier run, so nothing is overwritten; remove them yourself or "
-            "choose another folder"
-        )
-    # plan.json goes before its shards: a plan without them could not be followed
-    for path, name in sorted(files.items()):
-        if _WRITTEN.fullmatch(name) and name != _MARKER:
-            fs.rm_file(path)
-    marker = posixpath.join(root, _MARKER)
-    fs.makedirs(posixpath.dirname(marker), exist_ok=True)
-    said = json.dumps({"writer": "raybatch", "layout": 1}).encode()
     if is_overwrite:
-        fs.pipe_file(marker, said)
-    elif not create_file(fs.unstrip_protocol(marker), said):
-        raise ConfigError(f"another run has begun to write to the sink {sink!r}; choose another")
+        # what says that units are done goes before the units, and the plan before its shards
+        for name in sorted(filter(_is_ours, names), key=_order_of_removal):
+            store.remove(name)
+    elif names:
+        _check_layout(sink, store.read(_MARKER))
+    said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
+    store.create(_MARKER, said)
+
+
+def _is_ours(name: str) -> bool:
+    return name == SUCCESS or part_unit(name) is not None or bool(_OURS.fullmatch(name))
+
+
+def _order_of_removal(name: str) -> tuple[int, str]:
+    first = (SUCCESS, "_raybatch/plan.json")
+    # the mark goes last: without it a second attempt would refuse what is left
+    return (first.index(name) if name in first else 3 if name == _MARKER else 2), name
+
+
+def _check_layout(sink: str, marker: bytes) -> None:
+    try:
+        layout = json.loads(marker)["layout"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{sink.rstrip('/')}/{_MARKER} is not what a run writes, so it is not clear whose "
+            "output this is; choose another folder"
+        ) from None
+    if layout != _LAYOUT:
+        raise ConfigError(
+            f"the output in {sink} has layout {layout}, this version of raybatch writes layout "
+            f"{_LAYOUT}; choose another folder, or set overwrite=True (--overwrite in a shell)"
+        )
 
 
 def output_files(sink: str) -> list[str]:
     """Return the paths of the part files, sorted."""
-    fs, root = fsspec.core.url_to_fs(sink)
-    root = root.rstrip("/")
-    paths = sorted(path for path in fs.find(root) if _PART.fullmatch(_name_below(root, path)))
-    return [fs.unstrip_protocol(path) for path in paths]
-
-
-def _name_below(root: str, path: str) -> str:
-    return path.removeprefix(root).lstrip("/")
-
-
-class PartSink(Datasink):  # type: ignore[misc]
-    """Writes what one write task gets as one file named by the task.
-
-    A task that Ray runs again writes the same name again. A driver that dies leaves the parts
-    written so far.
-
-    Args:
-        sink: folder, local or with a protocol.
-        schema: of every file.
-        first_part: number of the first file.
-    """
-
-    def __init__(self, sink: str, schema: pa.Schema, *, first_part: int = 0) -> None:
-        self._sink = sink
-        self._schema = schema
-        self._first_part = first_part
-
-    def after_existing(self) -> "PartSink":
-        """Return the same sink for another dataset, whose files come after those there are."""
-        numbers = [int(_NUMBER.findall(path)[-1]) for path in output_files(self._sink)]
-        return PartSink(self._sink, self._schema, first_part=max(numbers, default=-1) + 1)
-
-    def write(self, blocks: Iterable[pa.Table], ctx: Any) -> int:  # noqa: ANN401
-        tables = [in_schema(block, self._schema) for block in blocks if block.num_rows]
-        table = pa.concat_tables(tables) if tables else self._schema.empty_table()
-        if table.num_rows:
-            what = f"sink {self._sink!r} cannot be written any more, so the job ends"
-            with message_kept(), told_as(what):
-                write_part(self._sink, part_name(self._first_part + ctx.task_idx), table)
-        return int(table.num_rows)
-
-
-def part_name(task_idx: int) -> str:
-    """Return the name of the file that a write task writes."""
-    return f"part-{task_idx:06d}.parquet"
-
-
-def write_part(sink: str, name: str, table: pa.Table) -> None:
-    """Write one file; it appears under its name only when it is complete."""
-    fs, root = fsspec.core.url_to_fs(sink)
-    staged = posixpath.join(root, f".{name}.staged")
-    with fs.open(staged, "wb") as file:
-        pq.write_table(table, file)
-    fs.mv(staged, posixpath.join(root, name))
-
-
-def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table in exactly `schema`; a missing column or another type raises."""
-    return table.select(schema.names).cast(schema)
+    store = open_store(sink)
+    names = [name for name in store.names(DATA) if part_unit(name) is not None]
+    return [posixpath.join(store.uri, name) for name in sorted(names)]

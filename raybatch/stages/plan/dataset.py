@@ -4,80 +4,140 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedRun
-from raybatch.stages.plan.store import StoredPlan, read_shards
-from raybatch.stages.plan_columns import RANK, plan_columns
+from raybatch.stages.plan.store import StoredPlan, read_shards, read_units, rows_in_stretches
+from raybatch.stages.plan_columns import (
+    RANK,
+    ROW,
+    place_columns,
+    plan_columns,
+    rank_of,
+    with_columns,
+)
 from raybatch.stages.source import Source
 
-__all__ = ["ordered_dataset", "pieces_of", "without_groups"]
+__all__ = ["ordered_dataset", "pieces_of", "with_places", "without_groups"]
 
-# blocks of the shuffle: what is in one is written together, and every pair of blocks is an object
+# blocks of the shuffle: a feeder holds some of them, and every pair of blocks is an object
 _ROWS_PER_BLOCK = 1 << 14
-_MAX_BLOCK_PAIRS = 1 << 16
-_UNIT_BITS = 32
+_BYTES_PER_BLOCK = 64 << 20
+_MAX_BLOCK_PAIRS = 1 << 20
 
 
-def ordered_dataset(job: PlannedRun, stored: StoredPlan, first_unit: int) -> Any:  # noqa: ANN401
+def ordered_dataset(
+    job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]
+) -> Any:  # noqa: ANN401 - Ray has no types
     """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
 
     Args:
         job: to run.
         stored: what `plan.json` says.
-        first_unit: the units before are left out.
+        todo: bool [units], rows of the others are left out.
     """
     source, sink, row_id_column = job.source, job.sink, job.row_id_column
+    wanted = ray.put(todo)
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
+        is_todo = ray.get(wanted)
         for task in batch.to_pylist():
             slices, first_row = range(task["start"], task["stop"]), task["first_row"]
             num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
-            shard, place = read_shards(sink, stored, first_row, first_row + num_rows), 0
+            shard = read_shards(sink, stored, first_row, first_row + num_rows)
+            is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
+            if not is_wanted.any():
+                continue
             for table in source.read(slices, row_id_column=row_id_column):
-                planned = _with_plan(as_movable(table), shard.slice(place, table.num_rows))
+                here = slice(place, place + table.num_rows)
+                planned = _with_plan(
+                    as_movable(table), shard.slice(place, table.num_rows), first_row + place
+                )
                 place += table.num_rows
-                yield planned.filter(pc.field(RANK) >= first_unit << _UNIT_BITS)
+                yield planned.filter(is_wanted[here])
 
+    pieces = pieces_of(source)
     tasks = [
         {"start": slices.start, "stop": slices.stop, "first_row": first_row}
-        for slices, first_row in pieces_of(source)
+        for slices, first_row in pieces
     ]
     items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
     if not stored.is_reordered:
         return rows
-    num_blocks = min(-(-stored.num_rows // _ROWS_PER_BLOCK), _MAX_BLOCK_PAIRS // len(tasks))
-    starts = np.linspace(0, stored.num_units, max(1, num_blocks) + 1).astype(np.int64)[1:-1]
-    return rows.sort(RANK, boundaries=(np.unique(starts) << _UNIT_BITS).tolist())
+    starts = _block_starts(stored, todo, sum(part.num_bytes for part in source.slices), len(tasks))
+    return rows.sort(RANK, boundaries=rank_of(starts).tolist())
+
+
+def _block_starts(
+    stored: StoredPlan, todo: npt.NDArray[np.bool_], num_bytes: int, num_tasks: int
+) -> npt.NDArray[np.int64]:
+    """Return the units at which blocks of the shuffle begin, without the first.
+
+    Blocks hold a bounded number of rows and of bytes; whole units lie in each.
+    """
+    units = np.flatnonzero(todo)
+    share = len(units) / max(1, stored.num_units)
+    least = max(stored.num_rows / _ROWS_PER_BLOCK, num_bytes / _BYTES_PER_BLOCK) * share
+    num_blocks = max(1, min(int(np.ceil(least)), _MAX_BLOCK_PAIRS // num_tasks, len(units)))
+    bounds = np.linspace(0, len(units), num_blocks + 1).astype(np.int64)[1:-1]
+    return np.unique(units[bounds])
+
+
+def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> pa.Table:
+    """Return finished rows with their places in a plan that was made later.
+
+    Args:
+        sink: of the job.
+        stored: the plan.
+        finished: rows as they are to be written, and their numbers in the source.
+    """
+    finished = finished.sort_by(ROW)
+    rows = finished.column(ROW).to_numpy()
+    if stored.shards:
+        firsts = [first for _, first in stored.shards]
+        bounds = np.searchsorted(rows, [*firsts, stored.num_rows]).tolist()
+        said = pa.concat_tables(
+            read_shards(sink, stored, first, end).take(rows[start:stop] - first)
+            for first, end, start, stop in zip(
+                firsts, [*firsts[1:], stored.num_rows], bounds[:-1], bounds[1:], strict=True
+            )
+            if start < stop
+        )
+    else:
+        said = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
+    units, positions = said.column("unit").to_numpy(), said.column("pos").to_numpy()
+    columns = place_columns(units, positions, rows)
+    return with_columns(finished.drop_columns([RANK, ROW]), columns)
 
 
 def without_groups(table: pa.Table) -> pa.Table:
-    """Return the table with the columns of a plan that says nothing of its rows yet."""
+    """Return rows that know their numbers with the columns of a plan that says nothing yet."""
     nothing = np.zeros(table.num_rows, np.int32)
     alone, unknown = np.full(table.num_rows, -1), np.full(table.num_rows, np.nan)
-    for name, column in plan_columns(alone, nothing, unknown).items():
-        table = table.append_column(name, column)
-    return table
+    rank = {RANK: pa.array(np.zeros(table.num_rows, np.int64))}
+    return with_columns(table, rank | plan_columns(alone, nothing, unknown))
 
 
-def _with_plan(table: pa.Table, shard: pa.Table) -> pa.Table:
-    rank = shard.column("unit").to_numpy().astype(np.int64) << _UNIT_BITS
+def _with_plan(table: pa.Table, shard: pa.Table, first_row: int) -> pa.Table:
     expected = pc.cast(shard.column("expected_len"), pa.float64()).to_numpy()
     columns = {
-        RANK: pa.array(rank + shard.column("pos").to_numpy()),
+        **place_columns(
+            shard.column("unit").to_numpy(),
+            shard.column("pos").to_numpy(),
+            np.arange(first_row, first_row + table.num_rows),
+        ),
         **plan_columns(
             shard.column("group_id").fill_null(-1).to_numpy(),
             shard.column("prefix_len").to_numpy(),
             expected,
         ),
     }
-    for name, column in columns.items():
-        table = table.append_column(name, column)
-    return table
+    return with_columns(table, columns)
 
 
 def pieces_of(source: Source) -> list[tuple[range, int]]:

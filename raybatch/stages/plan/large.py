@@ -14,6 +14,7 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from raybatch.config import PlanConfig
+from raybatch.durable.units import Uint64s
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import OrderForecast, merge_forecasts
 from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
@@ -22,15 +23,20 @@ from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
 from raybatch.stages.plan import parts, pieces
-from raybatch.stages.plan.dataset import ordered_dataset, pieces_of, without_groups
+from raybatch.stages.plan.dataset import (
+    ordered_dataset,
+    pieces_of,
+    with_places,
+    without_groups,
+)
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import generated_lengths, log_probe
 from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
 from raybatch.stages.plan.store import (
     StoredPlan,
-    files_of,
     log_plan,
     plan_hash,
+    stretches,
     write_plan,
     write_shard,
 )
@@ -45,6 +51,8 @@ KEYS_PER_PART = 1 << 26
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
+# arrays that one task adds up
+_FAN_IN = 16
 
 
 _Ref = Any  # Ray has no types
@@ -109,25 +117,42 @@ class LargePlan:
         return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])
 
 
-def run_large(job: PlannedRun) -> LargePlan:
+def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
     """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
 
+    Args:
+        job: to run.
+        stored: the plan that lies below the sink, which is followed; None where there is none.
+
+    Returns:
+        The plan, or None where one was there already.
+
     Raises:
-        ConfigError: a plan lies below the sink already, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
-    began, probe_s = time.monotonic(), 0.0
-    large = plan_large(job)
-    if any(len(part.probe) for part in large.parts):
-        probe_began = time.monotonic()
-        large = _after_probe(job, large)
-        probe_s = time.monotonic() - probe_began
-    stored = store_large_plan(job, large)
-    log_plan(stored, time.monotonic() - began - probe_s)
-    # what is known of the rows would fill the object store beside the rows themselves
-    large = replace(large, tables=(), rows=(), arranged=())
-    num_done = len(_even_units(len(large.probed.row), job.plan))
-    job.run(ordered_dataset(job, stored, num_done), batch_size=job.plan.unit_rows)
+    large = None
+    if stored is None:
+        began, probe_s, probed = time.monotonic(), 0.0, None
+        large = plan_large(job)
+        if any(len(part.probe) for part in large.parts):
+            probe_began = time.monotonic()
+            large, probed = _after_probe(job, large)
+            probe_s = time.monotonic() - probe_began
+        stored = store_large_plan(job, large)
+        log_plan(stored, time.monotonic() - began - probe_s)
+        # what is known of the rows would fill the object store beside the rows themselves
+        large = replace(large, tables=(), rows=(), arranged=())
+        if probed is not None:
+            job.runner.keep(stored, with_places(job.sink, stored, probed))
+    run_stored(job, stored)
     return large
+
+
+def run_stored(job: PlannedRun, stored: StoredPlan) -> None:
+    """Generate the rows of the units that are still to be written."""
+    todo = job.runner.todo(stored)
+    if todo.any():
+        job.runner.run(stored, ordered_dataset(job, stored, todo))
 
 
 def plan_large(job: PlannedRun) -> LargePlan:
@@ -202,7 +227,7 @@ def forecast_large(
     return merge_forecasts(_get(by_part), _get(windows))
 
 
-def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
+def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
     """Generate the rows of a probe, and arrange the others with the lengths."""
     rows = np.sort(np.concatenate([part.probe for part in large.parts]))
     source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(pieces.chosen_rows)
@@ -211,32 +236,42 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> LargePlan:
         for slices, first_row in pieces_of(job.source)
     ]
     table = pa.concat_tables(_get(tables)).combine_chunks()
-    job.run(ray.data.from_arrow(without_groups(table)), batch_size=job.plan.unit_rows)
-    lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
+    blocks = [
+        without_groups(table.slice(start, job.plan.unit_rows))
+        for start in range(0, table.num_rows, job.plan.unit_rows)
+    ]
+    finished = job.runner.collect(ray.data.from_arrow(blocks))
+    lengths = generated_lengths(rows, finished, job.config.output)
     log_probe(lengths)
     probed = ProbedRows(row=rows, lengths=lengths)
-    return replace(large, probed=probed, **_arrange(job, large.rows, probed))
+    return replace(large, probed=probed, **_arrange(job, large.rows, probed)), finished
 
 
 def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     """Rank the parts, write the shards below the sink, and return what `plan.json` says.
 
     Raises:
-        ConfigError: a plan lies there already, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
     plan, is_reordered = job.plan, is_worth_ordering(large.saved_fraction, job.plan)
-    shards, unit_rows = (_ranked if is_reordered else _in_input_order)(large, plan)
-    files = files_of(job.source)
+    shards: list[tuple[_Ref, _Ref]] = []
+    if is_reordered:
+        shards, unit_rows = _ranked(large, plan)
+    else:
+        unit_rows = even_units([piece.num_rows for piece in large.pieces], plan)
     name = plan_hash(
         _get([digest for digest, _ in shards]),
         [piece.contents for piece in large.pieces],
-        model=job.config.model,
         options=plan,
-        files=files,
+        files=job.files,
+        fingerprint=job.fingerprint,
     )
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
+    units = stretches(name, unit_rows)
+    if shards:
+        units = replace(units, row_sums=_sums(tables, firsts, len(unit_rows)))
     write = ray.remote(write_shard)
-    written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=True)])
+    written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
     stored = StoredPlan(
         hash=name,
         num_rows=large.num_rows,
@@ -247,11 +282,20 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         computed_tokens=large.computed_tokens,
         block_size=large.block_size,
         options=dataclasses.asdict(plan),
-        files=files,
-        shards=tuple(zip(written, firsts, strict=True)),
+        files=tuple(job.files),
+        shards=tuple(zip(written, firsts, strict=False)),
+        fingerprint=job.fingerprint,
     )
-    write_plan(job.sink, stored, unit_rows)
-    return stored
+    return write_plan(job.sink, stored, units)
+
+
+def _sums(tables: Sequence[_Ref], firsts: Sequence[int], num_units: int) -> Uint64s:
+    """Add up the sums of all pieces in tasks; the driver sees one array."""
+    sums_of, added = ray.remote(pieces.sums_of), ray.remote(pieces.added)
+    sums = [sums_of.remote(t, first, num_units) for t, first in zip(tables, firsts, strict=True)]
+    while len(sums) > 1:
+        sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
+    return np.array(_get(sums)[0])
 
 
 def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
@@ -293,15 +337,6 @@ def _stretches(summaries: Sequence[PartSummary]) -> Floats:
     return cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
 
 
-def _in_input_order(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
-    shard = ray.remote(num_returns=2)(pieces.input_shard)
-    shards = [
-        shard.remote(first, piece.num_rows, plan.unit_rows)
-        for first, piece in zip(large.piece_rows.tolist(), large.pieces, strict=False)
-    ]
-    return shards, _even_units(large.num_rows, plan)
-
-
 def _get(refs: Sequence[_Ref]) -> list[Any]:
     """Return what tasks made; an error of this library is raised as it was."""
     try:
@@ -309,6 +344,11 @@ def _get(refs: Sequence[_Ref]) -> list[Any]:
     except RayTaskError as error:
         raise own_cause(error) or error from None
     return found
+
+
+def even_units(piece_rows: Sequence[int], plan: PlanConfig) -> Ints:
+    """Return the rows of units in the order of the input; each lies in one piece."""
+    return np.concatenate([_even_units(num_rows, plan) for num_rows in piece_rows])
 
 
 def _even_units(num_rows: int, plan: PlanConfig) -> Ints:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from ray import cloudpickle
 
+from raybatch.durable.units import Uint64s, row_sums
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import rows_that_fit
 from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
@@ -25,9 +26,19 @@ from raybatch.stages.plan.records import (
 from raybatch.stages.plan.sidecar import Sidecar
 from raybatch.stages.plan.small import RowDescriber
 from raybatch.stages.plan.store import contents_digest, digest_of, make_shard
+from raybatch.stages.plan_columns import ROW
 from raybatch.stages.source import Source
 
-__all__ = ["chosen_rows", "describe", "input_hits", "input_shard", "keys_of", "shard", "split"]
+__all__ = [
+    "added",
+    "chosen_rows",
+    "describe",
+    "input_hits",
+    "keys_of",
+    "shard",
+    "split",
+    "sums_of",
+]
 
 
 def describe(
@@ -86,7 +97,9 @@ def chosen_rows(
     tables = []
     for table in source.read(slices, row_id_column=row_id_column):
         begin, end = np.searchsorted(rows, [first_row, first_row + table.num_rows])
-        tables.append(as_movable(table).take(rows[begin:end] - first_row))
+        chosen = rows[begin:end]
+        table_rows = as_movable(table).take(chosen - first_row)
+        tables.append(table_rows.append_column(ROW, pa.array(chosen)))
         first_row += table.num_rows
     return pa.concat_tables(tables)
 
@@ -159,13 +172,15 @@ def shard(
     return digest_of(table), table
 
 
-def input_shard(first_row: int, num_rows: int, unit_rows: int) -> tuple[str, pa.Table]:
-    """Return the shard of one piece where rows keep the order of the input, and its digest."""
-    row = np.arange(first_row, first_row + num_rows)
-    unit, pos = (part.astype(np.int32) for part in divmod(row, unit_rows))
-    nothing = np.zeros(num_rows, np.int32)
-    table = make_shard(unit, pos, np.full(num_rows, -1), nothing, np.full(num_rows, np.nan))
-    return digest_of(table), table
+def sums_of(shard: pa.Table, first_row: int, num_units: int) -> Uint64s:
+    """Return the sums of the row numbers of one piece, by unit."""
+    rows = np.arange(first_row, first_row + shard.num_rows)
+    return row_sums(shard.column("unit").to_numpy(), rows, num_units)
+
+
+def added(*sums: Uint64s) -> Uint64s:
+    """Return sums of several pieces together, modulo 2^64."""
+    return np.sum(sums, axis=0, dtype=np.uint64)
 
 
 def keys_of(tables: Sequence[pa.Table]) -> BlockKeys:

@@ -1,19 +1,23 @@
 """Records of planning: a source with its plan, and a run that is to follow one."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.options import StageConfig
+from raybatch.stages.plan.store import StoredPlan
 from raybatch.stages.source import Source
 from raybatch.types import TokenIds
 
-__all__ = ["PlannedInput", "PlannedRun"]
+__all__ = ["PlannedInput", "PlannedRun", "UnitRunner"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,6 +49,22 @@ class PlannedInput:
     prompts: Sequence[TokenIds] | None = None
 
 
+class UnitRunner(Protocol):
+    """Generates the rows of a run and writes them, unit by unit."""
+
+    def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
+        """Return which units of a plan are still to be written, bool [units]."""
+
+    def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
+        """Generate and write rows with the columns of `raybatch.stages.plan_columns`."""
+
+    def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
+        """Generate rows before there is a plan, and return them as they are to be written."""
+
+    def keep(self, stored: StoredPlan, finished: pa.Table) -> None:
+        """Write the units of finished rows that know their places."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
     """What a run and its plan are about.
@@ -55,7 +75,9 @@ class PlannedRun:
         plan: options of the plan.
         sink: of the job.
         row_id_column: column to make for ids; None where the user has one.
-        run: generates a Ray dataset and writes it, with options of `StageFeeder.map_options`.
+        units: runs the plan; None where it is only made.
+        fingerprint: what decides the answers.
+        files: of the source.
     """
 
     source: Source
@@ -63,7 +85,9 @@ class PlannedRun:
     plan: PlanConfig
     sink: str
     row_id_column: str | None
-    run: Callable[..., None]
+    units: UnitRunner | None = None
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[InputFile] = ()
 
     @property
     def id_column(self) -> str:
@@ -71,3 +95,9 @@ class PlannedRun:
         column = self.row_id_column or self.config.id_column
         assert column is not None, "a job makes ids where the user has none"
         return column
+
+    @property
+    def runner(self) -> UnitRunner:
+        """What runs the plan."""
+        assert self.units is not None, "this plan is not to be run"
+        return self.units

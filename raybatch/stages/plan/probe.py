@@ -12,10 +12,9 @@ import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.lengths import choose_probe, estimate_from_probe
-from raybatch.stages.identity import column_row_ids
+from raybatch.stages.plan_columns import ROW
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
-from raybatch.stages.sink import output_files
-from raybatch.stages.tally import read_outputs
+from raybatch.stages.tally import counted_columns
 
 __all__ = ["estimate", "generated_lengths", "log_probe", "probe_rows"]
 
@@ -49,32 +48,26 @@ def strata_of(max_tokens: Int64s) -> Int64s:
     return np.log2(np.maximum(max_tokens, 1)).astype(np.int64)
 
 
-def generated_lengths(table: pa.Table, id_column: str, sink: str, output: OutputSchema) -> Floats:
-    """Return the tokens that rows have generated over all samples, float64 [R]; NaN after an error.
+def generated_lengths(rows: Int64s, finished: pa.Table, output: OutputSchema) -> Floats:
+    """Return the tokens that rows have generated over all samples, float64 [n]; NaN after an error.
 
     Args:
-        table: the rows.
-        id_column: of the run.
-        sink: holds their results.
-        output: its columns.
+        rows: int64 [n], their numbers in the source.
+        finished: their results in any order, with these numbers in a column.
+        output: the columns of the run.
     """
-    results = pa.concat_tables([read_outputs(path, output) for path in output_files(sink)])
+    results = counted_columns(finished, output)
     generated = results.column("num_generated_tokens").combine_chunks()
     if output.num_samples > 1:
         flat = pc.list_flatten(generated).fill_null(0).to_numpy(zero_copy_only=False)
-        totals = flat.reshape(-1, output.num_samples).sum(axis=1).tolist()
+        totals = flat.reshape(-1, output.num_samples).sum(axis=1).astype(float)
     else:
-        totals = generated.to_pylist()
-    errors = results.column(ERROR_COLUMN).to_pylist()
-    known = {
-        row_id: total
-        for row_id, total, error in zip(
-            results.column("row_id").to_pylist(), totals, errors, strict=True
-        )
-        if not error
-    }
-    ids, _ = column_row_ids(table.column(id_column))
-    return np.array([known.get(row_id, np.nan) for row_id in ids], float)
+        totals = generated.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    is_failed = pc.not_equal(results.column(ERROR_COLUMN), "").to_numpy()
+    found = finished.column(ROW).to_numpy()
+    order = np.argsort(found)
+    place = order[np.searchsorted(found, rows, sorter=order)]
+    return np.where(is_failed, np.nan, totals)[place]
 
 
 def log_probe(lengths: Floats) -> None:

@@ -1,11 +1,14 @@
 """Plans a source in the driver or by Ray tasks, whichever suits its size, and runs the plan."""
 
+import dataclasses
 from dataclasses import replace
 
 from raybatch.config import PlanConfig
-from raybatch.stages.plan.large import LargePlan, run_large
+from raybatch.stages.plan.dataset import pieces_of
+from raybatch.stages.plan.large import LargePlan, even_units, run_large, run_stored
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.small import run_small
+from raybatch.stages.plan.store import StoredPlan, plan_hash, stretches, write_plan
 from raybatch.stages.source import Source
 
 __all__ = ["fit_units", "is_small", "run_planned"]
@@ -14,14 +17,51 @@ __all__ = ["fit_units", "is_small", "run_planned"]
 _MAX_UNIT_BYTES = 64 << 20
 
 
-def run_planned(job: PlannedRun) -> PlannedInput | LargePlan:
+def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | LargePlan | None:
     """Plan a source, write the plan, generate the rows in its order, and return the plan.
 
+    Args:
+        job: to run.
+        stored: the plan that lies below the sink, which is followed; None where there is none.
+
+    Returns:
+        The plan; None where it is not known beyond what lies below the sink.
+
     Raises:
-        ConfigError: another plan lies below the sink, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
     job = replace(job, plan=fit_units(job.plan, job.source))
-    return run_small(job) if is_small(job.source, job.plan) else run_large(job)
+    if job.plan.mode == "off":
+        run_stored(job, stored or store_input_order(job))
+        return None
+    return run_small(job, stored) if is_small(job.source, job.plan) else run_large(job, stored)
+
+
+def store_input_order(job: PlannedRun) -> StoredPlan:
+    """Write a plan that reads no row: units are stretches of the input, one after the other."""
+    rows = [
+        sum(part.num_rows for part in job.source.slices[slices.start : slices.stop])
+        for slices, _ in pieces_of(job.source)
+    ]
+    unit_rows = even_units(rows, job.plan)
+    name = plan_hash(
+        [], [], options=job.plan, files=job.files, fingerprint=job.fingerprint
+    )
+    stored = StoredPlan(
+        hash=name,
+        num_rows=job.source.num_rows,
+        num_units=len(unit_rows),
+        num_groups=0,
+        is_reordered=False,
+        logical_tokens=0,
+        computed_tokens=0,
+        block_size=job.config.engine.block_size_tokens,
+        options=dataclasses.asdict(job.plan),
+        files=tuple(job.files),
+        shards=(),
+        fingerprint=job.fingerprint,
+    )
+    return write_plan(job.sink, stored, stretches(name, unit_rows))
 
 
 def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:

@@ -8,17 +8,19 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 
 from raybatch.config import PlanConfig
+from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.prefix.plan import PlanRows, RowPlan, plan_rows, put_first, with_unasked
+from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.stages.options import StageConfig
+from raybatch.stages.plan.dataset import with_places
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.probe import estimate, generated_lengths, log_probe, probe_rows
@@ -27,14 +29,19 @@ from raybatch.stages.plan.store import (
     StoredPlan,
     contents_digest,
     digest_of,
-    files_of,
     log_plan,
     plan_hash,
+    read_shards,
     shard_of,
     write_plan,
     write_shard,
 )
-from raybatch.stages.plan_columns import plan_columns, prompt_columns
+from raybatch.stages.plan_columns import (
+    place_columns,
+    plan_columns,
+    prompt_columns,
+    with_columns,
+)
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.render import Prompt, PromptReader
 
@@ -88,33 +95,45 @@ class GatheredRows:
     sidecar: Sidecar
 
 
-def run_small(job: PlannedRun) -> PlannedInput:
+def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     """Plan a source in this process, write the plan, generate the rows, and return the plan.
 
+    Args:
+        job: to run.
+        stored: the plan that lies below the sink, which is followed; None where there is none.
+
     Raises:
-        ConfigError: a plan lies below the sink already, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
-    began, probe_s, first_unit = time.monotonic(), 0.0, 0
+    began, probe_s, probed = time.monotonic(), 0.0, None
     rows = gather(job)
     planned = plan_gathered(rows, job.config, job.plan)
-    if job.plan.lengths == "probe" and len(planned.asked):
-        probe_began = time.monotonic()
-        rows, planned, first_unit = _after_probe(job, rows, planned)
-        probe_s = time.monotonic() - probe_began
-    is_length_known = job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None
-    expected = np.full(rows.sidecar.num_rows, np.nan)
-    if is_length_known:
-        expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
-    stored = store_plan(job, planned, expected)
-    log_plan(stored, time.monotonic() - began - probe_s)
-    bounds = planned.whole.unit_starts[first_unit:].tolist()
-    blocks = [
-        _block(rows, planned.whole, planned.whole.order[start:stop], expected)
-        for start, stop in pairwise(bounds)
-    ]
+    if stored is None:
+        if job.plan.lengths == "probe" and len(planned.asked):
+            probe_began = time.monotonic()
+            rows, planned, probed = _after_probe(job, rows, planned)
+            probe_s = time.monotonic() - probe_began
+        stored = store_plan(job, planned, _expected(job, rows))
+        log_plan(stored, time.monotonic() - began - probe_s)
+    shard = read_shards(job.sink, stored, 0, stored.num_rows)
+    if probed is not None:
+        job.runner.keep(stored, with_places(job.sink, stored, probed))
+    unit = shard.column("unit").to_numpy()
+    order = np.lexsort((shard.column("pos").to_numpy(), unit))
+    bounds = np.searchsorted(unit[order], np.arange(stored.num_units + 1))
+    todo = np.flatnonzero(job.runner.todo(stored))
+    blocks = [_block(rows, shard, order[bounds[u] : bounds[u + 1]]) for u in todo.tolist()]
     if blocks:
-        job.run(ray.data.from_arrow(blocks), batch_size=None)
+        job.runner.run(stored, ray.data.from_arrow(blocks))
     return planned
+
+
+def _expected(job: PlannedRun, rows: GatheredRows) -> npt.NDArray[np.float64]:
+    """Return the output to expect of each row of the source; NaN where nothing is known."""
+    expected = np.full(rows.sidecar.num_rows, np.nan)
+    if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
+        expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
+    return expected
 
 
 def gather(job: PlannedRun) -> GatheredRows:
@@ -158,7 +177,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
 def store_plan(
     job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
 ) -> StoredPlan:
-    """Write a plan below the sink, once; return what `plan.json` says.
+    """Write a plan below the sink, once; return what `plan.json` says, whoever has written it.
 
     Args:
         job: that was planned.
@@ -166,16 +185,16 @@ def store_plan(
         expected: float64 [rows of the source], output to expect; NaN where nothing is known.
 
     Raises:
-        ConfigError: a plan lies there already, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
-    whole, files = planned.whole, files_of(job.source)
+    whole = planned.whole
     shard = shard_of(whole, expected)
     name = plan_hash(
         [digest_of(shard)],
         [contents_digest(planned.keys)],
-        model=job.config.model,
         options=job.plan,
-        files=files,
+        files=job.files,
+        fingerprint=job.fingerprint,
     )
     stored = StoredPlan(
         hash=name,
@@ -187,56 +206,55 @@ def store_plan(
         computed_tokens=planned.found.computed_tokens,
         block_size=planned.keys.block_size,
         options=dataclasses.asdict(job.plan),
-        files=files,
+        files=tuple(job.files),
         shards=((write_shard(job.sink, name, 0, shard), 0),),
+        fingerprint=job.fingerprint,
     )
-    write_plan(job.sink, stored, np.diff(whole.unit_starts))
-    return stored
+    sums = row_sums(shard.column("unit").to_numpy(), np.arange(whole.num_rows), whole.num_units)
+    units = UnitPlan(hash=name, unit_rows=np.diff(whole.unit_starts), row_sums=sums)
+    return write_plan(job.sink, stored, units)
 
 
-def _block(
-    rows: GatheredRows,
-    whole: RowPlan,
-    chosen: npt.NDArray[np.int64],
-    expected: npt.NDArray[np.float64],
-) -> pa.Table:
-    """Return some rows with their prompts and the columns of the plan.
+def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
+    """Return some rows with their prompts, their places and what the plan says of them.
 
     Args:
         rows: in memory.
-        whole: plan of all of them.
+        shard: what the plan says of all of them, in input order.
         chosen: int64 [n], rows in the order in which they run.
-        expected: float64 [all rows], output to expect; NaN where nothing is known.
     """
+    said = shard.take(chosen)
     columns = {
-        **plan_columns(whole.group_id[chosen], whole.prefix_len[chosen], expected[chosen]),
+        **place_columns(said.column("unit").to_numpy(), said.column("pos").to_numpy(), chosen),
+        **plan_columns(
+            said.column("group_id").fill_null(-1).to_numpy(),
+            said.column("prefix_len").to_numpy(),
+            pc.cast(said.column("expected_len"), pa.float64()).to_numpy(),
+        ),
         **prompt_columns([rows.prompts[row] for row in chosen.tolist()]),
     }
     # neighbours are not copied
     is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
     table = rows.table.slice(chosen[0], len(chosen)) if is_slice else rows.table.take(chosen)
-    for name, column in columns.items():
-        table = table.append_column(name, column)
-    return table
+    return with_columns(table, columns)
 
 
 def _after_probe(
     job: PlannedRun, rows: GatheredRows, planned: PlannedInput
-) -> tuple[GatheredRows, PlannedInput, int]:
-    """Generate the rows of a probe; return rows and plan with the lengths, and the next unit."""
+) -> tuple[GatheredRows, PlannedInput, pa.Table]:
+    """Generate the rows of a probe; return rows and plan with the lengths, and the results."""
     group_id = planned.found.groups.group_id
     probe = probe_rows(group_id, planned.max_tokens, job.plan)
     chosen = planned.asked[probe]
-    unknown = np.full(rows.sidecar.num_rows, np.nan)
+    before = shard_of(planned.whole, np.full(rows.sidecar.num_rows, np.nan))
     cuts = np.arange(0, len(chosen), job.plan.unit_rows)[1:]
-    parts = [_block(rows, planned.whole, part, unknown) for part in np.split(chosen, cuts)]
-    job.run(ray.data.from_arrow(parts), batch_size=None)
-    table = rows.table.take(chosen)
-    lengths = generated_lengths(table, job.id_column, job.sink, job.config.output)
+    parts = [_block(rows, before, part) for part in np.split(chosen, cuts)]
+    finished = job.runner.collect(ray.data.from_arrow(parts))
+    lengths = generated_lengths(chosen, finished, job.config.output)
     log_probe(lengths)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
     rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
     planned = plan_gathered(rows, job.config, job.plan)
     ordered = put_first(planned.plan, probe, job.plan)
     whole = with_unasked(ordered, rows.sidecar.is_asked, job.plan)
-    return rows, replace(planned, plan=ordered, whole=whole), -(-len(probe) // job.plan.unit_rows)
+    return rows, replace(planned, plan=ordered, whole=whole), finished

@@ -1,7 +1,7 @@
 """The plan below the sink: written once, before the first row runs.
 
     _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len, expected_len
-    _raybatch/plan/<hash>/units.arrow              rows of each unit
+    _raybatch/plan/<hash>/units.arrow              rows of each unit, and a sum that tells which
     _raybatch/plan.json                            created last; it alone says which plan holds
 
 Rows are numbered in the order of files and positions. Shards lie in a folder named by the hash of
@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
+from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
-from raybatch.stages.source import Source
+from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.storage import create_file, told_as
 
 __all__ = [
@@ -35,13 +36,15 @@ __all__ = [
     "StoredPlan",
     "contents_digest",
     "digest_of",
-    "files_of",
     "log_plan",
     "make_shard",
     "plan_hash",
     "read_plan",
     "read_shards",
+    "read_units",
+    "rows_in_stretches",
     "shard_of",
+    "stretches",
     "write_plan",
     "write_shard",
 ]
@@ -51,7 +54,7 @@ logger = logging.getLogger(__name__)
 Ints32 = npt.NDArray[np.int32]
 
 PLAN_PATH = "_raybatch/plan.json"
-_VERSION = 1
+_VERSION = 2
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -78,8 +81,10 @@ class StoredPlan:
         computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
         block_size: tokens of a KV block.
         options: of the plan.
-        files: name and rows of each file of the source, in order.
-        shards: name and first row of each shard, in order.
+        files: name, rows and digest of each file of the source, in order.
+        shards: name and first row of each shard, in order; none where units are stretches of the
+            input and `units.arrow` says all.
+        fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
     """
 
     hash: str
@@ -91,8 +96,9 @@ class StoredPlan:
     computed_tokens: int
     block_size: int
     options: dict[str, Any]
-    files: tuple[tuple[str, int], ...]
+    files: tuple[InputFile, ...]
     shards: tuple[tuple[str, int], ...]
+    fingerprint: Mapping[str, str]
     version: int = _VERSION
 
 
@@ -140,9 +146,9 @@ def plan_hash(
     shards: Sequence[str],
     contents: Sequence[str],
     *,
-    model: str,
     options: PlanConfig,
-    files: Sequence[tuple[str, int]],
+    files: Sequence[InputFile],
+    fingerprint: Mapping[str, str],
 ) -> str:
     """Return the hash of a whole plan.
 
@@ -150,11 +156,12 @@ def plan_hash(
         shards: digest of each shard.
         contents: digest of all that decides the results of the rows of each piece: prompts,
             options and seeds, see `contents_digest`.
-        model: as the user named it.
         options: of the plan.
-        files: name and rows of each file of the source.
+        files: name, rows and digest of each file of the source.
+        fingerprint: what decides the answers.
     """
-    parts = [list(shards), list(contents), model, dataclasses.asdict(options), list(files)]
+    options_now = dataclasses.asdict(options)
+    parts = [list(shards), list(contents), options_now, list(files), dict(fingerprint)]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -177,25 +184,25 @@ def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
     return name
 
 
-def write_plan(sink: str, stored: StoredPlan, unit_rows: Ints) -> None:
-    """Write what is left of a plan whose shards lie there; `plan.json` comes last.
+def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
+    """Write what is left of a plan whose shards lie there, and return the plan that holds.
+
+    `plan.json` comes last. Where another driver was faster, its plan is returned.
 
     Args:
         sink: of the job.
         stored: what `plan.json` will say.
-        unit_rows: int64 [U], rows of each unit.
+        units: of the plan.
 
     Raises:
-        ConfigError: a plan lies there already, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
-    units = _as_bytes(pa.table({"num_rows": unit_rows}))
-    _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", units)
+    table = pa.table({"num_rows": units.unit_rows, "row_sum": units.row_sums})
+    _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
     if not _create(sink, PLAN_PATH, text.encode()):
-        raise ConfigError(
-            f"{sink.rstrip('/')}/{PLAN_PATH} is there already, so another run writes here; choose "
-            "another folder, or set overwrite=True (--overwrite in a shell) when it has ended"
-        )
+        logger.info("another run was faster to plan %s; its plan is followed", sink)
+    return read_plan(sink)
 
 
 def read_plan(sink: str) -> StoredPlan:
@@ -209,15 +216,30 @@ def read_plan(sink: str) -> StoredPlan:
         with fsspec.open(path, "rb") as file:
             values = json.loads(file.read())
         for name in ("files", "shards"):
-            values[name] = tuple((str(file), int(rows)) for file, rows in values[name])
+            values[name] = tuple(tuple(found) for found in values[name])
         stored = StoredPlan(**values)
         if stored.version != _VERSION:
             raise ConfigError(f"{path} has version {stored.version}; this is {_VERSION}")
         return stored
 
 
+def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
+    """Return rows and sums of the units of a plan that lies below the sink."""
+    path = f"{sink.rstrip('/')}/_raybatch/plan/{stored.hash}/units.arrow"
+    with told_as(f"{path} cannot be read, and without it the output cannot be gone on with"):
+        with fsspec.open(path, "rb") as file:
+            table = pa.ipc.open_file(file).read_all()
+        return UnitPlan(
+            hash=stored.hash,
+            unit_rows=table.column("num_rows").to_numpy(),
+            row_sums=table.column("row_sum").to_numpy(),
+        )
+
+
 def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
     """Return what the plan says of rows `start` to `stop` of the source, in input order."""
+    if not stored.shards:
+        return rows_in_stretches(read_units(sink, stored).unit_rows, np.arange(start, stop))
     firsts = [first for _, first in stored.shards] + [stored.num_rows]
     parts = []
     for (name, first), end in zip(stored.shards, firsts[1:], strict=True):
@@ -231,6 +253,21 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
                 )
             parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
     return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
+
+
+def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
+    """Return what a plan says of rows whose units are stretches of the input.
+
+    Args:
+        unit_rows: int64 [U], rows of each unit.
+        row: int64 [R], numbers of rows in the source.
+    """
+    ends = np.cumsum(unit_rows)
+    unit = np.searchsorted(ends, row, side="right")
+    pos = row - (ends - unit_rows)[unit]
+    nothing, unknown = np.zeros(len(row), np.int32), np.full(len(row), np.nan)
+    alone = np.full(len(row), -1)
+    return make_shard(unit.astype(np.int32), pos.astype(np.int32), alone, nothing, unknown)
 
 
 def log_plan(stored: StoredPlan, seconds: float) -> None:
@@ -247,12 +284,13 @@ def log_plan(stored: StoredPlan, seconds: float) -> None:
     )
 
 
-def files_of(source: Source) -> tuple[tuple[str, int], ...]:
-    """Return name and number of rows of each file of a source, in order."""
-    rows: dict[str, int] = {}
-    for part in source.slices:
-        rows[part.name] = rows.get(part.name, 0) + part.num_rows
-    return tuple(rows.items())
+def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
+    """Return the units of a plan that are stretches of the input, one after the other."""
+    sums = [
+        row_sum(np.arange(end - size, end))
+        for size, end in zip(unit_rows, np.cumsum(unit_rows), strict=True)
+    ]
+    return UnitPlan(hash=plan, unit_rows=unit_rows, row_sums=np.array(sums, np.uint64))
 
 
 def _create(sink: str, name: str, data: bytes) -> bool:

@@ -1,0 +1,183 @@
+"""What decides the answers of a job, as named texts that a later run can be compared with.
+
+Settings that decide only the order or the speed of a run (plan, pool, KV memory, replicas) are no
+part of it: what is stored of them holds on resume.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+
+from raybatch.engine.model_source import model_fingerprint
+from raybatch.errors import ConfigError, encodable
+from raybatch.stages.options import StageConfig
+from raybatch.stages.prepare import find_model
+from raybatch.stages.source import Source
+from raybatch.stages.storage import told_as
+
+__all__ = ["InputFile", "check_same", "fingerprint", "input_files", "output_schema"]
+
+PROTOCOL = "2"
+# of the engine's options, those that decide results
+_ENGINE_OPTIONS = ("dtype", "max_model_len")
+# options that change no result, or that have a field of their own
+_NO_RESULT = ("model", "dedup", "on_error", "pool", "engine", "sampling", "backend", "id_column")
+# of a checkpoint: what makes tokens of a prompt, and what ends an output
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
+_MAX_TEXT = 200
+_TAIL_BYTES = 64 << 10
+_THREADS = 16
+
+# name, rows, and a digest of size and end
+InputFile = tuple[str, int, str]
+
+
+def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
+    """Return what decides the answers beside the input files, name to text.
+
+    Long texts and functions are there as digests.
+
+    Args:
+        config: of the stage, as the user gave it.
+        schema: of the output.
+    """
+    found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
+    for field in dataclasses.fields(config):
+        if field.name not in _NO_RESULT:
+            found[field.name] = getattr(config, field.name)
+    for field in dataclasses.fields(config.sampling):
+        found[f"sampling.{field.name}"] = getattr(config.sampling, field.name)
+    for name in _ENGINE_OPTIONS:
+        found[f"engine.{name}"] = getattr(config.engine, name)
+    found["id_column"] = config.id_column
+    found["backend"] = dataclasses.asdict(config.backend)
+    found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
+    return {name: _as_text(value) for name, value in found.items()}
+
+
+def _model(config: StageConfig) -> dict[str, str]:
+    """Return digests of the model's files: under another name it is the same model."""
+    folder = find_model(config)
+    digest = hashlib.blake2b(digest_size=8)
+    for name in _TEXT_FILES:
+        if (path := folder / name).is_file():
+            digest.update(f"\0{name}\0".encode() + path.read_bytes())
+    found = {"model.tokenizer": digest.hexdigest()}
+    if config.backend.kind != "fake":
+        found["model.weights"] = model_fingerprint(folder)
+    return found
+
+
+def _as_text(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=_describe)
+    if len(text) <= _MAX_TEXT:
+        return encodable(text)
+    digest = hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+    return f"{encodable(text[: _MAX_TEXT // 2])}... ({len(text)} characters, {digest})"
+
+
+def _describe(value: object) -> object:
+    if callable(value):
+        return f"function {getattr(value, '__qualname__', type(value).__name__)} {_source(value)}"
+    if isinstance(value, Mapping):
+        return dict(value)
+    return repr(value)
+
+
+def _source(function: Callable[..., object]) -> str:
+    """Return a digest of a function's source, or of its code where there is no source."""
+    try:
+        content = inspect.getsource(function).encode()
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        content = b"" if code is None else code.co_code + repr(code.co_consts).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def output_schema(source: pa.Schema, config: StageConfig) -> pa.Schema:
+    """Return the one schema of every part: the user's columns, then those of the stage."""
+    output = config.output
+    kept = [field for field in source if field.name != output.prefix + "row_id"]
+    return pa.schema([*kept, *output.arrow()], metadata=source.metadata)
+
+
+def input_files(source: Source) -> tuple[InputFile, ...]:
+    """Return every file of a source with its rows, and a digest of its size and its end.
+
+    Parquet has sizes, places and statistics of all pages at its end. Times of change are no part
+    of it: a copy of the input is the same input.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    rows: dict[tuple[str, str], int] = {}
+    for part in source.slices:
+        rows[part.name, part.path] = rows.get((part.name, part.path), 0) + part.num_rows
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = pool.map(_digest, [path for _, path in rows])
+        return tuple(
+            (name, num_rows, digest)
+            for ((name, _), num_rows), digest in zip(rows.items(), digests, strict=True)
+        )
+
+
+def _digest(path: str) -> str:
+    with told_as(f"source file {path} cannot be read"):
+        fs, name = fsspec.core.url_to_fs(path)
+        size = fs.size(name)
+        tail = fs.cat_file(name, start=max(0, size - _TAIL_BYTES), end=size)
+    return hashlib.blake2b(tail, digest_size=8, salt=int(size).to_bytes(8, "little")).hexdigest()
+
+
+def check_same(
+    sink: str,
+    *,
+    stored: Mapping[str, str],
+    stored_files: Sequence[InputFile],
+    now: Mapping[str, str],
+    files: Sequence[InputFile],
+) -> None:
+    """Raise ConfigError where the output below a sink was begun by a job with other answers.
+
+    The error names what is different: options, and files of the input.
+    """
+    different = [
+        f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
+        for name in sorted({*stored, *now})
+        if stored.get(name) != now.get(name)
+    ]
+    different += _different_files(stored_files, files)
+    if different:
+        raise ConfigError(
+            f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
+            "go on with it, choose another folder, or set overwrite=True (--overwrite in a shell) "
+            "to begin again"
+        )
+
+
+def _different_files(stored: Sequence[InputFile], files: Sequence[InputFile]) -> list[str]:
+    before, after = ({name: rest for name, *rest in found} for found in (stored, files))
+    said = []
+    for what, names in (
+        ("is missing", sorted(before.keys() - after.keys())),
+        ("is new", sorted(after.keys() - before.keys())),
+        ("has changed", sorted(n for n in before.keys() & after.keys() if before[n] != after[n])),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            said.append(f"the input file {names[0]}{more} {what}")
+    # where rows stand follows from the order of the files, which follows from their names
+    return said

@@ -1,0 +1,137 @@
+"""`UnitFeeder`: a stage that answers whole units of a plan and writes each as it completes.
+
+Only receipts travel back through Ray: a lost object or a task that Ray runs again costs no row.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.stages.batches import to_table
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
+from raybatch.stages.ray_errors import message_kept
+from raybatch.stages.unit_writer import UnitWriter
+
+__all__ = ["RECEIPT_SCHEMA", "PlacedFeeder", "UnitFeeder"]
+
+RECEIPT_SCHEMA = pa.schema([("unit", pa.int64()), ("num_rows", pa.int64()), ("won", pa.bool_())])
+# units whose rows a feeder has handed to the pool
+_UNITS_IN_FLIGHT = 16
+# rows of a unit that are asked for together: finished ones can be kept before the unit is complete
+_ROWS_PER_CALL = 256
+_MAX_ROWS_PER_CALL = 512
+
+_T = TypeVar("_T")
+
+
+class PlacedFeeder(StageFeeder):
+    """A stage that leaves rows their places in the plan."""
+
+    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
+        self._no_cpu_hint.stop()
+        with message_kept():
+            return await self._answer_placed(to_table(batch))
+
+    async def _answer_placed(self, table: pa.Table) -> pa.Table:
+        columns = {name: table.column(name) for name in (RANK, ROW)}
+        return with_columns(await self._answer(table), columns)
+
+
+class UnitFeeder(PlacedFeeder):
+    """A stage that writes.
+
+    Attributes:
+        writer: of the run.
+        flush_every_s: finished rows of a unit that is not complete are kept so often.
+    """
+
+    writer: ClassVar[UnitWriter]
+    flush_every_s: ClassVar[float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots = asyncio.Semaphore(_UNITS_IN_FLIGHT)
+
+    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
+        """Answer the units of a block, write them, and return a receipt for each.
+
+        Raises:
+            ConfigError: the sink cannot be written.
+            RowError: a row failed and the stage has on_error="raise".
+        """
+        self._no_cpu_hint.stop()
+        with message_kept():
+            table = to_table(batch).sort_by(RANK)
+            units, _ = places(table)
+            starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
+            runs = [
+                self._run(int(units[start]), table.slice(start, stop - start))
+                for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
+            ]
+            receipts = [receipt for receipt in await _all_of(runs) if receipt is not None]
+        return pa.Table.from_pylist(receipts, schema=RECEIPT_SCHEMA)
+
+    async def _run(self, unit: int, rows: pa.Table) -> dict[str, Any] | None:
+        async with self._slots:
+            receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
+            if receipt is None:
+                journal = await asyncio.to_thread(self.writer.journal_of, unit)
+                finished = await self._finish_unit(unit, _without(rows, journal), journal)
+                receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
+        if receipt is None:
+            return None
+        return {"unit": receipt.unit, "num_rows": receipt.num_rows, "won": receipt.won}
+
+    async def _finish_unit(self, unit: int, rows: pa.Table, journal: pa.Table) -> pa.Table:
+        """Generate the rows of a unit; what is finished is kept from time to time."""
+        finished, num_kept, kept_s = [journal], 1, time.monotonic()
+        calls = [asyncio.ensure_future(self._answer_placed(call)) for call in _calls(rows)]
+        try:
+            for number, call in enumerate(asyncio.as_completed(calls), start=1):
+                finished.append(await call)
+                is_due = time.monotonic() - kept_s >= self.flush_every_s
+                if is_due and number < len(calls):
+                    new = pa.concat_tables(finished[num_kept:])
+                    await asyncio.to_thread(self.writer.flush, unit, new)
+                    num_kept, kept_s = len(finished), time.monotonic()
+        finally:
+            for call in calls:
+                call.cancel()
+        return pa.concat_tables(finished, promote_options="permissive")
+
+
+async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Return all results; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _without(rows: pa.Table, journal: pa.Table) -> pa.Table:
+    """Return the rows that are not in the journal."""
+    if not journal.num_rows:
+        return rows
+    is_known = np.isin(rows.column(RANK).to_numpy(), journal.column(RANK).to_numpy())
+    return rows.filter(pa.array(~is_known))
+
+
+def _calls(rows: pa.Table) -> list[pa.Table]:
+    """Cut the rows of a unit into calls, at borders between groups where one is near."""
+    groups = take_groups(rows)
+    calls, start = [], 0
+    while start < rows.num_rows:
+        stop = min(start + _ROWS_PER_CALL, rows.num_rows)
+        furthest = min(start + _MAX_ROWS_PER_CALL, rows.num_rows)
+        while stop < furthest and groups[stop] >= 0 and groups[stop] == groups[stop - 1]:
+            stop += 1
+        calls.append(rows.slice(start, stop - start))
+        start = stop
+    return calls

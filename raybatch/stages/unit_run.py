@@ -1,0 +1,94 @@
+"""Runs datasets of planned rows through feeders that write, and collects what comes back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.durable.commit import committed
+from raybatch.durable.layout import FRAGMENTS
+from raybatch.durable.store import open_store
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.plan.store import StoredPlan
+from raybatch.stages.plan_columns import RANK, places
+from raybatch.stages.ray_errors import errors_told_once, own_cause
+from raybatch.stages.storage import told_as
+from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
+from raybatch.stages.unit_writer import UnitWriter, plan_units
+
+__all__ = ["FeederRunner"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeederRunner:
+    """Runs planned rows through the feeders of a stage; see `planned.UnitRunner`.
+
+    Args:
+        stage: of the run.
+        sink: of the job.
+        schema: of every part.
+        attempt: name of the run.
+        flush_every_s: finished rows of a unit that is not complete are kept so often.
+    """
+
+    stage: type[StageFeeder]
+    sink: str
+    schema: pa.Schema
+    attempt: str
+    flush_every_s: float
+
+    def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
+        with told_as(f"sink {self.sink!r} cannot be read"):
+            done = committed(open_store(self.sink), plan_units(self.sink, stored))
+        return ~done
+
+    def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
+        options = {"writer": self._writer(stored), "flush_every_s": self.flush_every_s}
+        feeder = self._feeder(UnitFeeder, **options)
+        for _ in _results(dataset, feeder):
+            pass
+
+    def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
+        return pa.concat_tables(_results(dataset, self._feeder(PlacedFeeder)))
+
+    def keep(self, stored: StoredPlan, finished: pa.Table) -> None:
+        writer, finished = self._writer(stored), finished.sort_by(RANK)
+        units, _ = places(finished)
+        for unit in np.unique(units).tolist():
+            begin, end = np.searchsorted(units, [unit, unit + 1])
+            if writer.receipt_of(unit) is None:
+                writer.deliver(unit, finished.slice(begin, end - begin))
+
+    def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
+        stage = self.stage
+        own = {"config": stage.config, "pool": stage.pool, "client": stage.client}
+        return type(base.__name__, (base,), own | attributes)
+
+    def _writer(self, stored: StoredPlan) -> UnitWriter:
+        return UnitWriter(
+            sink=self.sink,
+            stored=stored,
+            schema=self.schema,
+            output=self.stage.config.output,
+            attempt=self.attempt,
+            has_journal=bool(open_store(self.sink).names(FRAGMENTS)),
+        )
+
+
+def _results(dataset: Any, feeder: type[StageFeeder]) -> list[pa.Table]:  # noqa: ANN401
+    """Return what feeders give back for the blocks of a dataset."""
+    # A run of long outputs may finish no block for half an hour, and progress is shown here.
+    dataset.context.execution_no_progress_timeout_s = -1
+    dataset.context.enable_progress_bars = False
+    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
+    dataset.context.issue_detectors_config.detectors = []
+    # Ray's wrapper of an exception loses the cause on its way to the driver.
+    dataset.context.raise_original_map_exception = True
+    try:
+        with errors_told_once():
+            answered = feeder.apply(dataset, batch_size=None)
+            return list(answered.iter_batches(batch_size=None, batch_format="pyarrow"))
+    except Exception as error:
+        raise own_cause(error) or error from None

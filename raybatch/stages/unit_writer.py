@@ -1,0 +1,130 @@
+"""Writes finished rows below the sink of a job, unit by unit, each exactly once."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.durable.commit import commit_unit, receipt_of
+from raybatch.durable.journal import read_fragments, write_fragment
+from raybatch.durable.protocols import Store
+from raybatch.durable.store import open_store
+from raybatch.durable.units import Receipt, UnitPlan
+from raybatch.stages.plan.store import StoredPlan, read_units
+from raybatch.stages.plan_columns import RANK, ROW, places, with_columns
+from raybatch.stages.schema import OutputSchema
+from raybatch.stages.storage import told_as
+from raybatch.stages.tally import unit_counts
+
+__all__ = ["UnitWriter", "in_schema", "plan_units"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitWriter:
+    """What a feeder needs to write units; travels to it.
+
+    Args:
+        sink: of the job.
+        stored: the plan that holds.
+        schema: of every part.
+        output: the columns of the stage.
+        attempt: name of the run, for people alone.
+        has_journal: some rows of units that are not complete are in the journal.
+    """
+
+    sink: str
+    stored: StoredPlan
+    schema: pa.Schema
+    output: OutputSchema
+    attempt: str
+    has_journal: bool
+
+    def receipt_of(self, unit: int) -> Receipt | None:
+        """Return the receipt of a unit that is written already; None where it is not."""
+        return receipt_of(self._store, self._plan.unit(unit), self.stored.hash)
+
+    def size_of(self, unit: int) -> int:
+        """Return the rows of a unit."""
+        return int(self._plan.unit_rows[unit])
+
+    def journal_of(self, unit: int) -> pa.Table:
+        """Return finished rows of a unit that an earlier attempt left, with their places."""
+        if not self.has_journal:
+            return self._with_places().empty_table()
+        return self._in_schema(read_fragments(self._store, unit))
+
+    def flush(self, unit: int, finished: pa.Table) -> None:
+        """Keep finished rows of a unit that is not complete, with their places."""
+        with told_as(self._told()):
+            write_fragment(self._store, unit, self._in_schema(finished), self.attempt)
+
+    def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
+        """Write a unit, or where rows are missing keep these until the others come.
+
+        Args:
+            unit: number of the unit.
+            finished: rows of it with their places; those of the journal may be among them.
+
+        Returns:
+            The receipt; None where rows are missing.
+        """
+        with told_as(self._told()):
+            if finished.num_rows < self.size_of(unit):
+                self.flush(unit, finished)
+                finished = self._in_schema(read_fragments(self._store, unit))
+                if finished.num_rows < self.size_of(unit):
+                    return None
+            return self._commit(unit, self._in_schema(finished))
+
+    def _commit(self, unit: int, finished: pa.Table) -> Receipt:
+        _, positions = places(finished)
+        rows = finished.drop_columns([RANK, ROW])
+        return commit_unit(
+            self._store,
+            self._plan.unit(unit),
+            rows,
+            pos=positions,
+            row=finished.column(ROW).to_numpy(),
+            counts=unit_counts(rows, self.output),
+            plan_hash=self.stored.hash,
+            attempt=self.attempt,
+        )
+
+    @property
+    def _store(self) -> Store:
+        return _open(self.sink)
+
+    @property
+    def _plan(self) -> UnitPlan:
+        return plan_units(self.sink, self.stored)
+
+    def _with_places(self) -> pa.Schema:
+        return self.schema.append(pa.field(RANK, pa.int64())).append(pa.field(ROW, pa.int64()))
+
+    def _in_schema(self, table: pa.Table) -> pa.Table:
+        return in_schema(table, self._with_places())
+
+    def _told(self) -> str:
+        return f"sink {self.sink!r} cannot be written any more, so the job ends"
+
+
+def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the table in exactly `schema`; a missing column or another type raises."""
+    return table.select(schema.names).cast(schema)
+
+
+@lru_cache(maxsize=8)
+def _open(sink: str) -> Store:
+    return open_store(sink)
+
+
+_units: dict[tuple[str, str], UnitPlan] = {}
+
+
+def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
+    """Return the units of a plan, which never change, read once in a process."""
+    key = sink, stored.hash
+    if key not in _units:
+        _units[key] = read_units(sink, stored)
+    return _units[key]
