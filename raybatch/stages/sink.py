@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from ray.data import Datasink
 
+from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.stages.ray_errors import message_kept
-from raybatch.stages.storage import create_file, told_as
+from raybatch.stages.storage import told_as
 
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
@@ -71,12 +72,11 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     for path, name in sorted(files.items()):
         if _WRITTEN.fullmatch(name) and name != _MARKER:
             fs.rm_file(path)
-    marker = posixpath.join(root, _MARKER)
-    fs.makedirs(posixpath.dirname(marker), exist_ok=True)
     said = json.dumps({"writer": "raybatch", "layout": 1}).encode()
+    store = open_store(sink)
     if is_overwrite:
-        fs.pipe_file(marker, said)
-    elif not create_file(fs.unstrip_protocol(marker), said):
+        store.replace(_MARKER, said)
+    elif not store.create(_MARKER, said):
         raise ConfigError(f"another run has begun to write to the sink {sink!r}; choose another")
 
 

@@ -22,12 +22,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
+from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
 from raybatch.stages.source import Source
-from raybatch.stages.storage import create_file, told_as
+from raybatch.stages.storage import told_as
 
 __all__ = [
     "PLAN_PATH",
@@ -256,9 +257,8 @@ def files_of(source: Source) -> tuple[tuple[str, int], ...]:
 
 
 def _create(sink: str, name: str, data: bytes) -> bool:
-    path = f"{sink.rstrip('/')}/{name}"
-    with told_as(f"{path} cannot be written"):
-        return create_file(path, data)
+    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+        return open_store(sink).create(name, data)
 
 
 def _as_bytes(table: pa.Table) -> bytes:
