@@ -222,6 +222,11 @@ def is_hub_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
+def armed_fault() -> str | None:
+    """Return the point where this process shall die (RAYBATCH_FAULT), for tests of recovery."""
+    return os.environ.get("RAYBATCH_FAULT") or None
+
+
 def cache_dir() -> Path:
     """Return the folder for files that can be made again: downloads and prepared weights.
 

@@ -5,6 +5,7 @@
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
       RowError                        raised only where the user asked for on_error="raise"
+      CommitError                     an output that is not what the plan of its job says
       MeasureError                    the cost of a backend could not be measured
       MissingDependency(ImportError)  an optional package is not installed
 
@@ -65,6 +66,10 @@ class ReplicaError(RaybatchError):
 
 class RowError(RaybatchError):
     """A row failed and the stage was built with on_error="raise"."""
+
+
+class CommitError(RaybatchError):
+    """Rows, a part or a whole output are not what the plan of the job says; nothing was changed."""
 
 
 class MeasureError(RaybatchError):

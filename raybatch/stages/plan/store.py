@@ -22,13 +22,22 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
+<<<<<<< HEAD
 from raybatch.durable.units import UnitPlan, row_sum
+=======
+from raybatch.durable.store import open_store
+>>>>>>> durable
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
+<<<<<<< HEAD
 from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.storage import create_file, told_as
+=======
+from raybatch.stages.source import Source
+from raybatch.stages.storage import told_as
+>>>>>>> durable
 
 __all__ = [
     "PLAN_PATH",
@@ -294,9 +303,8 @@ def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
 
 
 def _create(sink: str, name: str, data: bytes) -> bool:
-    path = f"{sink.rstrip('/')}/{name}"
-    with told_as(f"{path} cannot be written"):
-        return create_file(path, data)
+    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+        return open_store(sink).create(name, data)
 
 
 def _as_bytes(table: pa.Table) -> bytes:

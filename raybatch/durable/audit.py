@@ -1,0 +1,221 @@
+"""The audit of an output, and the file that says that it is complete."""
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.durable.commit import listed_units
+from raybatch.durable.fault_points import reach
+from raybatch.durable.layout import SUCCESS, part_name
+from raybatch.durable.parts import PARQUET, PartFormat, read_footer
+from raybatch.durable.protocols import Store
+from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
+from raybatch.errors import CommitError
+
+__all__ = ["Audit", "audit", "finish", "is_finished"]
+
+Ints = npt.NDArray[np.int64]
+
+# units that one thread takes at a time: their counts are added up before they are kept
+_UNITS_PER_SHARE = 256
+_NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audit:
+    """What is in an output, beside what should be.
+
+    Args:
+        num_units: of the plan.
+        expected_rows: of the plan.
+        written_rows: in parts of the plan, as their footers say.
+        lost_rows: of the plan, in no part of it.
+        duplicated_rows: in parts beyond the rows that the plan gives to their units.
+        num_missing: units without a part.
+        missing: numbers of the first of them.
+        num_foreign: files that are no part of a unit of this plan.
+        foreign: what is wrong with the first of them.
+        counts: of all rows.
+    """
+
+    num_units: int
+    expected_rows: int
+    written_rows: int
+    lost_rows: int
+    duplicated_rows: int
+    num_missing: int
+    missing: tuple[int, ...]
+    num_foreign: int
+    foreign: tuple[str, ...]
+    counts: UnitCounts
+
+    @property
+    def is_clean(self) -> bool:
+        """Return whether every row of the plan is in the output exactly once."""
+        return not (
+            self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
+        ) and (self.written_rows == self.expected_rows)
+
+    def __str__(self) -> str:
+        said = (
+            f"expected {self.expected_rows}, written {self.written_rows}, lost {self.lost_rows}, "
+            f"duplicated {self.duplicated_rows}"
+        )
+        if self.num_missing:
+            units = ", ".join(str(unit) for unit in self.missing)
+            said += f"; {self.num_missing} units are missing, such as {units}"
+        if self.num_foreign:
+            said += f"; {self.num_foreign} foreign files: {'; '.join(self.foreign)}"
+        return said
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What the parts of some units say."""
+
+    written_rows: int
+    lost_rows: int
+    duplicated_rows: int
+    num_foreign: int
+    foreign: tuple[str, ...]
+    counts: UnitCounts
+
+
+def audit(
+    store: Store,
+    plan: UnitPlan,
+    *,
+    num_threads: int = 16,
+    part_format: PartFormat = PARQUET,
+) -> Audit:
+    """Compare an output with its plan, from one listing and the footers of all parts.
+
+    Nothing is raised for what is wrong with the output, and memory does not grow with it.
+
+    Args:
+        store: of the sink.
+        plan: that the output should follow.
+        num_threads: footers that are read at once; with 1 no thread is started.
+        part_format: of the parts.
+    """
+    reach("before_audit")
+    is_done, unknown = listed_units(store, plan)
+    present, missing = np.flatnonzero(is_done), np.flatnonzero(~is_done)
+    starts = range(0, len(present), _UNITS_PER_SHARE)
+
+    def read(start: int) -> _Share:
+        return _read_share(store, plan, present[start : start + _UNITS_PER_SHARE], part_format)
+
+    if num_threads == 1:
+        total = _add_shares(map(read, starts))
+    else:
+        with ThreadPoolExecutor(num_threads) as threads:
+            total = _add_shares(threads.map(read, starts))
+    strangers = tuple(f"{store.uri}/{name} is no part of the plan" for name in unknown)
+    return Audit(
+        num_units=plan.num_units,
+        expected_rows=plan.num_rows,
+        written_rows=total.written_rows,
+        lost_rows=total.lost_rows + int(plan.unit_rows[missing].sum()),
+        duplicated_rows=total.duplicated_rows,
+        num_missing=len(missing),
+        missing=tuple(int(unit) for unit in missing[:_NUM_EXAMPLES]),
+        num_foreign=total.num_foreign + len(unknown),
+        foreign=(strangers + total.foreign)[:_NUM_EXAMPLES],
+        counts=total.counts,
+    )
+
+
+def finish(store: Store, plan: UnitPlan, found: Audit) -> None:
+    """Create the file that says that the output is complete; it is fine if it is there.
+
+    Raises:
+        CommitError: the audit is not clean.
+    """
+    if not found.is_clean:
+        raise CommitError(f"the output {store.uri} is not complete: {found}")
+    said = {
+        "protocol": PROTOCOL,
+        "plan": plan.hash,
+        "units": plan.num_units,
+        "rows": plan.num_rows,
+        "counts": found.counts.to_json(),
+    }
+    if not plan.is_partitioned:
+        said["files"] = [part_name(number) for number in range(plan.num_units)]
+    reach("before_success")
+    store.create(SUCCESS, json.dumps(said, sort_keys=True).encode())
+    reach("after_success")
+
+
+def is_finished(store: Store, plan: UnitPlan) -> bool:
+    """Return whether the output is complete.
+
+    Raises:
+        CommitError: it is, and it belongs to another plan.
+    """
+    try:
+        said = json.loads(store.read(SUCCESS))
+    except FileNotFoundError:
+        return False
+    if said.get("plan") != plan.hash:
+        raise CommitError(
+            f"{store.uri}/{SUCCESS} belongs to plan {said.get('plan')}, not to {plan.hash}; choose "
+            "another folder"
+        )
+    return True
+
+
+def _read_share(store: Store, plan: UnitPlan, units: Ints, part_format: PartFormat) -> _Share:
+    written = lost = duplicated = 0
+    foreign = []
+    counts = []
+    for number in units.tolist():
+        unit = plan.unit(number)
+        where = f"{store.uri}/{part_name(number)}"
+        try:
+            footer = read_footer(store, part_name(number), part_format)
+            footer.check_plan(unit, plan.hash, where)
+        except (CommitError, FileNotFoundError) as error:
+            foreign.append(str(error))
+            lost += unit.num_rows
+            continue
+        written += footer.num_rows
+        lost += max(0, unit.num_rows - footer.num_rows)
+        duplicated += max(0, footer.num_rows - unit.num_rows)
+        if footer.num_rows == unit.num_rows and footer.row_sum != unit.row_sum:
+            foreign.append(f"{where} holds other rows than the plan says")
+        counts.append(footer.counts)
+    return _Share(
+        written_rows=written,
+        lost_rows=lost,
+        duplicated_rows=duplicated,
+        num_foreign=len(foreign),
+        foreign=tuple(foreign[:_NUM_EXAMPLES]),
+        counts=sum_counts(counts),
+    )
+
+
+def _add_shares(shares: Iterable[_Share]) -> _Share:
+    total = _Share(
+        written_rows=0,
+        lost_rows=0,
+        duplicated_rows=0,
+        num_foreign=0,
+        foreign=(),
+        counts=UnitCounts(),
+    )
+    for share in shares:
+        total = _Share(
+            written_rows=total.written_rows + share.written_rows,
+            lost_rows=total.lost_rows + share.lost_rows,
+            duplicated_rows=total.duplicated_rows + share.duplicated_rows,
+            num_foreign=total.num_foreign + share.num_foreign,
+            foreign=(total.foreign + share.foreign)[:_NUM_EXAMPLES],
+            counts=sum_counts((total.counts, share.counts)),
+        )
+    return total

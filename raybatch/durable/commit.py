@@ -1,0 +1,174 @@
+"""The commit of a unit: its rows are checked, then its part is created once.
+
+A row belongs to one unit of a plan that never changes, a unit has one name, and a part holds all
+rows of its unit; so every row is in the output once or not at all, whoever else is at work.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.durable.fault_points import reach
+from raybatch.durable.layout import DATA, DONE, done_unit, part_name, part_unit
+from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
+from raybatch.durable.protocols import Store
+from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
+from raybatch.errors import CommitError
+
+__all__ = [
+    "Receipt",
+    "Unit",
+    "UnitCounts",
+    "UnitPlan",
+    "check_rows",
+    "commit_unit",
+    "committed",
+    "listed_units",
+    "receipt_of",
+]
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+def commit_unit(
+    store: Store,
+    unit: Unit,
+    table: pa.Table,
+    *,
+    pos: Ints,
+    row: Ints,
+    counts: UnitCounts,
+    plan_hash: str,
+    attempt: str,
+    part_format: PartFormat = PARQUET,
+) -> Receipt:
+    """Write the part of a unit, unless another attempt has written it.
+
+    Args:
+        store: of the sink.
+        unit: what the plan says of it.
+        table: all rows of the unit in the one schema of the output, in any order.
+        pos: int64 [R], position of each row in its unit.
+        row: int64 [R], number of each row in the whole input.
+        counts: of these rows.
+        plan_hash: of the plan that holds.
+        attempt: who writes; for people alone.
+        part_format: of the file.
+
+    Returns:
+        What is in the output now; another attempt's counts where that one was first.
+
+    Raises:
+        CommitError: the rows are not those of the unit, once each, or a part of another plan lies
+            there. Nothing was written.
+    """
+    if not table.num_rows == len(pos) == counts.num_rows:
+        raise CommitError(
+            f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions and counts of "
+            f"{counts.num_rows} rows"
+        )
+    check_rows(unit, pos, row)
+    if np.any(pos[1:] < pos[:-1]):
+        table = table.take(np.argsort(pos))
+    footer = Footer(
+        unit=unit.number,
+        num_rows=unit.num_rows,
+        row_sum=unit.row_sum,
+        plan=plan_hash,
+        attempt=attempt,
+        counts=counts,
+    )
+    data = part_format.part(table, footer)
+    reach("before_publish", unit=unit.number)
+    won = store.create(part_name(unit.number), data)
+    reach("after_publish", unit=unit.number)
+    if won:
+        return Receipt(unit=unit.number, num_rows=unit.num_rows, won=True, counts=counts)
+    stored = receipt_of(store, unit, plan_hash, part_format)
+    if stored is None:
+        raise CommitError(
+            f"{store.uri}/{part_name(unit.number)} was there and is gone; somebody else removes "
+            "files of this output"
+        )
+    return stored
+
+
+def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
+    """Raise CommitError unless these are the rows of the unit, once each.
+
+    Args:
+        unit: what the plan says of it.
+        pos: int64 [R], position of each row in its unit.
+        row: int64 [R], number of each row in the whole input.
+    """
+    if len(pos) != unit.num_rows or len(row) != len(pos):
+        raise CommitError(f"unit {unit.number} has {unit.num_rows} rows, got {len(pos)}")
+    is_there = np.zeros(unit.num_rows, bool)
+    inside = pos[(pos >= 0) & (pos < unit.num_rows)]
+    is_there[inside] = True
+    if not is_there.all():
+        raise CommitError(
+            f"unit {unit.number}: position {int(np.argmin(is_there))} of {unit.num_rows} is "
+            "missing, so another is there twice or does not belong to it"
+        )
+    found = row_sum(row)
+    if found != unit.row_sum:
+        raise CommitError(
+            f"unit {unit.number}: its rows are not those of the plan (sum {found:016x}, planned "
+            f"{unit.row_sum:016x}); has the input changed since the plan was made?"
+        )
+
+
+def receipt_of(
+    store: Store, unit: Unit, plan_hash: str, part_format: PartFormat = PARQUET
+) -> Receipt | None:
+    """Return the receipt of a unit that is committed, None where it is not; one or two requests.
+
+    Raises:
+        CommitError: what lies under the name of its part is another unit's or another plan's.
+    """
+    name = part_name(unit.number)
+    try:
+        footer = read_footer(store, name, part_format)
+    except FileNotFoundError:
+        return None
+    footer.check(unit, plan_hash, f"{store.uri}/{name}")
+    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=False, counts=footer.counts)
+
+
+def committed(store: Store, plan: UnitPlan) -> Bools:
+    """Return which units are in the output, from one listing; no file is opened.
+
+    Returns:
+        bool [U].
+
+    Raises:
+        CommitError: a file lies there that is no part of a unit of the plan.
+    """
+    is_done, unknown = listed_units(store, plan)
+    if unknown:
+        raise CommitError(
+            f"{store.uri}/{unknown[0]} is no part of a unit of plan {plan.hash} "
+            f"({len(unknown)} such files); move them away, or choose another folder"
+        )
+    return is_done
+
+
+def listed_units(store: Store, plan: UnitPlan) -> tuple[Bools, list[str]]:
+    """Return which units are in the output, and the files that are no unit's.
+
+    Returns:
+        bool [U] and names, sorted.
+    """
+    is_done = np.zeros(plan.num_units, bool)
+    folder, unit_of = (DONE, done_unit) if plan.is_partitioned else (DATA, part_unit)
+    unknown = []
+    for name in store.names(folder):
+        number = unit_of(name)
+        is_ours = number is not None and (plan.is_partitioned or name == part_name(number))
+        if number is None or not is_ours or number >= plan.num_units:
+            unknown.append(name)
+        else:
+            is_done[number] = True
+    return is_done, unknown

@@ -1,0 +1,64 @@
+"""Points where a test lets the process die, to show that a run goes on after it.
+
+RAYBATCH_FAULT=after_publish:unit=3     dies when unit 3 gets there
+RAYBATCH_FAULT=after_publish            dies when the first one gets there
+"""
+
+import os
+
+from raybatch.config import armed_fault
+from raybatch.errors import ConfigError, did_you_mean
+
+__all__ = ["EXIT_CODE", "POINTS", "reach"]
+
+EXIT_CODE = 70
+
+POINTS = (
+    "before_shards",
+    "before_plan",
+    "after_plan",
+    "after_list",
+    "before_unit",
+    "after_rows",
+    "before_fragment",
+    "after_fragment",
+    "before_publish",
+    "after_publish",
+    "before_done",
+    "before_audit",
+    "before_success",
+    "after_success",
+)
+
+
+def reach(point: str, *, unit: int | None = None) -> None:
+    """Die here, at once and without any cleaning up, if the environment says so.
+
+    Args:
+        point: one of `POINTS`.
+        unit: what is being worked on, where it is one unit.
+
+    Raises:
+        ConfigError: RAYBATCH_FAULT names no point or no unit.
+    """
+    armed = armed_fault()
+    if armed is None:
+        return
+    name, only_unit = _parse(armed)
+    if name == point and only_unit in (None, unit):
+        os._exit(EXIT_CODE)
+
+
+def _parse(armed: str) -> tuple[str, int | None]:
+    name, _, where = armed.partition(":")
+    if name not in POINTS:
+        raise ConfigError(
+            f"RAYBATCH_FAULT={armed!r} names no point{did_you_mean(name, POINTS)}; there are "
+            f"{', '.join(POINTS)}"
+        )
+    if not where:
+        return name, None
+    key, _, number = where.partition("=")
+    if key != "unit" or not number.isdecimal():
+        raise ConfigError(f"RAYBATCH_FAULT={armed!r} must look like {name}:unit=3")
+    return name, int(number)

@@ -1,0 +1,123 @@
+"""Every name below a sink, and what a name says; no other module spells one.
+
+Names are relative to the sink and use "/". Nothing below `_raybatch/` ends in `.parquet`, because
+a reader of the sink's parent would take it for data.
+"""
+
+import re
+
+from raybatch.errors import ConfigError
+
+__all__ = [
+    "ATTEMPTS",
+    "DATA",
+    "DONE",
+    "FRAGMENTS",
+    "PLAN",
+    "RUNS",
+    "STAGING",
+    "SUCCESS",
+    "attempt_name",
+    "check_name",
+    "done_name",
+    "done_unit",
+    "fragment_folder",
+    "fragment_name",
+    "heartbeat_name",
+    "part_name",
+    "part_unit",
+    "probe_name",
+    "run_log_name",
+    "staging_name",
+]
+
+PLAN = "_raybatch/plan.json"
+SUCCESS = "_SUCCESS"
+DATA = "data"
+DONE = "_raybatch/done"
+STAGING = "_raybatch/staging"
+ATTEMPTS = "_raybatch/attempts"
+FRAGMENTS = "_raybatch/frag"
+RUNS = "_raybatch/runs"
+
+_DIGITS = r"(\d{6}|[1-9]\d{6,})"
+_PART = re.compile(rf"data/(?:[^/]+=[^/]+/)*part-{_DIGITS}\.parquet", re.ASCII)
+_DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it is one of a file below the root of a store.
+
+    Raises:
+        ConfigError: it is absolute, holds NUL or a backslash, or has an empty, "." or ".." step.
+    """
+    if any(step in ("", ".", "..") for step in name.split("/")):
+        raise ConfigError(
+            f"the name {name!r} could leave the output folder; names are relative, without empty "
+            "steps, '.' and '..'"
+        )
+    if "\0" in name or "\\" in name:
+        raise ConfigError(f"the name {name!r} holds NUL or a backslash, which file systems cut")
+    return name
+
+
+def part_name(unit: int, partition: str = "") -> str:
+    """Return the name of a unit's part.
+
+    Args:
+        unit: number of the unit.
+        partition: steps such as "lang=en/year=2024" where the output is partitioned.
+    """
+    return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
+
+
+def part_unit(name: str) -> int | None:
+    """Return the unit that a file below `data/` belongs to; None where the name is no part's."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def done_name(unit: int) -> str:
+    """Return the name of the record that a unit of a partitioned output is complete."""
+    return f"{DONE}/{unit:06d}.json"
+
+
+def done_unit(name: str) -> int | None:
+    """Return the unit that a file below `_raybatch/done/` stands for; None where it is another."""
+    match = _DONE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def fragment_folder(unit: int) -> str:
+    """Return the folder of the journal of a unit."""
+    return f"{FRAGMENTS}/{unit:06d}"
+
+
+def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str:
+    """Return the name of a fragment of a unit's journal."""
+    return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
+
+
+def attempt_name(unit: int, number: int) -> str:
+    """Return the name of the marker that a unit was tried again after a crash."""
+    return f"{ATTEMPTS}/{unit:06d}/{number}.json"
+
+
+def run_log_name(run_id: str, segment: int) -> str:
+    """Return the name of a segment of the log of a run."""
+    return f"{RUNS}/{run_id}/{segment:06d}.jsonl"
+
+
+def heartbeat_name(run_id: str) -> str:
+    """Return the name of the file that says when a run was last alive."""
+    return f"{RUNS}/{run_id}.alive"
+
+
+def staging_name(token: str) -> str:
+    """Return the name of a file that is not published yet; local stores alone have them."""
+    return f"{STAGING}/{token}"
+
+
+def probe_name(token: str) -> str:
+    """Return the name of a file that shows whether a store creates files exclusively."""
+    return f"_raybatch/probe-{token}"

@@ -1,0 +1,147 @@
+"""The bytes of a part: Parquet, with what the protocol must know of it in the footer."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raybatch.durable.protocols import Store
+from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
+from raybatch.errors import CommitError, error_text
+
+__all__ = ["PARQUET", "Footer", "PartFormat", "read_footer"]
+
+FOOTER_KEY = "raybatch"
+_MAGIC = b"PAR1"
+# most footers are smaller, so that one request reads them
+_TAIL_BYTES = 16 << 10
+_MAX_FOOTER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footer:
+    """What a part says of itself.
+
+    Args:
+        unit: number of the unit.
+        num_rows: in this file.
+        row_sum: of the rows in this file, see `units.row_sum`.
+        plan: hash of the plan.
+        attempt: who wrote it; for people alone.
+        counts: of the rows in this file.
+    """
+
+    unit: int
+    num_rows: int
+    row_sum: int
+    plan: str
+    attempt: str
+    counts: UnitCounts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; the sum as text, because JSON numbers end at 2**53 for many."""
+        return {
+            "protocol": PROTOCOL,
+            "unit": self.unit,
+            "rows": self.num_rows,
+            "row_sum": f"{self.row_sum:016x}",
+            "plan": self.plan,
+            "attempt": self.attempt,
+            "counts": self.counts.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Footer":
+        """Return what plain values say; raise ValueError, KeyError or TypeError."""
+        if values["protocol"] != PROTOCOL:
+            raise ValueError(f"it follows protocol {values['protocol']!r}, this is {PROTOCOL}")
+        return cls(
+            unit=int(values["unit"]),
+            num_rows=int(values["rows"]),
+            row_sum=int(values["row_sum"], 16),
+            plan=str(values["plan"]),
+            attempt=str(values["attempt"]),
+            counts=UnitCounts.from_json(values["counts"]),
+        )
+
+    def check(self, unit: Unit, plan_hash: str, where: str) -> None:
+        """Raise CommitError unless this is the part of `unit` in the plan of that hash."""
+        self.check_plan(unit, plan_hash, where)
+        if self.num_rows != unit.num_rows or self.row_sum != unit.row_sum:
+            raise CommitError(
+                f"{where} holds other rows than the plan says ({self.num_rows} of "
+                f"{unit.num_rows}); move the file away"
+            )
+
+    def check_plan(self, unit: Unit, plan_hash: str, where: str) -> None:
+        """Raise CommitError unless this says that it is of that unit and of that plan."""
+        if self.plan != plan_hash:
+            raise CommitError(
+                f"{where} belongs to plan {self.plan}, the output to plan {plan_hash}; move the "
+                "file away, or choose another folder"
+            )
+        if self.unit != unit.number:
+            raise CommitError(f"{where} is the part of unit {self.unit}; move the file away")
+
+
+def _encode(table: pa.Table, footer: str) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with pq.ParquetWriter(buffer, table.schema) as writer:
+        writer.write_table(table)
+        # beside the schema, so that every part has the one schema exactly
+        writer.add_key_value_metadata({FOOTER_KEY: footer})
+    return bytes(buffer.getvalue())
+
+
+def _footer_text(tail: bytes) -> tuple[int, str]:
+    metadata = pq.read_metadata(pa.BufferReader(tail))
+    text = (metadata.metadata or {})[FOOTER_KEY.encode()]
+    return metadata.num_rows, text.decode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartFormat:
+    """How rows become the bytes of a part, and back.
+
+    Args:
+        encode: makes the bytes of a table and the text of its footer.
+        footer_text: returns the rows of a file and the text of its footer, from its last bytes.
+    """
+
+    encode: Callable[[pa.Table, str], bytes]
+    footer_text: Callable[[bytes], tuple[int, str]]
+
+    def part(self, table: pa.Table, footer: Footer) -> bytes:
+        """Return the bytes of a part."""
+        return self.encode(table, json.dumps(footer.to_json(), sort_keys=True))
+
+
+PARQUET = PartFormat(encode=_encode, footer_text=_footer_text)
+
+
+def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> Footer:
+    """Return what a part says of itself, after one or two requests.
+
+    Raises:
+        FileNotFoundError: there is none of this name.
+        CommitError: it is no part of this library.
+    """
+    tail = store.tail(name, _TAIL_BYTES)
+    needed = int.from_bytes(tail[-8:-4], "little") + 8
+    if tail.endswith(_MAGIC) and len(tail) < needed <= _MAX_FOOTER_BYTES:
+        tail = store.tail(name, needed)
+    try:
+        if not tail.endswith(_MAGIC) or len(tail) < needed:
+            raise ValueError("it is no whole Parquet file")
+        num_rows, text = part_format.footer_text(tail)
+        footer = Footer.from_json(json.loads(text))
+        if footer.num_rows != num_rows:
+            raise ValueError(f"it says {footer.num_rows} rows and holds {num_rows}")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CommitError(
+            f"{store.uri}/{name} is no part of this output: {error_text(error)}; move the file away"
+        ) from error
+    return footer

@@ -1,0 +1,151 @@
+"""The audit tells what an output lacks, and success is not said without it."""
+
+import json
+import uuid
+
+import pytest
+
+from raybatch.durable.audit import audit, finish, is_finished
+from raybatch.durable.commit import commit_unit
+from raybatch.durable.layout import part_name
+from raybatch.durable.store import open_store
+from raybatch.durable.units import UnitCounts, sum_counts
+from raybatch.errors import CommitError
+from tests.durable.support import make_plan, unit_of
+
+UNITS = [[4, 0, 2], [1, 3], [5]]
+PLAN = make_plan(UNITS)
+
+
+@pytest.fixture
+def store():
+    return open_store(f"memory://{uuid.uuid4().hex}/out")
+
+
+def commit(store, *numbers, plan=PLAN):
+    for number in numbers:
+        commit_unit(store, **unit_of(plan, UNITS, number))
+
+
+def test_a_complete_output_is_clean(store):
+    commit(store, 0, 1, 2)
+    found = audit(store, PLAN)
+    assert found.is_clean
+    assert "expected 6, written 6, lost 0, duplicated 0" == str(found)
+
+
+def test_the_audit_adds_up_what_the_units_say(store):
+    commit(store, 0, 1, 2)
+    counts = audit(store, PLAN).counts
+    assert (6, {"ok": 6}, 6) == (counts.num_rows, counts.statuses, counts.generated_tokens)
+
+
+def test_a_missing_unit_is_counted_and_named(store):
+    commit(store, 0, 2)
+    found = audit(store, PLAN)
+    assert (2, 1, (1,), False) == (
+        found.lost_rows,
+        found.num_missing,
+        found.missing,
+        found.is_clean,
+    )
+
+
+def test_a_part_of_another_plan_is_foreign_and_its_rows_are_lost(store):
+    commit(store, 0, 1)
+    commit(store, 2, plan=make_plan(UNITS, hash="plan-b"))
+    found = audit(store, PLAN)
+    assert (1, 1, False) == (found.num_foreign, found.lost_rows, found.is_clean)
+    assert "belongs to plan plan-b" in found.foreign[0]
+
+
+def test_a_part_with_too_many_rows_is_told_as_duplicates(store):
+    commit(store, 0, 1, 2)
+    found = audit(store, make_plan([UNITS[0], UNITS[1][:1], UNITS[2]]))
+    assert (1, False) == (found.duplicated_rows, found.is_clean)
+
+
+def test_a_part_with_too_few_rows_is_told_as_loss(store):
+    commit(store, 0, 1, 2)
+    found = audit(store, make_plan([UNITS[0], [1, 3, 6], UNITS[2]]))
+    assert (1, False) == (found.lost_rows, found.is_clean)
+
+
+def test_a_part_with_other_rows_is_foreign(store):
+    commit(store, 0, 1, 2)
+    found = audit(store, make_plan([UNITS[0], [1, 6], UNITS[2]]))
+    assert (1, False) == (found.num_foreign, found.is_clean)
+
+
+@pytest.mark.parametrize("name", ["data/part-000009.parquet", "data/copy of part-000001.parquet"])
+def test_a_file_of_no_unit_is_foreign(store, name):
+    commit(store, 0, 1, 2)
+    store.create(name, b"")
+    found = audit(store, PLAN)
+    assert (1, False) == (found.num_foreign, found.is_clean)
+
+
+def test_a_broken_part_is_foreign(store):
+    commit(store, 0, 1)
+    store.create(part_name(2), b"torn")
+    found = audit(store, PLAN)
+    assert (1, 1) == (found.num_foreign, found.num_missing + found.lost_rows)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_many_shares_of_units_add_up(store, num_threads):
+    units = [[number] for number in range(600)]
+    plan = make_plan(units)
+    for number in range(600):
+        commit_unit(store, **unit_of(plan, units, number))
+    found = audit(store, plan, num_threads=num_threads)
+    assert (600, True) == (found.written_rows, found.is_clean)
+
+
+def test_success_lists_the_parts(store):
+    commit(store, 0, 1, 2)
+    finish(store, PLAN, audit(store, PLAN))
+    said = json.loads(store.read("_SUCCESS"))
+    assert ("plan-a", 3, 6) == (said["plan"], said["units"], said["rows"])
+    assert store.names("data") == said["files"]
+
+
+def test_success_is_said_once(store):
+    commit(store, 0, 1, 2)
+    found = audit(store, PLAN)
+    finish(store, PLAN, found)
+    before = store.read("_SUCCESS")
+    finish(store, PLAN, found)
+    assert before == store.read("_SUCCESS")
+
+
+def test_success_is_not_said_of_an_output_that_lacks_a_unit(store):
+    commit(store, 0, 1)
+    with pytest.raises(CommitError, match="1 units are missing, such as 2"):
+        finish(store, PLAN, audit(store, PLAN))
+    assert store.size("_SUCCESS") is None
+
+
+def test_an_output_is_finished_when_success_was_said(store):
+    commit(store, 0, 1, 2)
+    assert not is_finished(store, PLAN)
+    finish(store, PLAN, audit(store, PLAN))
+    assert is_finished(store, PLAN)
+
+
+def test_the_success_of_another_plan_is_refused(store):
+    commit(store, 0, 1, 2)
+    finish(store, PLAN, audit(store, PLAN))
+    with pytest.raises(CommitError, match="belongs to plan plan-a, not to plan-b"):
+        is_finished(store, make_plan(UNITS, hash="plan-b"))
+
+
+def test_counts_keep_three_ids_of_each_error():
+    parts = [UnitCounts(num_rows=2, errors={"Bad": (2, (f"a{n}", f"b{n}"))}) for n in range(3)]
+    assert {"Bad": (6, ("a0", "b0", "a1"))} == sum_counts(parts).errors
+
+
+def test_an_empty_plan_is_complete(store):
+    plan = make_plan([])
+    finish(store, plan, audit(store, plan))
+    assert is_finished(store, plan)
