@@ -5,13 +5,15 @@ import uuid
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.audit import Audit, audit, finish, is_finished
-from raybatch.durable.commit import committed
+from raybatch.durable.commit import commit_unit, committed
 from raybatch.durable.layout import PLAN
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
+from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_planned, likely_engine_s
 from raybatch.explanation.outcome import PlanOutcome, RunActual
@@ -19,7 +21,12 @@ from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, error_counts, installed_versions, read_report
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.fingerprint import InputFile, check_same, fingerprint, input_files, output_schema
+from raybatch.stages.fingerprint import (
+    check_same,
+    fingerprint,
+    input_files,
+    output_schema,
+)
 from raybatch.stages.plan.large import LargePlan
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import run_planned, store_input_order
@@ -106,8 +113,7 @@ class JobRun:
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
         if not self.source.num_rows:
-            store_input_order(job)
-            self._runner(self.stage, schema).keep(read_plan(self.config.sink), schema.empty_table())
+            self._write_nothing(store_input_order(job), schema)
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
         num_rows = self.source.num_rows - rows_resumed
@@ -121,6 +127,19 @@ class JobRun:
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
+
+    def _write_nothing(self, stored: StoredPlan, schema: pa.Schema) -> None:
+        """Write the one part of an input without rows, so that readers find the columns."""
+        commit_unit(
+            open_store(self.config.sink),
+            plan_units(self.config.sink, stored).unit(0),
+            schema.empty_table(),
+            pos=np.zeros(0, np.int64),
+            row=np.zeros(0, np.int64),
+            counts=UnitCounts(),
+            plan_hash=stored.hash,
+            attempt="empty",
+        )
 
     def _runner(self, stage: type[StageFeeder], schema: pa.Schema) -> FeederRunner:
         return FeederRunner(

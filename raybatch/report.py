@@ -15,11 +15,11 @@ from typing import Any
 import fsspec
 
 from raybatch.config import from_mapping
+from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.document import Section, to_page
 from raybatch.pictures.wording import amount, duration, percent, printable
-from raybatch.durable.units import UnitCounts
 
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"

@@ -1,9 +1,8 @@
-"""The run report: counting output rows, text, JSON, exit codes."""
+"""The run report: text, JSON, exit codes."""
 
 import json
 import re
 
-import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
@@ -14,63 +13,12 @@ from raybatch.report import (
     read_report,
     report_path,
 )
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.tally import RowTally, TokenTally
 from tests.explanation.inputs import explain_prompts, grouped_prompts
-
-
-def output_table(rows):
-    names = ("row_id", "finish_reason", "__inference_error__")
-    columns = list(zip(*rows, strict=True)) if rows else [[], [], []]
-    return pa.table({n: pa.array(c, pa.string()) for n, c in zip(names, columns, strict=True)})
 
 
 def make_report(**changes):
     values = {"source": "in", "sink": "out", "model": "demo", "rows_in": 4, "rows_out": 4}
     return RunReport(**{**values, **changes})
-
-
-def test_tally_counts_statuses_over_tables():
-    tally = RowTally()
-    tally.add(output_table([("a", "stop", ""), ("b", "length", "")]))
-    tally.add(output_table([("c", "stop", ""), ("d", "error", "InvalidPrompt: null")]))
-    assert tally.statuses() == {"ok": 2, "invalid": 1, "truncated": 1}
-
-
-def test_tally_sees_repeated_row_ids_across_tables():
-    tally = RowTally()
-    tally.add(output_table([("a", "stop", ""), ("b", "stop", "")]))
-    tally.add(output_table([("a", "stop", "")]))
-    assert (tally.rows_out, tally.rows_distinct()) == (3, 2)
-
-
-def test_tally_of_nothing_is_zero():
-    assert (RowTally().rows_distinct(), RowTally().errors()) == (0, ())
-
-
-def test_tally_keeps_three_row_ids_per_error_class():
-    tally = RowTally()
-    rows = [(str(i), "error", f"PromptTooLong: {i} tokens") for i in range(5)]
-    tally.add(output_table([*rows, ("x", "error", "InvalidPrompt: null")]))
-    expected = (
-        ErrorCount(
-            error_class="PromptTooLong",
-            rows=5,
-            row_ids=("0", "1", "2"),
-            message="PromptTooLong: 0 tokens",
-        ),
-        ErrorCount(
-            error_class="InvalidPrompt", rows=1, row_ids=("x",), message="InvalidPrompt: null"
-        ),
-    )
-    assert tally.errors() == expected
-
-
-def test_tally_takes_integer_row_ids():
-    table = output_table([("0", "stop", "")]).set_column(0, "row_id", pa.array([7], pa.int64()))
-    tally = RowTally()
-    tally.add(table)
-    assert tally.rows_distinct() == 1
 
 
 def test_exit_code_is_0_for_good_and_truncated_rows():
@@ -88,6 +36,10 @@ def test_exit_code_is_1_when_rows_are_lost_or_repeated(changes):
 
 def test_text_has_the_line_of_rows():
     assert "rows: 4 in, 4 out, 0 lost" in make_report().to_text().splitlines()
+
+
+def test_text_says_what_earlier_runs_have_written():
+    assert "0 lost; 3 of them were written by earlier runs" in make_report(rows_resumed=3).to_text()
 
 
 def test_text_names_repeated_rows():
@@ -192,12 +144,3 @@ def test_a_plan_of_another_version_is_a_config_error(planned_report):
         json.dump(stored, file)
     with pytest.raises(ConfigError, match="unheard_of"):
         read_report(planned_report.sink)
-
-
-def test_rows_with_the_result_of_another_are_counted_as_copies():
-    tokens = TokenTally(OutputSchema())
-    columns = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "attempts")
-    rows = [(10, 0, 3, 1), (10, 10, 3, 1), (10, 9, 3, 1), (None, None, None, 0)]
-    values = zip(*rows, strict=True)
-    tokens.add(pa.table({n: pa.array(c, pa.int64()) for n, c in zip(columns, values, strict=True)}))
-    assert (3, 1, 30, 19) == (tokens.num_asked, tokens.num_copies, tokens.prompt, tokens.cached)

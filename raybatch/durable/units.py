@@ -14,6 +14,7 @@ from raybatch.hashing import mix64
 __all__ = [
     "NUM_ERROR_IDS",
     "PROTOCOL",
+    "ErrorCount",
     "Receipt",
     "Unit",
     "UnitCounts",
@@ -30,6 +31,14 @@ Uint64s = npt.NDArray[np.uint64]
 PROTOCOL = 1
 # rows that are named per class of errors
 NUM_ERROR_IDS = 3
+_SUMMED = (
+    "num_rows",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "num_asked",
+    "num_copies",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,35 +122,64 @@ def row_sums(unit: npt.NDArray[np.integer[Any]], row: Ints, num_units: int) -> U
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorCount:
+    """How often one class of row error happened.
+
+    Args:
+        num_rows: rows that carry it.
+        row_ids: the first few of them, up to `NUM_ERROR_IDS`.
+        message: the whole error of the first one.
+    """
+
+    num_rows: int
+    row_ids: tuple[str, ...]
+    message: str
+
+    def __add__(self, other: "ErrorCount") -> "ErrorCount":
+        return ErrorCount(
+            num_rows=self.num_rows + other.num_rows,
+            row_ids=(self.row_ids + other.row_ids)[:NUM_ERROR_IDS],
+            message=self.message,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCounts:
     """What the rows of a unit, or of many, came to.
 
     Args:
         num_rows: of the unit.
         statuses: rows of each status.
-        errors: rows of each class of errors, and the ids of up to `NUM_ERROR_IDS` of them.
-        prompt_tokens: of all rows.
+        errors: by class.
+        prompt_tokens: of the rows that were asked.
         cached_tokens: prompt tokens whose KV came from another row.
         generated_tokens: of all rows.
+        num_asked: rows that were to reach an engine.
+        num_copies: of them, those that took the result of an identical row.
     """
 
     num_rows: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
-    errors: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    errors: Mapping[str, ErrorCount] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    num_asked: int = 0
+    num_copies: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return values | {
+            "errors": {name: dataclasses.asdict(one) for name, one in self.errors.items()}
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitCounts":
         """Return the counts of plain values."""
         errors = {
-            name: (int(number), tuple(str(row_id) for row_id in row_ids))
-            for name, (number, row_ids) in values["errors"].items()
+            name: ErrorCount(**{**one, "row_ids": tuple(one["row_ids"])})
+            for name, one in values["errors"].items()
         }
         return cls(**{**values, "errors": errors})
 
@@ -149,26 +187,16 @@ class UnitCounts:
 def sum_counts(parts: Iterable[UnitCounts]) -> UnitCounts:
     """Return the counts of all rows of some units."""
     statuses: dict[str, int] = {}
-    errors: dict[str, tuple[int, tuple[str, ...]]] = {}
-    rows = prompt = cached = generated = 0
+    errors: dict[str, ErrorCount] = {}
+    totals = dict.fromkeys(_SUMMED, 0)
     for one in parts:
-        rows += one.num_rows
-        prompt += one.prompt_tokens
-        cached += one.cached_tokens
-        generated += one.generated_tokens
+        for name in _SUMMED:
+            totals[name] += getattr(one, name)
         for status, number in one.statuses.items():
             statuses[status] = statuses.get(status, 0) + number
-        for name, (number, row_ids) in one.errors.items():
-            known, known_ids = errors.get(name, (0, ()))
-            errors[name] = (known + number, (known_ids + tuple(row_ids))[:NUM_ERROR_IDS])
-    return UnitCounts(
-        num_rows=rows,
-        statuses=statuses,
-        errors=errors,
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        generated_tokens=generated,
-    )
+        for kind, error in one.errors.items():
+            errors[kind] = errors[kind] + error if kind in errors else error
+    return UnitCounts(statuses=statuses, errors=errors, **totals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

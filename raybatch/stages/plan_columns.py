@@ -15,7 +15,20 @@ from raybatch.errors import ConfigError
 from raybatch.stages.render import Prompt
 from raybatch.types import TokenIds
 
-__all__ = ["RANK", "ROW", "PlannedRows", "check_names", "place_columns", "places", "plan_columns", "prompt_columns", "rank_of", "take_groups", "take_off", "with_columns"]
+__all__ = [
+    "RANK",
+    "ROW",
+    "PlannedRows",
+    "check_names",
+    "place_columns",
+    "places",
+    "plan_columns",
+    "prompt_columns",
+    "rank_of",
+    "take_groups",
+    "take_off",
+    "with_columns",
+]
 
 _MARK = "__rb_plan_"
 # unit and position in it as one number, and the number of the row in the source

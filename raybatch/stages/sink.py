@@ -17,7 +17,7 @@ __all__ = ["output_files", "prepare_sink"]
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
-_OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done)/(?:[^/]+/)?)?[^/]+")
+_OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^/]+/)?)?[^/]+")
 
 
 def prepare_sink(
@@ -53,7 +53,9 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
                 f"the source file {path} lies below the sink {sink!r}; choose another"
             )
     store = open_store(sink)
-    names = [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
+    names = (
+        [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
+    )
     if names and _MARKER not in names:
         raise ConfigError(
             f"sink {sink!r} holds {len(names)} files, for example {names[0]}, and no {_MARKER} of "

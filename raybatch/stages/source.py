@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import ray
 from fsspec.utils import glob_translate
 
+from raybatch.durable.layout import part_name
 from raybatch.errors import ConfigError
 from raybatch.stages.batches import python_values
 from raybatch.stages.file_slices import (
@@ -25,7 +26,6 @@ from raybatch.stages.file_slices import (
     scan_file,
 )
 from raybatch.stages.row_sizes import sample_row_bytes
-from raybatch.stages.sink import part_name
 from raybatch.stages.storage import told_as
 
 PARQUET_SUFFIXES = (".parquet", ".pq")

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from raybatch.durable import journal
+from raybatch.durable.journal import POS
 from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
@@ -30,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class PlacedFeeder(StageFeeder):
-    """A stage that leaves rows their places in the plan."""
+    """A stage that says of finished rows where they belong, as the journal does."""
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         self._no_cpu_hint.stop()
@@ -38,7 +40,8 @@ class PlacedFeeder(StageFeeder):
             return await self._answer_placed(to_table(batch))
 
     async def _answer_placed(self, table: pa.Table) -> pa.Table:
-        columns = {name: table.column(name) for name in (RANK, ROW)}
+        _, positions = places(table)
+        columns = {POS: pa.array(positions), journal.ROW: table.column(ROW)}
         return with_columns(await self._answer(table), columns)
 
 
@@ -80,29 +83,32 @@ class UnitFeeder(PlacedFeeder):
         async with self._slots:
             receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
             if receipt is None:
-                journal = await asyncio.to_thread(self.writer.journal_of, unit)
-                finished = await self._finish_unit(unit, _without(rows, journal), journal)
+                known = await asyncio.to_thread(self.writer.journal_of, unit)
+                finished = await self._finish_unit(unit, _without(rows, known), known)
                 receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         if receipt is None:
             return None
         return {"unit": receipt.unit, "num_rows": receipt.num_rows, "won": receipt.won}
 
-    async def _finish_unit(self, unit: int, rows: pa.Table, journal: pa.Table) -> pa.Table:
+    async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table:
         """Generate the rows of a unit; what is finished is kept from time to time."""
-        finished, num_kept, kept_s = [journal], 1, time.monotonic()
-        calls = [asyncio.ensure_future(self._answer_placed(call)) for call in _calls(rows)]
+        kept, new, kept_s = [known], [], time.monotonic()
+        pending = {asyncio.ensure_future(self._answer_placed(call)) for call in _calls(rows)}
         try:
-            for number, call in enumerate(asyncio.as_completed(calls), start=1):
-                finished.append(await call)
-                is_due = time.monotonic() - kept_s >= self.flush_every_s
-                if is_due and number < len(calls):
-                    new = pa.concat_tables(finished[num_kept:])
-                    await asyncio.to_thread(self.writer.flush, unit, new)
-                    num_kept, kept_s = len(finished), time.monotonic()
+            while pending:
+                # with nothing new to keep, there is nothing to wake up for
+                left_s = max(0.0, kept_s + self.flush_every_s - time.monotonic()) if new else None
+                done, pending = await asyncio.wait(
+                    pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                new += [call.result() for call in done]
+                if new and pending and time.monotonic() >= kept_s + self.flush_every_s:
+                    await asyncio.to_thread(self.writer.flush, unit, self.writer.joined(new))
+                    kept, new, kept_s = kept + new, [], time.monotonic()
         finally:
-            for call in calls:
+            for call in pending:
                 call.cancel()
-        return pa.concat_tables(finished, promote_options="permissive")
+        return self.writer.joined(kept + new)
 
 
 async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -115,11 +121,12 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
             task.cancel()
 
 
-def _without(rows: pa.Table, journal: pa.Table) -> pa.Table:
+def _without(rows: pa.Table, known: pa.Table) -> pa.Table:
     """Return the rows that are not in the journal."""
-    if not journal.num_rows:
+    if not known.num_rows:
         return rows
-    is_known = np.isin(rows.column(RANK).to_numpy(), journal.column(RANK).to_numpy())
+    _, positions = places(rows)
+    is_known = np.isin(positions, known.column(POS).to_numpy())
     return rows.filter(pa.array(~is_known))
 
 

@@ -12,7 +12,6 @@ from raybatch.durable.layout import FRAGMENTS
 from raybatch.durable.store import open_store
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan.store import StoredPlan
-from raybatch.stages.plan_columns import RANK, places
 from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
@@ -53,13 +52,11 @@ class FeederRunner:
     def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
         return pa.concat_tables(_results(dataset, self._feeder(PlacedFeeder)))
 
-    def keep(self, stored: StoredPlan, finished: pa.Table) -> None:
-        writer, finished = self._writer(stored), finished.sort_by(RANK)
-        units, _ = places(finished)
+    def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
+        writer = self._writer(stored)
         for unit in np.unique(units).tolist():
-            begin, end = np.searchsorted(units, [unit, unit + 1])
             if writer.receipt_of(unit) is None:
-                writer.deliver(unit, finished.slice(begin, end - begin))
+                writer.deliver(unit, writer.joined([finished.filter(pa.array(units == unit))]))
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage

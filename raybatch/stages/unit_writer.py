@@ -1,18 +1,18 @@
 """Writes finished rows below the sink of a job, unit by unit, each exactly once."""
 
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.commit import commit_unit, receipt_of
-from raybatch.durable.journal import read_fragments, write_fragment
+from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, write_fragment
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.durable.units import Receipt, UnitPlan
 from raybatch.stages.plan.store import StoredPlan, read_units
-from raybatch.stages.plan_columns import RANK, ROW, places, with_columns
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.storage import told_as
 from raybatch.stages.tally import unit_counts
@@ -44,51 +44,59 @@ class UnitWriter:
         """Return the receipt of a unit that is written already; None where it is not."""
         return receipt_of(self._store, self._plan.unit(unit), self.stored.hash)
 
-    def size_of(self, unit: int) -> int:
-        """Return the rows of a unit."""
-        return int(self._plan.unit_rows[unit])
-
     def journal_of(self, unit: int) -> pa.Table:
-        """Return finished rows of a unit that an earlier attempt left, with their places."""
+        """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
         if not self.has_journal:
-            return self._with_places().empty_table()
-        return self._in_schema(read_fragments(self._store, unit))
+            return self._kept_schema.empty_table()
+        return self._read_journal(unit)
+
+    def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
+        """Return finished rows as the journal has them."""
+        return pa.concat_tables([in_schema(table, self._kept_schema) for table in finished])
 
     def flush(self, unit: int, finished: pa.Table) -> None:
-        """Keep finished rows of a unit that is not complete, with their places."""
-        with told_as(self._told()):
-            write_fragment(self._store, unit, self._in_schema(finished), self.attempt)
+        """Keep finished rows of a unit that is not complete."""
+        with told_as(self._told):
+            write_fragment(
+                self._store,
+                self._plan.unit(unit),
+                finished,
+                plan_hash=self.stored.hash,
+                attempt=f"{self.attempt}-{uuid.uuid4().hex[:8]}",
+            )
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
         """Write a unit, or where rows are missing keep these until the others come.
 
         Args:
             unit: number of the unit.
-            finished: rows of it with their places; those of the journal may be among them.
+            finished: rows of it as the journal has them; those in the journal may be among them.
 
         Returns:
             The receipt; None where rows are missing.
         """
-        with told_as(self._told()):
-            if finished.num_rows < self.size_of(unit):
+        num_rows = int(self._plan.unit_rows[unit])
+        with told_as(self._told):
+            if finished.num_rows < num_rows:
                 self.flush(unit, finished)
-                finished = self._in_schema(read_fragments(self._store, unit))
-                if finished.num_rows < self.size_of(unit):
+                finished = self._read_journal(unit)
+                if finished.num_rows < num_rows:
                     return None
-            return self._commit(unit, self._in_schema(finished))
+            rows = finished.drop_columns([POS, ROW])
+            return commit_unit(
+                self._store,
+                self._plan.unit(unit),
+                rows,
+                pos=finished.column(POS).to_numpy(),
+                row=finished.column(ROW).to_numpy(),
+                counts=unit_counts(rows, self.output),
+                plan_hash=self.stored.hash,
+                attempt=self.attempt,
+            )
 
-    def _commit(self, unit: int, finished: pa.Table) -> Receipt:
-        _, positions = places(finished)
-        rows = finished.drop_columns([RANK, ROW])
-        return commit_unit(
-            self._store,
-            self._plan.unit(unit),
-            rows,
-            pos=positions,
-            row=finished.column(ROW).to_numpy(),
-            counts=unit_counts(rows, self.output),
-            plan_hash=self.stored.hash,
-            attempt=self.attempt,
+    def _read_journal(self, unit: int) -> pa.Table:
+        return read_fragments(
+            self._store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
         )
 
     @property
@@ -99,12 +107,11 @@ class UnitWriter:
     def _plan(self) -> UnitPlan:
         return plan_units(self.sink, self.stored)
 
-    def _with_places(self) -> pa.Schema:
-        return self.schema.append(pa.field(RANK, pa.int64())).append(pa.field(ROW, pa.int64()))
+    @property
+    def _kept_schema(self) -> pa.Schema:
+        return journal_schema(self.schema)
 
-    def _in_schema(self, table: pa.Table) -> pa.Table:
-        return in_schema(table, self._with_places())
-
+    @property
     def _told(self) -> str:
         return f"sink {self.sink!r} cannot be written any more, so the job ends"
 

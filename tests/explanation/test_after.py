@@ -2,18 +2,16 @@
 
 import pytest
 
+from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.tally import TokenTally
 from raybatch.types import PoolStats, ReplicaStats
 
 
 @pytest.fixture
 def tokens():
-    tally = TokenTally(OutputSchema())
-    tally.prompt, tally.cached, tally.generated = 1000, 700, 80
-    tally.num_asked, tally.num_copies = 30, 2
-    return tally
+    return UnitCounts(
+        prompt_tokens=1000, cached_tokens=700, generated_tokens=80, num_asked=30, num_copies=2
+    )
 
 
 def pool(*, preemptions, busy_s, kv_tokens=4096):

@@ -7,9 +7,11 @@ import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
+from raybatch.durable.units import row_sums
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.stages.fingerprint import fingerprint
 from raybatch.stages.identity import column_row_ids
 from raybatch.stages.plan import parts, pieces
 from raybatch.stages.plan import small as small_plan
@@ -24,6 +26,7 @@ from raybatch.stages.plan.store import (
     read_plan,
     read_shards,
     shard_of,
+    stretches,
     write_plan,
     write_shard,
 )
@@ -60,16 +63,29 @@ def planned_run(folder, model, table=None, *, plan=PLAN, **options):
         plan=plan,
         sink=str(folder / "out"),
         row_id_column=None,
-        run=lambda dataset, **options: None,
+        fingerprint=fingerprint(stage.config, table.schema),
     )
+
+
+class Handed:
+    """Keeps what a small run hands over."""
+
+    def __init__(self):
+        self.tables = []
+
+    def todo(self, stored):
+        return np.ones(stored.num_units, np.bool_)
+
+    def run(self, stored, tables):
+        self.tables.extend(tables)
 
 
 def units_of(job, monkeypatch):
     """Return the tables that a small run hands over, in order, and its plan."""
-    handed = []
+    handed = Handed()
     monkeypatch.setattr(small_plan.ray.data, "from_arrow", lambda tables: tables)
-    job = replace(job, run=lambda tables, **options: handed.extend(tables))
-    return handed, run_small(job)
+    planned = run_small(replace(job, units=handed), None)
+    return handed.tables, planned
 
 
 @pytest.fixture
@@ -211,9 +227,9 @@ class Tasks:
         sizes = [parts.unit_sizes(part, cuts, plan) for part in self.arranged]
         unit, first_units = -(-len(probe) // plan.unit_rows), [[] for _ in sizes]
         for stretch in range(len(cuts) + 1):
-            for part, stretches in enumerate(sizes):
+            for part, sizes_of_part in enumerate(sizes):
                 first_units[part].append(unit)
-                unit += len(stretches[stretch])
+                unit += len(sizes_of_part[stretch])
         group, ranked = 0, []
         for part, first, summary in zip(self.arranged, first_units, self.parts, strict=True):
             tables = parts.rank(part, cuts, plan, first, group, self.piece_rows)
@@ -317,8 +333,9 @@ def stored(name, shards, num_rows):
         computed_tokens=1,
         block_size=BLOCK,
         options={},
-        files=(("a.parquet", num_rows),),
+        files=(("a.parquet", num_rows, "digest"),),
         shards=shards,
+        fingerprint={},
     )
 
 
@@ -331,22 +348,35 @@ def test_a_stored_plan_is_read_back_across_shards(tmp_path, small):
         write_shard(sink, "h", 0, shard.slice(0, half)),
         write_shard(sink, "h", half, shard.slice(half)),
     )
-    write_plan(
-        sink, stored("h", tuple(zip(names, (0, half), strict=True)), shard.num_rows), np.array([1])
-    )
-    plan = read_plan(sink)
+    units = stretches("h", np.array([1]))
+    said = stored("h", tuple(zip(names, (0, half), strict=True)), shard.num_rows)
+    plan = write_plan(sink, said, units)
     assert shard.equals(read_shards(sink, plan, 0, shard.num_rows).combine_chunks())
     part = read_shards(sink, plan, half - 2, half + 3)
     assert shard.slice(half - 2, 5).equals(part.combine_chunks())
 
 
-def test_a_plan_is_written_once(tmp_path):
+def test_the_first_plan_holds_for_whoever_comes_later(tmp_path):
     sink = str(tmp_path / "out")
-    write_plan(sink, stored("one", (), 3), np.array([3]))
     for name in ("one", "two"):
-        with pytest.raises(ConfigError, match="another run writes here"):
-            write_plan(sink, stored(name, (), 3), np.array([3]))
+        found = write_plan(sink, stored(name, (), 3), stretches(name, np.array([3])))
+        assert "one" == found.hash
     assert "one" == read_plan(sink).hash
+
+
+def test_places_in_stretches_of_the_input_need_no_shard(tmp_path):
+    sink = str(tmp_path / "out")
+    plan = write_plan(sink, stored("h", (), 7), stretches("h", np.array([3, 1, 3])))
+    table = read_shards(sink, plan, 2, 6)
+    assert [0, 1, 2, 2] == table.column("unit").to_pylist()
+    assert [2, 0, 0, 1] == table.column("pos").to_pylist()
+
+
+def test_sums_of_pieces_add_up_to_those_of_the_units():
+    unit = np.array([0, 1, 1, 0, 2], np.int32)
+    shard = pa.table({"unit": unit})
+    parts = [pieces.sums_of(shard.slice(0, 2), 0, 3), pieces.sums_of(shard.slice(2), 2, 3)]
+    assert row_sums(unit, np.arange(5), 3).tolist() == pieces.added(*parts).tolist()
 
 
 RANDOM = {"max_tokens": 4, "temperature": 1.0}

@@ -19,10 +19,12 @@ def test_sink_that_cannot_be_written_is_refused(tmp_path):
         prepare_sink(str(tmp_path / "file" / "out"), is_overwrite=False)
 
 
-def test_sink_with_files_is_refused(tmp_path):
+def test_sink_with_foreign_files_is_refused(tmp_path):
     write_parquet(tmp_path / "part-000000.parquet", pa.table({"x": [1]}))
-    with pytest.raises(ConfigError, match=r"already holds 1 files.*overwrite=True"):
-        prepare_sink(str(tmp_path), is_overwrite=False)
+    for is_overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"no _raybatch/run\.json of an earlier run"):
+            prepare_sink(str(tmp_path), is_overwrite=is_overwrite)
+    assert files_below(tmp_path) == ["part-000000.parquet"]
 
 
 def files_below(folder):
@@ -32,9 +34,20 @@ def files_below(folder):
 def write_run(sink):
     """Leave what a run and one of its killed tasks leave."""
     prepare_sink(str(sink), is_overwrite=False)
-    write_parquet(sink / "part-000000.parquet", pa.table({"x": [1]}))
-    (sink / ".part-000001.parquet.staged").write_bytes(b"half")
-    (sink / "_raybatch" / "report.json").write_text("{}")
+    write_parquet(sink / "data" / "part-000000.parquet", pa.table({"x": [1]}))
+    for name in ("_SUCCESS", "_raybatch/report.json", "_raybatch/plan.json"):
+        (sink / name).write_text("{}")
+    for name in ("staging/half", "plan/abc/units.arrow", "frag/000001/000000-3-a.arrow"):
+        path = sink / "_raybatch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+
+
+def test_a_second_run_takes_the_folder_as_it_is(tmp_path):
+    write_run(tmp_path)
+    before = files_below(tmp_path)
+    prepare_sink(str(tmp_path), is_overwrite=False)
+    assert files_below(tmp_path) == before
 
 
 def test_overwrite_removes_what_a_run_and_its_killed_tasks_left(tmp_path):
@@ -45,26 +58,30 @@ def test_overwrite_removes_what_a_run_and_its_killed_tasks_left(tmp_path):
 
 def test_overwrite_leaves_foreign_files_alone(tmp_path):
     write_run(tmp_path)
-    foreign = ["sub/part-000000.parquet", "part-0-c000.snappy.parquet", "mine.parquet", "a.json"]
+    foreign = ["a.json", "data/part-0-c000.parquet", "mine.parquet", "sub/part-000000.parquet"]
     for name in foreign:
         write_parquet(tmp_path / name, pa.table({"y": [1]}))
     prepare_sink(str(tmp_path), is_overwrite=True)
     assert files_below(tmp_path) == sorted([*foreign, "_raybatch/run.json"])
 
 
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [("xx", "not what a run writes"), ('{"layout": 1}', r"layout 1, .* overwrite=True")],
+)
+def test_folder_of_another_version_is_refused(tmp_path, marker, message):
+    write_run(tmp_path)
+    (tmp_path / "_raybatch" / "run.json").write_text(marker)
+    with pytest.raises(ConfigError, match=message):
+        prepare_sink(str(tmp_path), is_overwrite=False)
+
+
 def test_foreign_parquet_is_no_output(tmp_path):
     write_run(tmp_path)
     write_parquet(tmp_path / "mine.parquet", pa.table({"y": [1]}))
-    assert [path.rpartition("/")[2] for path in output_files(str(tmp_path))] == [
-        "part-000000.parquet"
+    assert [path.removeprefix(f"file://{tmp_path}/") for path in output_files(str(tmp_path))] == [
+        "data/part-000000.parquet"
     ]
-
-
-def test_overwrite_of_a_folder_that_no_run_has_marked_is_refused(tmp_path):
-    write_parquet(tmp_path / "part-000000.parquet", pa.table({"x": [1]}))
-    with pytest.raises(ConfigError, match=r"no _raybatch/run\.json of an earlier run"):
-        prepare_sink(str(tmp_path), is_overwrite=True)
-    assert files_below(tmp_path) == ["part-000000.parquet"]
 
 
 def test_sink_around_the_source_is_refused(tmp_path):

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
+from raybatch.durable import journal
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.store import StoredPlan, read_shards, read_units, rows_in_stretches
 from raybatch.stages.plan_columns import (
     RANK,
-    ROW,
     place_columns,
     plan_columns,
     rank_of,
@@ -30,9 +30,7 @@ _BYTES_PER_BLOCK = 64 << 20
 _MAX_BLOCK_PAIRS = 1 << 20
 
 
-def ordered_dataset(
-    job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]
-) -> Any:  # noqa: ANN401 - Ray has no types
+def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]) -> Any:  # noqa: ANN401 - Ray has no types
     """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
 
     Args:
@@ -88,16 +86,18 @@ def _block_starts(
     return np.unique(units[bounds])
 
 
-def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> pa.Table:
-    """Return finished rows with their places in a plan that was made later.
+def with_places(
+    sink: str, stored: StoredPlan, finished: pa.Table
+) -> tuple[npt.NDArray[np.int64], pa.Table]:
+    """Return the units of finished rows in a plan that was made later, and the rows.
 
     Args:
         sink: of the job.
         stored: the plan.
-        finished: rows as they are to be written, and their numbers in the source.
+        finished: rows as the journal has them, but for their positions.
     """
-    finished = finished.sort_by(ROW)
-    rows = finished.column(ROW).to_numpy()
+    finished = finished.sort_by(journal.ROW)
+    rows = finished.column(journal.ROW).to_numpy()
     if stored.shards:
         firsts = [first for _, first in stored.shards]
         bounds = np.searchsorted(rows, [*firsts, stored.num_rows]).tolist()
@@ -110,9 +110,10 @@ def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> pa.Table:
         )
     else:
         said = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
-    units, positions = said.column("unit").to_numpy(), said.column("pos").to_numpy()
-    columns = place_columns(units, positions, rows)
-    return with_columns(finished.drop_columns([RANK, ROW]), columns)
+    positions = said.column("pos").cast(pa.int64())
+    place = finished.column_names.index(journal.POS)
+    units = said.column("unit").to_numpy().astype(np.int64)
+    return units, finished.set_column(place, journal.POS, positions)
 
 
 def without_groups(table: pa.Table) -> pa.Table:

@@ -143,7 +143,7 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
         # what is known of the rows would fill the object store beside the rows themselves
         large = replace(large, tables=(), rows=(), arranged=())
         if probed is not None:
-            job.runner.keep(stored, with_places(job.sink, stored, probed))
+            job.runner.keep(stored, *with_places(job.sink, stored, probed))
     run_stored(job, stored)
     return large
 

@@ -180,7 +180,10 @@ def sums_of(shard: pa.Table, first_row: int, num_units: int) -> Uint64s:
 
 def added(*sums: Uint64s) -> Uint64s:
     """Return sums of several pieces together, modulo 2^64."""
-    return np.sum(sums, axis=0, dtype=np.uint64)
+    total = np.zeros_like(sums[0])
+    for one in sums:
+        total += one
+    return total
 
 
 def keys_of(tables: Sequence[pa.Table]) -> BlockKeys:

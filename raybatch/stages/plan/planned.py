@@ -59,10 +59,10 @@ class UnitRunner(Protocol):
         """Generate and write rows with the columns of `raybatch.stages.plan_columns`."""
 
     def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
-        """Generate rows before there is a plan, and return them as they are to be written."""
+        """Generate rows before there is a plan; return them as the journal has them."""
 
-    def keep(self, stored: StoredPlan, finished: pa.Table) -> None:
-        """Write the units of finished rows that know their places."""
+    def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
+        """Write finished rows, each to its unit, or to the journal where a unit is not complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

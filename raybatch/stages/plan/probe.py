@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
+from raybatch.durable.journal import ROW
 from raybatch.prefix.lengths import choose_probe, estimate_from_probe
-from raybatch.stages.plan_columns import ROW
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
 from raybatch.stages.tally import counted_columns
 

@@ -3,6 +3,8 @@
 import dataclasses
 from dataclasses import replace
 
+import numpy as np
+
 from raybatch.config import PlanConfig
 from raybatch.stages.plan.dataset import pieces_of
 from raybatch.stages.plan.large import LargePlan, even_units, run_large, run_stored
@@ -43,10 +45,9 @@ def store_input_order(job: PlannedRun) -> StoredPlan:
         sum(part.num_rows for part in job.source.slices[slices.start : slices.stop])
         for slices, _ in pieces_of(job.source)
     ]
-    unit_rows = even_units(rows, job.plan)
-    name = plan_hash(
-        [], [], options=job.plan, files=job.files, fingerprint=job.fingerprint
-    )
+    # an input without rows has one part, so that readers find the columns
+    unit_rows = even_units(rows, job.plan) if rows else np.zeros(1, np.int64)
+    name = plan_hash([], [], options=job.plan, files=job.files, fingerprint=job.fingerprint)
     stored = StoredPlan(
         hash=name,
         num_rows=job.source.num_rows,

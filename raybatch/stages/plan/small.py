@@ -117,7 +117,7 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
         log_plan(stored, time.monotonic() - began - probe_s)
     shard = read_shards(job.sink, stored, 0, stored.num_rows)
     if probed is not None:
-        job.runner.keep(stored, with_places(job.sink, stored, probed))
+        job.runner.keep(stored, *with_places(job.sink, stored, probed))
     unit = shard.column("unit").to_numpy()
     order = np.lexsort((shard.column("pos").to_numpy(), unit))
     bounds = np.searchsorted(unit[order], np.arange(stored.num_units + 1))

@@ -22,22 +22,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
-<<<<<<< HEAD
-from raybatch.durable.units import UnitPlan, row_sum
-=======
 from raybatch.durable.store import open_store
->>>>>>> durable
+from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
-<<<<<<< HEAD
 from raybatch.stages.fingerprint import InputFile
-from raybatch.stages.storage import create_file, told_as
-=======
-from raybatch.stages.source import Source
 from raybatch.stages.storage import told_as
->>>>>>> durable
 
 __all__ = [
     "PLAN_PATH",

@@ -1,0 +1,63 @@
+"""What finished rows are counted as."""
+
+import pyarrow as pa
+
+from raybatch.durable.units import ErrorCount, UnitCounts, sum_counts
+from raybatch.report import error_counts
+from raybatch.stages.schema import OutputSchema
+from raybatch.stages.tally import unit_counts
+
+TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "attempts")
+
+
+def finished(rows, tokens=None):
+    """Return rows of (row_id, finish_reason, error) with tokens in the order of TOKENS."""
+    names = ("row_id", "finish_reason", "__inference_error__")
+    columns = list(zip(*rows, strict=True)) if rows else [[], [], []]
+    table = pa.table({n: pa.array(c, pa.string()) for n, c in zip(names, columns, strict=True)})
+    values = zip(*(tokens or [(1, 0, 1, 1)] * len(rows)), strict=True) if rows else [[]] * 4
+    for name, column in zip(TOKENS, values, strict=True):
+        table = table.append_column(name, pa.array(column, pa.int32()))
+    return table
+
+
+def counts(*tables):
+    return sum_counts(unit_counts(table, OutputSchema()) for table in tables)
+
+
+def test_statuses_of_units_add_up():
+    found = counts(
+        finished([("a", "stop", ""), ("b", "length", "")]),
+        finished([("c", "stop", ""), ("d", "error", "InvalidPrompt: null")]),
+    )
+    assert (found.num_rows, found.statuses) == (4, {"ok": 2, "invalid": 1, "truncated": 1})
+
+
+def test_nothing_counts_nothing():
+    assert counts(finished([])) == UnitCounts()
+
+
+def test_three_row_ids_are_kept_of_each_class_of_errors():
+    rows = [(str(i), "error", f"PromptTooLong: {i} tokens") for i in range(5)]
+    found = counts(finished(rows[:2]), finished([*rows[2:], ("x", "error", "InvalidPrompt: null")]))
+    assert found.errors == {
+        "PromptTooLong": ErrorCount(
+            num_rows=5, row_ids=("0", "1", "2"), message="PromptTooLong: 0 tokens"
+        ),
+        "InvalidPrompt": ErrorCount(num_rows=1, row_ids=("x",), message="InvalidPrompt: null"),
+    }
+    names = [error.error_class for error in error_counts(found)]
+    assert names == ["PromptTooLong", "InvalidPrompt"]
+
+
+def test_rows_with_the_result_of_another_are_counted_as_copies():
+    tokens = [(10, 0, 3, 1), (10, 10, 3, 1), (10, 9, 3, 1), (None, None, None, 0)]
+    rows = [(str(i), "stop", "") for i in range(3)] + [("3", "error", "InvalidPrompt: null")]
+    found = counts(finished(rows, tokens))
+    assert (found.num_asked, found.num_copies) == (3, 1)
+    assert (found.prompt_tokens, found.cached_tokens, found.generated_tokens) == (30, 19, 9)
+
+
+def test_counts_survive_json():
+    found = counts(finished([("a", "stop", ""), ("d", "error", "InvalidPrompt: null")]))
+    assert UnitCounts.from_json(found.to_json()) == found

@@ -1,0 +1,151 @@
+"""Jobs that stop half way and are run again, and jobs that run twice at once."""
+
+import _thread
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.job import Job
+from raybatch.report import RunReport
+from raybatch.types import PoolStats
+from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+
+NUM_ROWS = 96
+PLANS = {
+    "small": {"unit_rows": 8, "max_unit_rows": 8},
+    "large": {"unit_rows": 8, "max_unit_rows": 8, "max_driver_bytes": 1},
+    "off": {"mode": "off", "unit_rows": 8},
+}
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with local_ray():
+        yield
+
+
+def write_source(folder: Path, *, num_rows: int = NUM_ROWS, lengths: list[int] | None = None):
+    table = pa.table(
+        {
+            "text": [f"document {i % 5} " * 12 + f"question {i}" for i in range(num_rows)],
+            "number": pa.array(range(num_rows)),
+            "most": lengths or [4] * num_rows,
+        }
+    )
+    for start in range(0, num_rows, 40):
+        write_parquet(folder / "in" / f"{start:04d}.parquet", table.slice(start, 40))
+
+
+def make_job(
+    folder: Path, model: Path, plan: dict[str, Any], *, num_seqs: int = 8, **options: Any
+) -> Job:
+    stage = fake_stage(
+        model,
+        prompt="{text}",
+        overrides={"max_tokens": "most"},
+        engine={"block_size_tokens": 8},
+        replicas=1,
+        fake={"step_s": 0.05, "max_num_seqs": num_seqs},
+    )
+    return Job(folder / "in", folder / "out", stage, plan=plan, **options)
+
+
+def parts_of(sink: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sink.glob("data/*.parquet")}
+
+
+def run_until(job: Job, is_enough: Callable[[], bool]) -> None:
+    """Run a job as if somebody pressed Ctrl-C as soon as `is_enough` says so."""
+    interrupts = iter([_thread.interrupt_main])
+
+    def interrupt(stats: PoolStats, num_rows: int) -> None:
+        if is_enough():
+            next(interrupts, lambda: None)()
+
+    with pytest.raises(KeyboardInterrupt):
+        job.run(progress=interrupt)
+
+
+def check_output(sink: Path, report: RunReport, num_rows: int = NUM_ROWS) -> None:
+    """Every row is there once, with its own text, and the report says so."""
+    table = pq.read_table(sink)
+    assert sorted(table.column("number").to_pylist()) == list(range(num_rows))
+    assert len(set(table.column("row_id").to_pylist())) == num_rows
+    assert (report.rows_in, report.rows_out) == (num_rows, num_rows)
+    assert (report.rows_lost, report.rows_duplicated, report.exit_code()) == (0, 0, 0)
+    assert (sink / "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_second_run_goes_on_where_the_first_stopped(model, tmp_path, plan):
+    write_source(tmp_path)
+    sink = tmp_path / "out"
+    run_until(make_job(tmp_path, model, plan), lambda: len(parts_of(sink)) >= 2)
+    before = parts_of(sink)
+    assert 2 <= len(before)
+    assert not (sink / "_SUCCESS").exists()
+    report = make_job(tmp_path, model, plan).run(progress=lambda *_: None)
+    check_output(sink, report)
+    after = parts_of(sink)
+    # an engine may have finished some more before it heard of the end
+    assert {name: after[name] for name in before} == before
+    num_before = sum(pq.read_metadata(io.BytesIO(part)).num_rows for part in before.values())
+    assert report.rows_resumed >= num_before
+
+
+def test_rows_of_an_open_unit_are_kept_and_not_generated_again(model, tmp_path):
+    lengths = [2] * 300 + [200] * 300
+    write_source(tmp_path, num_rows=600, lengths=lengths)
+    plan = {"order": "ascending", "unit_rows": 600, "max_unit_rows": 600, "min_saved_fraction": 0}
+    sink = tmp_path / "out"
+    job = make_job(tmp_path, model, plan, num_seqs=600, flush_every_s=0.2)
+    run_until(job, lambda: any(sink.glob("_raybatch/frag/*/*.arrow")))
+    kept = sum(int(path.name.split("-")[1]) for path in sink.glob("_raybatch/frag/*/*.arrow"))
+    assert not parts_of(sink)
+    received = []
+    job = make_job(tmp_path, model, plan, num_seqs=600, flush_every_s=60)
+    report = job.run(progress=lambda stats, _: received.append(stats.rows_received))
+    check_output(sink, report, 600)
+    assert kept > 0
+    assert received[-1] == 600 - kept
+
+
+def test_results_of_a_probe_are_kept(model, tmp_path):
+    write_source(tmp_path)
+    plan = {"lengths": "probe", "probe_fraction": 0.25, "unit_rows": 8, "max_unit_rows": 8}
+    received = []
+    job = make_job(tmp_path, model, plan)
+    report = job.run(progress=lambda stats, _: received.append(stats.rows_received))
+    check_output(tmp_path / "out", report)
+    assert received[-1] == NUM_ROWS
+
+
+def test_two_drivers_at_once_write_every_row_once(model, tmp_path):
+    write_source(tmp_path)
+    plan = PLANS["small"]
+    jobs = [make_job(tmp_path, model, plan) for _ in range(2)]
+    reports: list[RunReport] = []
+    threads = [
+        threading.Thread(target=lambda job=job: reports.append(job.run(progress=lambda *_: None)))
+        for job in jobs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reports) == 2
+    for report in reports:
+        check_output(tmp_path / "out", report)
