@@ -1,0 +1,133 @@
+"""Finished rows of units that are not complete, kept for the next attempt.
+
+A journal holds each row at least once and is never taken for a commit; what cannot be read of it
+is generated again.
+"""
+
+import json
+import logging
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.durable.fault_points import reach
+from raybatch.durable.layout import fragment_folder, fragment_name
+from raybatch.durable.protocols import Store
+from raybatch.durable.units import Unit
+from raybatch.errors import CommitError, error_text
+
+__all__ = ["POS", "ROW", "drop_fragments", "journal_schema", "read_fragments", "write_fragment"]
+
+logger = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+
+POS = "__rb_pos"
+ROW = "__rb_row"
+_KEY = b"raybatch"
+
+
+def journal_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of a journal of rows of `schema`: theirs, position in the unit, row."""
+    for name in (POS, ROW):
+        schema = schema.append(pa.field(name, pa.int64(), nullable=False))
+    return schema
+
+
+def write_fragment(
+    store: Store, unit: Unit, table: pa.Table, *, plan_hash: str, attempt: str
+) -> None:
+    """Keep finished rows of a unit; the same rows may be kept again.
+
+    Args:
+        store: of the sink.
+        unit: that the rows belong to.
+        table: rows in the schema of the journal, at least one.
+        plan_hash: of the plan that holds.
+        attempt: who writes, a word unlike that of every other attempt at the unit.
+
+    Raises:
+        CommitError: a row has no place in the unit, or there are none.
+    """
+    pos = table.column(POS).to_numpy()
+    if not len(pos) or pos.min() < 0 or pos.max() >= unit.num_rows:
+        raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; cannot keep {pos[:3]}")
+    said = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
+    marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: said})
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_file(buffer, marked.schema) as out:
+        out.write_table(marked)
+    name = fragment_name(unit.number, int(pos.min()), len(pos), attempt)
+    reach("before_fragment", unit=unit.number)
+    store.create(name, bytes(buffer.getvalue()))
+    reach("after_fragment", unit=unit.number)
+
+
+def read_fragments(
+    store: Store,
+    unit: Unit,
+    schema: pa.Schema,
+    *,
+    plan_hash: str,
+    expected_row: Ints | None = None,
+) -> pa.Table:
+    """Return the rows of a unit that earlier attempts have finished, each once, by position.
+
+    A fragment that is torn, of another schema, unit or plan, or that holds a row in the place of
+    another, is left out with a line in the log.
+
+    Args:
+        store: of the sink.
+        unit: whose rows are wanted.
+        schema: of the output.
+        plan_hash: of the plan that holds.
+        expected_row: int64 [R], number in the whole input of the row at each position, where the
+            caller knows it.
+
+    Returns:
+        A table in `journal_schema(schema)`; of rows that were kept twice, the first by name.
+    """
+    wanted = journal_schema(schema)
+    tables = [wanted.empty_table()]
+    for name in store.names(fragment_folder(unit.number)):
+        try:
+            tables.append(_read_one(store, name, unit, wanted, plan_hash, expected_row))
+        except FileNotFoundError:  # dropped after another run was complete
+            continue
+        except (ValueError, KeyError, OSError) as error:
+            logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
+    table = pa.concat_tables(tables)
+    _, firsts = np.unique(table.column(POS).to_numpy(), return_index=True)
+    return table.take(firsts)
+
+
+def drop_fragments(store: Store, unit: int) -> None:
+    """Remove the journal of a unit; only when the output is complete, or when the user cleans."""
+    for name in store.names(fragment_folder(unit)):
+        store.remove(name)
+
+
+def _read_one(
+    store: Store,
+    name: str,
+    unit: Unit,
+    wanted: pa.Schema,
+    plan_hash: str,
+    expected_row: Ints | None,
+) -> pa.Table:
+    reader = pa.ipc.open_file(pa.BufferReader(store.read(name)))
+    said = json.loads((reader.schema.metadata or {})[_KEY])
+    if said != {"plan": plan_hash, "unit": unit.number}:
+        raise ValueError(f"it belongs to {said}")
+    # types first: values of an unknown type are never touched
+    if not reader.schema.equals(wanted):
+        raise ValueError("it has another schema")
+    table = reader.read_all()
+    table.validate(full=True)
+    pos = table.column(POS).to_numpy()
+    if len(pos) and (pos.min() < 0 or pos.max() >= unit.num_rows):
+        raise ValueError("a row has no place in the unit")
+    if expected_row is not None and np.any(expected_row[pos] != table.column(ROW).to_numpy()):
+        raise ValueError("a row is in the place of another")
+    return table.replace_schema_metadata(wanted.metadata)
