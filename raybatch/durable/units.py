@@ -1,6 +1,5 @@
 """What is committed: units of a plan, and what the rows of a unit came to."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,7 +133,14 @@ class UnitCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {
+            "num_rows": self.num_rows,
+            "statuses": self.statuses,
+            "errors": self.errors,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitCounts":
