@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from raybatch.errors import (
     CapacityError,
+    CommitError,
     ConfigError,
     MissingDependency,
     RaybatchError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendConfig",
     "CapacityError",
+    "CommitError",
     "ConfigError",
     "EngineConfig",
     "Explanation",

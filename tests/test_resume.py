@@ -40,7 +40,9 @@ def cluster():
 def write_source(folder: Path, *, num_rows: int = NUM_ROWS, lengths: list[int] | None = None):
     table = pa.table(
         {
-            "text": [f"document {i * 10 // num_rows} " * 12 + f"question {i}" for i in range(num_rows)],
+            "text": [
+                f"document {i * 10 // num_rows} " * 12 + f"question {i}" for i in range(num_rows)
+            ],
             "number": pa.array(range(num_rows)),
             "most": lengths or [4] * num_rows,
         }

@@ -92,9 +92,11 @@ def read_fragments(
     tables = [wanted.empty_table()]
     for name in store.names(fragment_folder(unit.number)):
         try:
-            tables.append(_read_one(store, name, unit, wanted, plan_hash, expected_row))
+            data = store.read(name)
         except FileNotFoundError:  # dropped after another run was complete
             continue
+        try:
+            tables.append(_decoded(data, unit, wanted, plan_hash, expected_row))
         except (ValueError, KeyError, OSError) as error:
             logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
     table = pa.concat_tables(tables)
@@ -108,15 +110,14 @@ def drop_fragments(store: Store, unit: int) -> None:
         store.remove(name)
 
 
-def _read_one(
-    store: Store,
-    name: str,
+def _decoded(
+    data: bytes,
     unit: Unit,
     wanted: pa.Schema,
     plan_hash: str,
     expected_row: Ints | None,
 ) -> pa.Table:
-    reader = pa.ipc.open_file(pa.BufferReader(store.read(name)))
+    reader = pa.ipc.open_file(pa.BufferReader(data))
     said = json.loads((reader.schema.metadata or {})[_KEY])
     if said != {"plan": plan_hash, "unit": unit.number}:
         raise ValueError(f"it belongs to {said}")

@@ -3,8 +3,8 @@
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from raybatch.durable.protocols import Store
 
@@ -12,7 +12,11 @@ __all__ = ["Repeating", "is_repeatable", "says_it_exists"]
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 10.0
 
 _NUMBERS = frozenset(
     getattr(errno, name)
@@ -72,7 +76,7 @@ class Repeating:
 
     def create(self, name: str, data: bytes) -> bool:
         try:
-            return self._repeat(lambda: self._store.create(name, data))
+            return self._repeat(self._store.create, name, data)
         except Exception as error:
             # some stores answer "conflict" to every create of an object that is there
             if _CONFLICT in _statuses(error) and self.size(name) is not None:
@@ -80,36 +84,34 @@ class Repeating:
             raise
 
     def replace(self, name: str, data: bytes) -> None:
-        self._repeat(lambda: self._store.replace(name, data))
+        self._repeat(self._store.replace, name, data)
 
     def read(self, name: str) -> bytes:
-        return self._repeat(lambda: self._store.read(name))
+        return self._repeat(self._store.read, name)
 
     def tail(self, name: str, num_bytes: int) -> bytes:
-        return self._repeat(lambda: self._store.tail(name, num_bytes))
+        return self._repeat(self._store.tail, name, num_bytes)
 
     def size(self, name: str) -> int | None:
-        return self._repeat(lambda: self._store.size(name))
+        return self._repeat(self._store.size, name)
 
     def names(self, folder: str) -> list[str]:
-        return self._repeat(lambda: self._store.names(folder))
+        return self._repeat(self._store.names, folder)
 
     def remove(self, name: str) -> None:
-        self._repeat(lambda: self._store.remove(name))
+        self._repeat(self._store.remove, name)
 
-    def _repeat(self, operation: Callable[[], _T]) -> _T:
-        for wait_s in self._waits():
+    def _repeat(self, operation: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
+        for number in range(self._num_tries - 1):
             try:
-                return operation()
+                return operation(*args, **options)
             except Exception as error:  # each file system has errors of its own
                 if not is_repeatable(error):
                     raise
+                wait_s = min(_FIRST_WAIT_S * 2.0**number, _LONGEST_WAIT_S)
                 logger.info("%s: %s; trying again in %.1f s", self.uri, error, wait_s)
             self._sleep(wait_s)
-        return operation()
-
-    def _waits(self) -> Iterator[float]:
-        return (min(0.2 * 2.0**number, 10.0) for number in range(self._num_tries - 1))
+        return operation(*args, **options)
 
 
 def is_repeatable(error: BaseException) -> bool:

@@ -169,9 +169,15 @@ class UnitCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return values | {
-            "errors": {name: dataclasses.asdict(one) for name, one in self.errors.items()}
+        return {
+            "num_rows": self.num_rows,
+            "statuses": self.statuses,
+            "errors": {name: dataclasses.asdict(one) for name, one in self.errors.items()},
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "num_asked": self.num_asked,
+            "num_copies": self.num_copies,
         }
 
     @classmethod

@@ -92,7 +92,8 @@ class UnitFeeder(PlacedFeeder):
 
     async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table:
         """Generate the rows of a unit; what is finished is kept from time to time."""
-        kept, new, kept_s = [known], [], time.monotonic()
+        kept, kept_s = [known], time.monotonic()
+        new: list[pa.Table] = []
         pending = {asyncio.ensure_future(self._answer_placed(call)) for call in _calls(rows)}
         try:
             while pending:

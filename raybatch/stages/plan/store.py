@@ -22,6 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
+from raybatch.durable.layout import PLAN
+from raybatch.durable.opening import open_plan
 from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.errors import ConfigError
@@ -32,7 +34,6 @@ from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.storage import told_as
 
 __all__ = [
-    "PLAN_PATH",
     "SHARD_SCHEMA",
     "StoredPlan",
     "contents_digest",
@@ -54,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 Ints32 = npt.NDArray[np.int32]
 
-PLAN_PATH = "_raybatch/plan.json"
 _VERSION = 2
 
 SHARD_SCHEMA = pa.schema(
@@ -201,9 +201,12 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     table = pa.table({"num_rows": units.unit_rows, "row_sum": units.row_sums})
     _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
-    if not _create(sink, PLAN_PATH, text.encode()):
+    with told_as(f"{sink.rstrip('/')}/{PLAN} cannot be written"):
+        said = open_plan(open_store(sink), text.encode)
+    found = _parse(sink, said)
+    if found.hash != stored.hash:
         logger.info("another run was faster to plan %s; its plan is followed", sink)
-    return read_plan(sink)
+    return found
 
 
 def read_plan(sink: str) -> StoredPlan:
@@ -212,10 +215,15 @@ def read_plan(sink: str) -> StoredPlan:
     Raises:
         ConfigError: there is none, or it is not one of this version.
     """
-    path = f"{sink.rstrip('/')}/{PLAN_PATH}"
+    path = f"{sink.rstrip('/')}/{PLAN}"
+    with told_as(f"{path} cannot be read"):
+        return _parse(sink, open_store(sink).read(PLAN))
+
+
+def _parse(sink: str, said: bytes) -> StoredPlan:
+    path = f"{sink.rstrip('/')}/{PLAN}"
     with told_as(f"{path} is not a plan of this version of raybatch"):
-        with fsspec.open(path, "rb") as file:
-            values = json.loads(file.read())
+        values = json.loads(said)
         for name in ("files", "shards"):
             values[name] = tuple(tuple(found) for found in values[name])
         stored = StoredPlan(**values)

@@ -1,0 +1,82 @@
+"""What must hold of an output at every moment, decided from its bytes and not by the protocol."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+__all__ = ["Oracle"]
+
+
+class Oracle:
+    """Watches every change of the files below a sink.
+
+    Args:
+        rows: ids of all rows of the input.
+        is_exclusive: the store never replaces a file, so parts must keep their bytes.
+    """
+
+    def __init__(self, rows: Iterable[str], *, is_exclusive: bool) -> None:
+        self.violations: list[str] = []
+        self.num_commits = 0
+        self.is_foreign = False
+        self._wanted = Counter(rows)
+        self._is_exclusive = is_exclusive
+        self._written: Counter[str] = Counter()
+
+    def changed(self, name: str, old: bytes | None, new: bytes | None) -> None:
+        """Take note of a file that is written (`new`) or removed (None)."""
+        if name.startswith("data/"):
+            self._part_changed(name, old, new)
+        if name == "_SUCCESS" and new is not None:
+            self._check_complete("_SUCCESS is there")
+
+    def plant(self, data: bytes) -> None:
+        """Take note of a part of another job that somebody has put among the parts."""
+        self.is_foreign = True
+        self._written.update(rows_in(data))
+
+    def finished(self, failure: Exception | None, files: Mapping[str, bytes]) -> None:
+        """Check what a run without faults has left."""
+        if self.is_foreign:
+            if failure is None:
+                self._say("a run over a foreign part succeeded")
+            return
+        if failure is not None:
+            self._say(f"a run without faults failed: {failure!r}")
+        elif "_SUCCESS" not in files:
+            self._say("a run without faults ended and there is no _SUCCESS")
+        self._check_complete("a run without faults ended")
+
+    def _part_changed(self, name: str, old: bytes | None, new: bytes | None) -> None:
+        if old is not None:
+            if new is None:
+                self._say(f"{name} was removed")
+            elif new != old and self._is_exclusive:
+                self._say(f"the bytes of {name} changed")
+            self._written.subtract(rows_in(old))
+        if new is None:
+            return
+        self.num_commits += 1
+        self._written.update(rows_in(new))
+        for row in rows_in(new):
+            if self._written[row] > 1 and not self.is_foreign:
+                self._say(f"row {row} is in the output {self._written[row]} times")
+                return
+
+    def _check_complete(self, when: str) -> None:
+        if +self._written != self._wanted:
+            lost = self._wanted - self._written
+            extra = self._written - self._wanted
+            self._say(f"{when}, lost rows {sorted(lost)}, too often {sorted(extra)}")
+
+    def _say(self, violation: str) -> None:
+        self.violations.append(violation)
+
+
+@lru_cache(maxsize=65536)
+def rows_in(part: bytes) -> tuple[str, ...]:
+    """Return the ids in a part, read like any Parquet file."""
+    return tuple(pq.read_table(pa.BufferReader(part), columns=["id"]).column("id").to_pylist())

@@ -1,0 +1,134 @@
+"""Finished rows outlive an attempt, and a bad journal costs work alone."""
+
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from raybatch.durable.commit import committed
+from raybatch.durable.journal import (
+    POS,
+    ROW,
+    drop_fragments,
+    journal_schema,
+    read_fragments,
+    write_fragment,
+)
+from raybatch.durable.layout import fragment_name
+from raybatch.durable.store import open_store
+from raybatch.durable.units import Unit
+from raybatch.errors import CommitError
+from tests.durable.support import SCHEMA, make_plan, make_table
+
+UNITS = [[4, 0, 2], [1, 3]]
+PLAN = make_plan(UNITS)
+UNIT = PLAN.unit(0)
+
+
+@pytest.fixture
+def store():
+    return open_store(f"memory://{uuid.uuid4().hex}/out")
+
+
+def rows_at(pos, *, said="x", rows=UNITS[0]):
+    numbers = [rows[one] for one in pos]
+    table = make_table(numbers, said=said)
+    columns = [*table.columns, pa.array(pos, pa.int64()), pa.array(numbers, pa.int64())]
+    return pa.table(columns, schema=journal_schema(SCHEMA))
+
+
+def write(store, pos, *, attempt="a", unit=UNIT, plan="plan-a", **options):
+    write_fragment(store, unit, rows_at(pos, **options), plan_hash=plan, attempt=attempt)
+
+
+def read(store, unit=UNIT, **options):
+    return read_fragments(store, unit, SCHEMA, plan_hash="plan-a", **options)
+
+
+def test_kept_rows_come_back_by_position(store):
+    write(store, [2, 0])
+    table = read(store)
+    assert ([0, 2], [4, 2], ["r4", "r2"]) == tuple(
+        table[name].to_pylist() for name in (POS, ROW, "id")
+    )
+
+
+def test_what_comes_back_has_the_schema_of_the_journal_exactly(store):
+    write(store, [0])
+    assert read(store).schema.equals(journal_schema(SCHEMA), check_metadata=True)
+
+
+def test_a_unit_without_a_journal_has_no_rows(store):
+    assert 0 == read(store).num_rows
+
+
+def test_of_rows_kept_twice_the_first_by_name_counts(store):
+    write(store, [1, 2], attempt="b", said="later")
+    write(store, [1, 0], attempt="a", said="first")
+    assert [0, 1, 2] == read(store)[POS].to_pylist()
+    assert ["first", "first", "later"] == read(store)["text"].to_pylist()
+
+
+def test_the_same_fragment_may_be_kept_again(store):
+    write(store, [0])
+    write(store, [0])
+    assert 1 == read(store).num_rows
+
+
+def test_a_journal_is_no_commit(store):
+    write(store, [0, 1, 2])
+    assert not committed(store, PLAN).any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": "plan-b"},
+        {"unit": Unit(number=0, num_rows=9, row_sum=0), "pos": [7], "rows": list(range(9))},
+    ],
+    ids=["another plan", "no place in the unit"],
+)
+def test_rows_that_are_not_the_units_are_left_out(store, caplog, options):
+    write(store, **{"pos": [0], "attempt": "b", **options})
+    write(store, [1])
+    assert [1] == read(store)[POS].to_pylist()
+    assert "is left out" in caplog.text
+
+
+def test_a_row_in_the_place_of_another_is_left_out_where_the_rows_are_known(store, caplog):
+    write(store, [0], rows=[3, 0, 2])
+    assert 0 == read(store, expected_row=np.array(UNITS[0])).num_rows
+    assert "in the place of another" in caplog.text
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -1])
+def test_a_torn_fragment_is_left_out(store, caplog, cut):
+    write(store, [0], attempt="whole")
+    name = fragment_name(0, 0, 1, "whole")
+    store.create(fragment_name(0, 1, 1, "torn"), store.read(name)[:cut])
+    assert [0] == read(store)[POS].to_pylist()
+    assert "1-torn.arrow is left out" in caplog.text
+
+
+def test_a_fragment_of_another_schema_is_left_out(store, caplog):
+    table = rows_at([0]).append_column("more", pa.array([1]))
+    write_fragment(store, UNIT, table, plan_hash="plan-a", attempt="a")
+    assert 0 == read(store).num_rows
+    assert "another schema" in caplog.text
+
+
+@pytest.mark.parametrize("pos", [[], [3], [-1]])
+def test_rows_without_a_place_are_not_kept(store, pos):
+    table = rows_at([0]).slice(0, len(pos)).set_column(2, POS, pa.array(pos, pa.int64()))
+    with pytest.raises(CommitError, match="unit 0 has 3 rows; cannot keep"):
+        write_fragment(store, UNIT, table, plan_hash="plan-a", attempt="a")
+
+
+def test_dropping_the_journal_of_a_unit_leaves_the_others(store):
+    write(store, [0])
+    write_fragment(
+        store, PLAN.unit(1), rows_at([0], rows=UNITS[1]), plan_hash="plan-a", attempt="a"
+    )
+    drop_fragments(store, 0)
+    assert [0, 1] == [read(store, PLAN.unit(number)).num_rows for number in (0, 1)]
