@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.explanation.after import actual_of
-from raybatch.explanation.explain import Question, explain_planned, likely_engine_s
+from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
@@ -149,9 +149,7 @@ class JobRun:
             max_rows=_MAX_ROWS_SIMULATED,
             lint=False,
         )
-        plan = explain_planned(question, planned)
-        likely = likely_engine_s(question, planned, actual)
-        return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
+        return explain_run(question, planned, actual)
 
 
 def planned_run(config: JobConfig, source: Source) -> PlannedRun:

@@ -47,7 +47,13 @@ def measure_pool(
         ray.init()
     plan = plan_crew(spec)
     is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
-    path = cost_model_path(spec.model, spec.backend, spec.engine, folder=folder)
+    path = cost_model_path(
+        spec.model,
+        spec.backend,
+        spec.engine,
+        num_engines_on_host=plan.num_engines_on_host,
+        folder=folder,
+    )
     found = load_cost_model(path) if is_here else None
     if found is not None:
         return found

@@ -64,7 +64,9 @@ def load_or_measure(
     Raises:
         MeasureError: the backend cannot be started or measured.
     """
-    path = cost_model_path(model, backend, engine, folder=folder)
+    path = cost_model_path(
+        model, backend, engine, num_engines_on_host=num_engines_on_host, folder=folder
+    )
     found = load_cost_model(path)
     if found is not None:
         return found
@@ -97,9 +99,14 @@ def load_or_measure(
 
 
 def cost_model_path(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, folder: Path | None = None
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    folder: Path | None = None,
 ) -> Path:
-    """Return the file of a cost model; its name is a hash of all that the times depend on.
+    """Return the file of a cost model; its name is a hash of all that it depends on.
 
     Whether a GPU is there is looked up on this host, without loading torch.
     """
@@ -108,6 +115,8 @@ def cost_model_path(
         "model": _model_identity(model),
         "backend": {"kind": backend.kind, "options": dict(backend.options)},
         "engine": asdict(engine),
+        # engines share the memory of a host where nobody has said how much each gets
+        "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": _cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
         "versions": _versions(("raybatch",) if backend.kind == "fake" else ("raybatch", "torch")),
     }

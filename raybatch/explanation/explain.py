@@ -1,5 +1,6 @@
 """Explains a source: plans it without running it, and says how long it would take."""
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import MeasureError
+from raybatch.errors import MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
     SpeedAndPrice,
@@ -20,7 +21,7 @@ from raybatch.explanation.build import (
     explain_plan,
     explain_profile,
 )
-from raybatch.explanation.outcome import RunActual
+from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.policy.cost_model import CostModel
@@ -37,7 +38,9 @@ from raybatch.stages.plan.small import gather, plan_gathered
 from raybatch.stages.plan.work import planned_work
 from raybatch.stages.prepare import find_model
 
-__all__ = ["Question", "explain_planned", "explain_source", "likely_engine_s"]
+__all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +155,26 @@ def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
     )
 
 
+def explain_run(
+    question: Question, planned: PlannedInput | LargePlan, actual: RunActual
+) -> PlanOutcome | None:
+    """Return a run beside its plan; None, with a warning, where the plan cannot be explained.
+
+    The rows are generated and written: nothing that is said about them may end their job.
+    """
+    try:
+        likely = likely_engine_s(question, planned, actual)
+        plan = explain_planned(question, planned)
+    except Exception as error:
+        _logger.warning(
+            "the report leaves out the plan, which could not be explained: %s",
+            error_text(error),
+            exc_info=True,
+        )
+        return None
+    return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
+
+
 def likely_engine_s(
     question: Question, planned: PlannedInput | LargePlan, actual: RunActual
 ) -> tuple[float, float, float] | None:
@@ -172,10 +195,16 @@ def likely_engine_s(
 
 def num_replicas(spec: PoolSpec) -> int:
     """Return how many engines a pool would have, here or on the cluster that is connected."""
+    return _crew_size(spec)[0]
+
+
+def _crew_size(spec: PoolSpec) -> tuple[int, int]:
+    """Return how many engines a pool would have, and how many of them on one host."""
     if ray.is_initialized():
-        return plan_crew(spec).num_replicas
+        crew = plan_crew(spec)
+        return crew.num_replicas, crew.num_engines_on_host
     here = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return spec.pool.replicas or here
+    return (spec.pool.replicas or here,) * 2
 
 
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
@@ -186,7 +215,10 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
             return measure_pool(spec), ""
         except MeasureError as error:
             return None, str(error)
-    found = load_cost_model(cost_model_path(spec.model, spec.backend, spec.engine))
+    path = cost_model_path(
+        spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(spec)[1]
+    )
+    found = load_cost_model(path)
     return found, "" if found else "this model was not measured on this host yet"
 
 

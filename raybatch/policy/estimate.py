@@ -173,7 +173,8 @@ def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:
         num_rows=num_rows,
         computed_tokens=totals.computed_tokens * factor,
         pairs=totals.pairs * factor,
-        generated_tokens=totals.generated_tokens * factor,
+        # where each row generates one token, the product may be less than that by rounding
+        generated_tokens=max(totals.generated_tokens * factor, num_rows),
         context_reads=totals.context_reads * factor,
         shared_pairs=totals.shared_pairs * factor,
         shared_reads=totals.shared_reads * factor,

@@ -56,8 +56,8 @@ def measure(tmp_path, checkpoint):
     return call
 
 
-def path_of(model, backend=NATIVE, engine=ENGINE):
-    return cost_model_path(str(model), backend, engine).name
+def path_of(model, backend=NATIVE, engine=ENGINE, **options):
+    return cost_model_path(str(model), backend, engine, **options).name
 
 
 def test_the_second_use_reads_what_the_first_measured(measure):
@@ -153,3 +153,30 @@ def test_other_engine_options_are_measured_for_themselves(checkpoint, change):
 
 def test_other_backends_are_measured_for_themselves(checkpoint):
     assert path_of(checkpoint) != path_of(checkpoint, backend=BackendConfig(kind="fake"))
+
+
+def test_engines_that_share_a_host_are_measured_for_themselves(checkpoint):
+    assert path_of(checkpoint) != path_of(checkpoint, num_engines_on_host=4)
+
+
+def test_engines_with_memory_of_their_own_are_alike_however_many_there_are(checkpoint):
+    engine = replace(ENGINE, kv_cache_bytes=1 << 20)
+    assert path_of(checkpoint, engine=engine) == path_of(
+        checkpoint, engine=engine, num_engines_on_host=4
+    )
+
+
+def test_what_was_measured_for_one_engine_is_not_read_for_four(tmp_path, checkpoint):
+    factory = Factory()
+    for num_engines in (1, 4):
+        load_or_measure(
+            str(checkpoint),
+            NATIVE,
+            ENGINE,
+            num_engines_on_host=num_engines,
+            folder=tmp_path / "cache",
+            clock=factory.clock,
+            cpu_clock=factory.clock,
+            create=factory,
+        )
+    assert 2 == len(factory.made)

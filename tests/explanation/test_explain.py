@@ -1,11 +1,17 @@
 """Jobs that explain themselves without running."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
+from raybatch.explanation.explain import Question, explain_run
+from raybatch.explanation.outcome import RunActual
 from raybatch.explanation.record import Explanation
 from raybatch.job import Job
+from raybatch.stages.plan.planned import PlannedRun
+from tests.explanation.inputs import plan_prompts
 from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
 
 
@@ -50,3 +56,20 @@ def test_a_large_source_is_explained_with_lengths_and_where_they_come_from(expla
         told = explain(TEXTS, expected_tokens_column="n", max_driver_bytes=0)
     assert ("max_tokens", "column 'n'") == (probed.lengths_from, told.lengths_from)
     assert told.lengths.tokens[0] < 2 < probed.lengths.tokens[0]
+
+
+def test_a_run_whose_plan_cannot_be_explained_is_reported_without_it(model, tmp_path, caplog):
+    stage = fake_stage(model, prompt="{text}")
+    job = PlannedRun(
+        source=None,
+        # the checkpoint went away while rows were generated
+        config=replace(stage.config, model=str(tmp_path / "gone")),
+        plan=PlanConfig(),
+        sink="",
+        row_id_column=None,
+        run=print,
+    )
+    question = Question(job=job, spec=stage.pool.spec, name="in", measure=False, lint=False)
+    actual = RunActual(prompt_tokens=9, computed_tokens=9)
+    assert explain_run(question, plan_prompts([[1] * 9]), actual) is None
+    assert "the report leaves out the plan" in caplog.text
