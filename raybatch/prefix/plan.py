@@ -20,12 +20,13 @@ from raybatch.prefix.enlarge import (
     nearest_open,
     num_computed_tokens,
 )
-from raybatch.prefix.entries import entries_of_groups, entries_of_subtrees
+from raybatch.prefix.entries import entries_of_groups, entries_of_subtrees, passed_nodes
 from raybatch.prefix.groups import PrefixGroups, make_groups
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 from raybatch.prefix.order import order_groups
 from raybatch.prefix.split import cut_units
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
+from raybatch.prefix.tree_order import order_in_tree, values_in_tree
 
 __all__ = [
     "Arrangement",
@@ -33,6 +34,7 @@ __all__ = [
     "RowPlan",
     "arrange_rows",
     "is_worth_ordering",
+    "order_entries",
     "plan_rows",
     "put_first",
     "rank_entries",
@@ -82,6 +84,7 @@ class Arrangement:
         rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
             identical ones side by side.
         starts: int64 [E + 1], where entries begin in `rows`.
+        entry_node: int64 [E], the deepest node of the tree that all rows of an entry are below.
         load: of the entries.
         stats: of the tree.
         computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
@@ -91,6 +94,7 @@ class Arrangement:
     groups: PrefixGroups
     rows: Ints
     starts: Ints
+    entry_node: Ints
     load: GroupLoad
     stats: TreeStats
     computed_tokens: int
@@ -157,7 +161,7 @@ def plan_rows(
             is_reordered=False,
         )
         return kept, found
-    entries = order_groups(found.load, by=config.order, seed=config.seed)
+    entries, _ = order_entries(found, config)
     plan = RowPlan(
         order=rank_entries(found, entries),
         group_id=found.groups.group_id,
@@ -199,6 +203,7 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
         groups=make_groups(tree, keys, is_open, dedup=dedup),
         rows=entries.rows,
         starts=entries.starts,
+        entry_node=entries.node,
         load=GroupLoad(
             prefix_tokens=entries.prefix_tokens,
             distinct_tokens=_sums(distinct[entries.rows], entries.starts),
@@ -210,6 +215,29 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
             tree, keys, is_open, is_multi, representative=representative
         ),
     )
+
+
+def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
+    """Return the entries in their order, and rising values to merge those of several parts.
+
+    What is below one node of the tree stays together where the order is by ratio.
+
+    Args:
+        found: rows in entries.
+        config: names the order.
+
+    Returns:
+        Permutation of the entries, int64 [E], and their values in this order, float64 [E].
+    """
+    tree, node, load = found.tree, found.entry_node, found.load
+    if config.order in ("ratio", "ascending"):
+        is_rising = config.order == "ascending"
+        entries = order_in_tree(tree, node, load, is_rising=is_rising)
+        is_passed = passed_nodes(tree, config.unit_rows)
+        return entries, values_in_tree(tree, node, load, entries, is_passed, is_rising=is_rising)
+    entries = order_groups(load, by=config.order, seed=config.seed)
+    sizes = np.diff(found.starts)[entries]
+    return entries, (np.cumsum(sizes) - sizes / 2) / max(1, tree.num_rows)
 
 
 def rank_entries(found: Arrangement, entries: Ints) -> Ints:
