@@ -19,7 +19,7 @@ from raybatch.explanation.facts import (
 from raybatch.explanation.plain import from_plain
 from raybatch.explanation.time import TimeEstimate, time_section
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
-from raybatch.prefix.forecast import OrderForecast, OrderName
+from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
@@ -83,7 +83,7 @@ class Explanation:
         """Source and model in one line."""
         return f"raybatch explain: {self.source} with {self.model}"
 
-    def forecast(self, name: OrderName) -> OrderForecast | None:
+    def forecast(self, name: ForecastName) -> OrderForecast | None:
         """Return what an order would compute; None where no cache size is known."""
         return next((order for order in self.orders if order.name == name), None)
 
