@@ -20,6 +20,7 @@ from raybatch.explanation.build import (
     cache_size,
     explain_plan,
     explain_profile,
+    with_orders,
 )
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
@@ -116,18 +117,37 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
             max_rows=question.max_rows,
             **common,
         )
+    return _explain_large(question, planned, kv_tokens, origin, common)
+
+
+def _explain_large(
+    question: Question,
+    planned: LargePlan,
+    kv_tokens: int | None,
+    kv_origin: str,
+    common: dict[str, Any],
+) -> Explanation:
+    job, num_probed = question.job, len(planned.probed.row)
+    profile, unit_rows = planned.profile, job.plan.unit_rows
+    # rows of a probe come before those of the parts, rows that no engine sees behind them
+    num_others = -(-num_probed // unit_rows) - (-sum(profile.unasked.values()) // unit_rows)
     explanation = explain_profile(
-        planned.profile,
+        replace(profile, num_units=profile.num_units + num_others),
         is_reordered=is_worth_ordering(planned.saved_fraction, job.plan),
-        is_probed=len(planned.probed.row) > 0,
+        is_probed=num_probed > 0,
         boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
         **common,
     )
-    if kv_tokens is None or not planned.tables:
+    if kv_tokens is None:
         return explanation
-    size = cache_size(spec.engine, kv_tokens, planned.block_size)
-    orders = forecast_large(job, planned, size, max_rows=question.max_rows)
-    return replace(explanation, kv=KVSize(tokens=kv_tokens, origin=origin), orders=orders)
+    kv = KVSize(tokens=kv_tokens, origin=kv_origin)
+    if not planned.tables:
+        why_not = "what was known of the rows of a large plan does not outlast their run"
+        return replace(explanation, kv=kv, no_orders=why_not)
+    size = cache_size(question.spec.engine, kv_tokens, planned.block_size)
+    return with_orders(
+        explanation, forecast_large(job, planned, size, max_rows=question.max_rows), kv
+    )
 
 
 def _explain_nothing(question: Question) -> Explanation:
