@@ -26,7 +26,7 @@ from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.policy.cost_model import CostModel
-from raybatch.policy.estimate import estimate
+from raybatch.policy.estimate import estimate, money
 from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.plan import is_worth_ordering
@@ -58,6 +58,9 @@ class Question:
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.
+
+    Raises:
+        ConfigError: the price is negative or not finite.
     """
 
     job: PlannedRun
@@ -69,6 +72,11 @@ class Question:
     measure: bool = True
     max_rows: int = MAX_ROWS_EXPLAINED
     lint: bool = True
+
+    def __post_init__(self) -> None:
+        if self.price_per_engine_hour is not None:
+            # a wrong price is told before the work, not when it is shown
+            money(0.0, 1, self.price_per_engine_hour)
 
 
 def explain_source(question: Question) -> Explanation:

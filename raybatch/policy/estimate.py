@@ -151,20 +151,23 @@ def check_run(
     return RunCheck(predicted_s=estimate(model, done, num_replicas).engine_s, measured_s=engine_s)
 
 
-def money(cost: CostEstimate, price_per_engine_hour: float) -> Band:
-    """Return the price of the engine time, in the unit of the price.
+def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
+    """Return the price of a run, in the currency of the argument.
 
-    Engines that wait for the last one cost as much as those that work, so it is the time by the
-    clock that counts, on every replica.
+    A replica costs from the beginning of a run to its end, also while it waits for others, so it
+    is the time by the clock that counts, on every replica.
+
+    Args:
+        wall_s: seconds by the clock.
+        num_replicas: that are held for this time.
+        price_per_engine_hour: of one replica.
 
     Raises:
         ConfigError: the price is negative or not finite.
     """
     if not 0 <= price_per_engine_hour < float("inf"):
         raise ConfigError(f"price_per_engine_hour must be at least 0, got {price_per_engine_hour}")
-    factor = price_per_engine_hour * cost.num_replicas / 3600
-    wall = cost.wall_s
-    return Band(expected=wall.expected * factor, low=wall.low * factor, high=wall.high * factor)
+    return wall_s * num_replicas * price_per_engine_hour / 3600
 
 
 def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
+from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_planned, explain_run
 from raybatch.explanation.outcome import RunActual
 from raybatch.explanation.record import Explanation
@@ -55,6 +56,11 @@ def test_a_source_without_rows_is_explained(explain):
     assert "0 in the source, 0 for the engines" in str(found)
     assert found.to_html()
     assert found == Explanation.from_mapping(found.to_mapping(), where="file")
+
+
+def test_a_negative_price_is_refused_before_any_work(job_of):
+    with pytest.raises(ConfigError, match="price_per_engine_hour must be at least 0, got -1"):
+        job_of(TEXTS).explain(measure=False, price_per_engine_hour=-1)
 
 
 def test_a_probe_that_has_not_run_tells_no_lengths(explain):

@@ -144,7 +144,7 @@ def test_time_has_a_range_and_a_price(prompts):
     speed = SpeedAndPrice(time=TIME, price_per_engine_hour=2.5)
     found = facts(explain_prompts(prompts, speed=speed))
     assert found["time"] == "1 h 2 min on 2 replicas, likely 55 min to 1 h 13 min, measured here"
-    assert found["money"] == "5.00 at 2.50 per engine-hour"
+    assert found["money"] == "5.14 at 2.50 per engine-hour, 2 replicas for all of the time"
 
 
 def test_unknown_time_says_why(prompts):
