@@ -99,7 +99,7 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
 
 
 def _num_simulated(work: WorkTotals, limits: EngineLimits) -> int:
-    """Return the rows that stand for all: of as many waves as the steps allow, and some at least."""
+    """Return how many rows stand for all: as many waves as steps allow, and some at least."""
     if not work.num_rows:
         return 0
     prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))

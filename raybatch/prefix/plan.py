@@ -152,12 +152,11 @@ def plan_rows(
     if is_reordered is None:
         is_reordered = is_worth_ordering(found.saved_fraction, config)
     if not is_reordered:
-        ones = np.ones(rows.num_rows, np.int64)
         kept = RowPlan(
             order=np.arange(rows.num_rows),
             group_id=np.full(rows.num_rows, -1),
             prefix_len=np.zeros(rows.num_rows, np.int32),
-            unit_starts=_cut(ones, config),
+            unit_starts=_even_units(rows.num_rows, config),
             is_reordered=False,
         )
         return kept, found
@@ -259,21 +258,21 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
 
     Args:
         plan: of the rows that engines see.
-        chosen: int64 [n], the rows, such as those of a probe.
+        chosen: int64 [n], the rows, such as those of a probe, in the order in which they run.
         config: decides the size of units.
     """
     is_chosen = np.zeros(plan.num_rows, np.bool_)
     is_chosen[chosen] = True
-    first, others = (plan.order[mask] for mask in (is_chosen[plan.order], ~is_chosen[plan.order]))
+    others = plan.order[~is_chosen[plan.order]]
     group = plan.group_id[others]
     is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
     borders = np.append(np.flatnonzero(is_border), len(others))
-    head = _cut(np.ones(len(first), np.int64), config)
+    head = _even_units(len(chosen), config)
     return RowPlan(
-        order=np.concatenate([first, others]),
+        order=np.concatenate([chosen, others]),
         group_id=plan.group_id,
         prefix_len=plan.prefix_len,
-        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(first)]),
+        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(chosen)]),
         is_reordered=True,
     )
 
@@ -289,10 +288,10 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
     if not plan.is_reordered:
         order = np.arange(len(is_asked))
-        unit_starts = _cut(np.ones(len(order), np.int64), config)
+        unit_starts = _even_units(len(order), config)
     else:
         order = np.concatenate([asked[plan.order], others])
-        tail = _cut(np.ones(len(others), np.int64), config)[1:] + len(asked)
+        tail = _even_units(len(others), config)[1:] + len(asked)
         unit_starts = np.concatenate([plan.unit_starts, tail])
     group_id = np.full(len(is_asked), -1)
     prefix_len = np.zeros(len(is_asked), np.int32)
@@ -308,6 +307,10 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
 
 def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:
     return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
+
+
+def _even_units(num_rows: int, config: PlanConfig) -> Ints:
+    return _cut(np.ones(num_rows, np.int64), config)
 
 
 def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:

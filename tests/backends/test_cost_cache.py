@@ -123,6 +123,21 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, checkpo
     assert "could not be kept" in caplog.text
 
 
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing_behind(measure, tmp_path, checkpoint):
+    # a folder where the file should be
+    path = cost_model_path(str(checkpoint), NATIVE, ENGINE, folder=tmp_path / "cache")
+    (path / "something").mkdir(parents=True)
+    measure(Factory())
+    assert [path.name] == [found.name for found in (tmp_path / "cache").iterdir()]
+
+
+def test_a_backend_that_cannot_be_measured_is_closed(measure):
+    factory = Factory(error="no memory")
+    with pytest.raises(MeasureError):
+        measure(factory)
+    assert factory.made[0].is_closed
+
+
 def test_a_backend_that_does_not_start_is_one_clear_error(checkpoint, tmp_path):
     def create(*args, **options):
         raise RuntimeError("no memory")
