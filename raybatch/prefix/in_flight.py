@@ -48,7 +48,7 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     """
     tree = build_tree(keys)
     is_open = exact_single_level(tree, keys)
-    groups = make_groups(tree, keys, is_open, dedup=False)
+    groups = make_groups(tree, keys, is_open)
     is_alone = groups.group_id < 0
     num_alone = int(np.count_nonzero(is_alone))
     element = groups.group_id.copy()

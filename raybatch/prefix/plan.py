@@ -186,7 +186,8 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     """Build the tree, choose what is shared, and put the rows into entries."""
     keys, all_rows = rows.keys, np.arange(rows.num_rows)
     tree = build_tree(keys)
-    representative = find_representatives(keys) if dedup else all_rows
+    first_equal = find_representatives(keys)
+    representative = first_equal if dedup else all_rows
     is_multi = config.sharing == "multi_level"
     if is_multi:
         is_open = multi_level(tree)
@@ -199,7 +200,7 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     distinct = np.maximum(keys.num_tokens - shared, 1) * generated
     return Arrangement(
         tree=tree,
-        groups=make_groups(tree, keys, is_open, dedup=dedup),
+        groups=make_groups(tree, keys, is_open, representative),
         rows=entries.rows,
         starts=entries.starts,
         entry_node=entries.node,
@@ -209,7 +210,7 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
             num_rows=np.diff(entries.starts),
             output_tokens=_sums((rows.expected_tokens * generated)[entries.rows], entries.starts),
         ),
-        stats=tree_stats(tree, keys),
+        stats=tree_stats(tree, keys, first_equal),
         computed_tokens=num_computed_tokens(
             tree, keys, is_open, is_multi, representative=representative
         ),

@@ -11,7 +11,10 @@ cache of any size that holds a row finds it, as if rows were sorted by prompt:
      `-- document 1 ... ratio 3
 """
 
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.prefix.block_keys import start_offsets
 from raybatch.prefix.enlarge import Bools, nearest_open
@@ -20,6 +23,8 @@ from raybatch.prefix.order import decode_ratio
 from raybatch.prefix.tree import PrefixTree
 
 __all__ = ["order_in_tree", "values_in_tree"]
+
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 
 def order_in_tree(
@@ -103,9 +108,9 @@ def _node_keys(tree: PrefixTree, node: Ints, load: GroupLoad, is_rising: bool) -
     return _keys(below, is_rising)
 
 
-def _sums_below(tree: PrefixTree, node: Ints, values: Ints | Floats) -> Ints | Floats:
-    ends = np.zeros(tree.num_nodes + 1, values.dtype)
-    np.add.at(ends[1:], node, values)
-    ends = np.cumsum(ends)
-    sums: Ints | Floats = ends[tree.node_stops()] - ends[:-1]
+def _sums_below(tree: PrefixTree, node: Ints, values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    of_node = np.zeros(tree.num_nodes + 1, values.dtype)
+    np.add.at(of_node[1:], node, values)
+    ends = np.cumsum(of_node, dtype=values.dtype)
+    sums: npt.NDArray[_Number] = ends[tree.node_stops()] - ends[:-1]
     return sums

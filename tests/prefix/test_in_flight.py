@@ -23,7 +23,7 @@ def members(group_ids):
 def test_the_groups_are_those_that_save_most(prompts, block_size):
     keys, plan = keys_of(prompts, block_size), plan_of(prompts, block_size)
     tree = build_tree(keys)
-    groups = make_groups(tree, keys, exact_single_level(tree, keys), dedup=False)
+    groups = make_groups(tree, keys, exact_single_level(tree, keys))
     is_grouped = groups.group_id >= 0
     assert is_grouped.tolist() == (plan.group_id >= 0).tolist()
     assert groups.prefix_tokens.tolist() == plan.prefix_len.tolist()
