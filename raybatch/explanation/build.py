@@ -52,8 +52,7 @@ def explain_plan(
     model: str,
     plan: PlanConfig,
     engine: EngineConfig,
-    kv_tokens: int | None = None,
-    kv_origin: str = "given",
+    kv: KVSize | None = None,
     speed: SpeedAndPrice | None = None,
     layout: str = "",
     decode: Callable[[TokenIds], str] | None = None,
@@ -67,8 +66,7 @@ def explain_plan(
         model: as the user named it.
         plan: options of the plan.
         engine: options of the engines.
-        kv_tokens: KV cache of one engine; None compares no orders.
-        kv_origin: where that number comes from.
+        kv: KV cache of one engine; None compares no orders.
         speed: time and price; None says that there is no cost model.
         layout: what another order of the template's fields would share.
         decode: turns token ids into text, for the prefixes that are drawn.
@@ -76,15 +74,7 @@ def explain_plan(
     """
     keys, expected = planned.keys, planned.expected_tokens
     explanation = explain_profile(
-        profile_rows(
-            keys,
-            expected,
-            planned.found,
-            num_rows=planned.num_rows,
-            unasked=planned.unasked,
-            limit_tokens=int(planned.max_tokens.sum()),
-            num_units=planned.whole.num_units,
-        ),
+        _profile(planned),
         source=source,
         model=model,
         plan=plan,
@@ -96,17 +86,29 @@ def explain_plan(
     )
     if len(expected):
         explanation = replace(explanation, lengths=length_bands(expected))
-    if kv_tokens is None:
+    if kv is None:
         return explanation
     orders = forecast_orders(
         keys,
         planned.plan,
         planned.found,
         output_tokens=expected,
-        size=cache_size(engine, kv_tokens, keys.block_size),
+        size=cache_size(engine, kv.tokens, keys.block_size),
         max_rows=max_rows,
     )
-    return with_orders(explanation, orders, KVSize(tokens=kv_tokens, origin=kv_origin))
+    return with_orders(explanation, orders, kv)
+
+
+def _profile(planned: PlannedInput) -> InputProfile:
+    return profile_rows(
+        planned.keys,
+        planned.expected_tokens,
+        planned.found,
+        num_rows=planned.num_rows,
+        unasked=planned.unasked,
+        limit_tokens=int(planned.max_tokens.sum()),
+        num_units=planned.whole.num_units,
+    )
 
 
 def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:

@@ -97,43 +97,45 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     tokenizer = Tokenizer.load(find_model(job.config))
     hint = lint_source(job.source, job.config, tokenizer) if question.lint else None
     costs, why_not = _cost_model(question)
-    kv_tokens, origin = question.kv_tokens, "given"
-    if kv_tokens is None and costs is not None:
-        kv_tokens, origin = costs.limits.kv_tokens, "measured"
-    elif kv_tokens is None:
-        kv_tokens, origin = question.kv_tokens_found, "of the engines"
+    time = None
+    if costs is not None:
+        time = _time(costs, _work(question, planned), num_replicas(spec))
     common: dict[str, Any] = {
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
         "speed": SpeedAndPrice(
-            time=None
-            if costs is None
-            else _time(costs, _work(question, planned), num_replicas(spec)),
+            time=time,
             no_time=why_not,
             price_per_engine_hour=question.price_per_engine_hour,
         ),
         "layout": "" if hint is None else hint.text,
     }
+    kv = _kv_size(question, costs)
     if isinstance(planned, PlannedInput):
         return explain_plan(
             planned,
             engine=spec.engine,
-            kv_tokens=kv_tokens,
-            kv_origin=origin,
+            kv=kv,
             decode=partial(tokenizer.decode, skip_special_tokens=False),
             max_rows=question.max_rows,
             **common,
         )
-    return _explain_large(question, planned, kv_tokens, origin, common)
+    return _explain_large(question, planned, kv, common)
+
+
+def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:
+    if question.kv_tokens is not None:
+        return KVSize(tokens=question.kv_tokens, origin="given")
+    if costs is not None:
+        return KVSize(tokens=costs.limits.kv_tokens, origin="measured")
+    if question.kv_tokens_found is not None:
+        return KVSize(tokens=question.kv_tokens_found, origin="of the engines")
+    return None
 
 
 def _explain_large(
-    question: Question,
-    planned: LargePlan,
-    kv_tokens: int | None,
-    kv_origin: str,
-    common: dict[str, Any],
+    question: Question, planned: LargePlan, kv: KVSize | None, common: dict[str, Any]
 ) -> Explanation:
     job, num_probed = question.job, len(planned.probed.row)
     profile, unit_rows = planned.profile, job.plan.unit_rows
@@ -146,13 +148,12 @@ def _explain_large(
         boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
         **common,
     )
-    if kv_tokens is None:
+    if kv is None:
         return explanation
-    kv = KVSize(tokens=kv_tokens, origin=kv_origin)
     if not planned.tables:
         why_not = "what was known of the rows of a large plan does not outlast their run"
         return replace(explanation, kv=kv, no_orders=why_not)
-    size = cache_size(question.spec.engine, kv_tokens, planned.block_size)
+    size = cache_size(question.spec.engine, kv.tokens, planned.block_size)
     return with_orders(
         explanation, forecast_large(job, planned, size, max_rows=question.max_rows), kv
     )

@@ -78,18 +78,8 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     # what is computed again attends to as much as the rest does
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
     prefill_s = float(tokens_s @ of_prefill) + model.pair_s * share.pairs * again
-    # members of a large group cannot all run at once
-    reads = max(share.shared_reads, share.shared_pairs / max(1.0, forecast.mean_decode_rows))
-    # half of each sequence's last block is empty on average, and read all the same
-    num_decodes = share.generated_tokens - share.num_rows
-    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
-    decode_s = (
-        float(tokens_s @ (1 - of_prefill))
-        + model.row_s * share.generated_tokens
-        + model.context_s * context_reads
-        + model.shared_pair_s * share.shared_pairs
-        + model.shared_read_s * reads
-    )
+    decode_s = float(tokens_s @ (1 - of_prefill))
+    decode_s += _attend_s(model, share, forecast.mean_decode_rows)
     overhead_s = model.step_s * forecast.num_steps
     wall_s = prefill_s + decode_s + overhead_s
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
@@ -103,6 +93,21 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
         num_steps=forecast.num_steps / factor,
         mean_decode_rows=forecast.mean_decode_rows,
         recomputed_tokens=forecast.recomputed_tokens / factor,
+    )
+
+
+def _attend_s(model: CostModel, share: WorkTotals, mean_decode_rows: float) -> float:
+    """Return the time for sampling rows and for the KV that decoding ones read."""
+    # members of a large group cannot all run at once
+    reads = max(share.shared_reads, share.shared_pairs / max(1.0, mean_decode_rows))
+    # half of each sequence's last block is empty on average, and read all the same
+    num_decodes = share.generated_tokens - share.num_rows
+    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
+    return (
+        model.row_s * share.generated_tokens
+        + model.context_s * context_reads
+        + model.shared_pair_s * share.shared_pairs
+        + model.shared_read_s * reads
     )
 
 
