@@ -15,7 +15,7 @@ from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
-from raybatch.explanation.explain import Question, explain_planned, likely_engine_s
+from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
@@ -229,9 +229,7 @@ class JobRun:
             max_rows=_MAX_ROWS_SIMULATED,
             lint=False,
         )
-        plan = explain_planned(question, planned)
-        likely = likely_engine_s(question, planned, actual)
-        return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
+        return explain_run(question, planned, actual)
 
 
 def planned_run(config: JobConfig, source: Source) -> PlannedRun:

@@ -167,9 +167,11 @@ class BundleLine:
     def remove_batch(self, batch_id: int) -> None:
         """Take all rows of one batch out. Complexity: O(spans in the line)."""
         for bundle in self._bundles:
-            for span in [s for s in bundle.spans if s.batch_id == batch_id]:
-                bundle.spans.remove(span)
+            gone = [span for span in bundle.spans if span.batch_id == batch_id]
+            for span in gone:
                 self._weigh(bundle, span, -1)
+            if gone:
+                bundle.spans = deque(s for s in bundle.spans if s.batch_id != batch_id)
         self._drop_empty()
 
     def take_all(self) -> list[Bundle]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from raybatch.actors.crew import CrewPlan
 from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
@@ -47,11 +48,23 @@ def measure_pool(
         ray.init()
     plan = plan_crew(spec)
     is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
-    path = cost_model_path(spec.model, spec.backend, spec.engine, folder=folder)
+    path = cost_model_path(
+        spec.model,
+        spec.backend,
+        spec.engine,
+        num_engines_on_host=plan.num_engines_on_host,
+        folder=folder,
+    )
     found = load_cost_model(path) if is_here else None
     if found is not None:
         return found
     _check_free({"CPU": plan.num_cpus, "GPU": plan.num_gpus}, spec)
+    return _measure_in_actor(spec, plan, folder, timeout_s)
+
+
+def _measure_in_actor(
+    spec: PoolSpec, plan: CrewPlan, folder: Path | None, timeout_s: float | None
+) -> CostModel:
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + _MEASURE_S
     actor = (

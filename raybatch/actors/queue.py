@@ -218,7 +218,9 @@ class RowQueue:
             batch.reopen(rows)
             batch.attempts[rows] -= 1
             left += replica.remove(batch.share(rows))
-            returned += spans_of(span.batch_id, rows)
+            for piece in spans_of(span.batch_id, rows):
+                runs = batch.runs(piece.start, piece.stop)
+                returned += [Span(span.batch_id, start, stop) for start, stop in runs]
         self._homes.leave(replica_id, left)
         self._line.free(replica_id, left)
         if not replica.is_testing:

@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -64,7 +64,9 @@ def load_or_measure(
     Raises:
         MeasureError: the backend cannot be started or measured.
     """
-    path = cost_model_path(model, backend, engine, folder=folder)
+    path = cost_model_path(
+        model, backend, engine, num_engines_on_host=num_engines_on_host, folder=folder
+    )
     found = load_cost_model(path)
     if found is not None:
         return found
@@ -74,32 +76,43 @@ def load_or_measure(
         running = create(model, backend, engine, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
         measured = _measure(running, model, _token_budget(backend, engine), clock)
-        took_s, cpu_s = clock() - loaded, cpu_clock() - cpu_before
     except MeasureError:
         raise
     except Exception as error:
         raise MeasureError(f"{model} could not be measured: {error_text(error)}") from error
+    took_s, cpu_s = clock() - loaded, cpu_clock() - cpu_before
     _logger.info(
         "measured in %.1f s after %.1f s of loading, with a fit error of %.0f %%",
         took_s,
         loaded - began,
         100 * measured.fit_error,
     )
-    if _computes_on_cpu(backend, engine) and cpu_s < _QUIET_SHARE * took_s:
-        _logger.warning(
-            "the host is busy: the engine got %.0f %% of a CPU while it was measured; its times "
-            "are too long, and are measured again next time",
-            100 * cpu_s / took_s,
-        )
-    else:
+    if not _computes_on_cpu(backend, engine) or _was_quiet(took_s, cpu_s):
         _write(path, measured)
     return measured
 
 
+def _was_quiet(took_s: float, cpu_s: float) -> bool:
+    """Return whether an engine had its CPU for itself while it was measured; warn if not."""
+    if cpu_s >= _QUIET_SHARE * took_s:
+        return True
+    _logger.warning(
+        "the host is busy: the engine got %.0f %% of a CPU while it was measured; its times are "
+        "too long, and are measured again next time",
+        100 * cpu_s / took_s,
+    )
+    return False
+
+
 def cost_model_path(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, folder: Path | None = None
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    folder: Path | None = None,
 ) -> Path:
-    """Return the file of a cost model; its name is a hash of all that the times depend on.
+    """Return the file of a cost model; its name is a hash of all that it depends on.
 
     Whether a GPU is there is looked up on this host, without loading torch.
     """
@@ -108,6 +121,8 @@ def cost_model_path(
         "model": _model_identity(model),
         "backend": {"kind": backend.kind, "options": dict(backend.options)},
         "engine": asdict(engine),
+        # engines share the memory of a host where nobody has said how much each gets
+        "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": _cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
         "versions": _versions(("raybatch",) if backend.kind == "fake" else ("raybatch", "torch")),
     }
@@ -132,9 +147,9 @@ def load_cost_model(path: Path) -> CostModel | None:
 def _measure(
     running: Backend, model: str, max_batched_tokens: int | None, clock: Callable[[], float]
 ) -> CostModel:
-    limits = limits_of(running, max_batched_tokens)
-    steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
-    running.close()
+    with closing(running):
+        limits = limits_of(running, max_batched_tokens)
+        steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
     return fit(steps, limits)
 
 
@@ -150,11 +165,11 @@ def _write(path: Path, model: CostModel) -> None:
     text = json.dumps(asdict(model), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
-        ) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        # a folder of its own goes away with what was not moved out of it
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as staged:
+            whole = Path(staged) / path.name
+            whole.write_text(text, encoding="utf-8")
+            os.replace(whole, path)
     except OSError as error:
         _logger.warning("the cost model could not be kept in %s: %s", path, error_text(error))
 

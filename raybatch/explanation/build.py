@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
-from raybatch.prefix.forecast import forecast_orders, rows_that_fit
+from raybatch.pictures.wording import full
+from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.lengths import histogram_bands, length_bands
 from raybatch.prefix.outline import TreeBox, outline_tree
@@ -16,7 +15,14 @@ from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.stages.plan.planned import PlannedInput
 from raybatch.types import TokenIds
 
-__all__ = ["MAX_ROWS_EXPLAINED", "SpeedAndPrice", "cache_size", "explain_plan", "explain_profile"]
+__all__ = [
+    "MAX_ROWS_EXPLAINED",
+    "SpeedAndPrice",
+    "cache_size",
+    "explain_plan",
+    "explain_profile",
+    "with_orders",
+]
 
 # rows of which an explanation simulates each order, unless told otherwise
 MAX_ROWS_EXPLAINED = 100_000
@@ -46,8 +52,7 @@ def explain_plan(
     model: str,
     plan: PlanConfig,
     engine: EngineConfig,
-    kv_tokens: int | None = None,
-    kv_origin: str = "given",
+    kv: KVSize | None = None,
     speed: SpeedAndPrice | None = None,
     layout: str = "",
     decode: Callable[[TokenIds], str] | None = None,
@@ -61,8 +66,7 @@ def explain_plan(
         model: as the user named it.
         plan: options of the plan.
         engine: options of the engines.
-        kv_tokens: KV cache of one engine; None compares no orders.
-        kv_origin: where that number comes from.
+        kv: KV cache of one engine; None compares no orders.
         speed: time and price; None says that there is no cost model.
         layout: what another order of the template's fields would share.
         decode: turns token ids into text, for the prefixes that are drawn.
@@ -70,32 +74,40 @@ def explain_plan(
     """
     keys, expected = planned.keys, planned.expected_tokens
     explanation = explain_profile(
-        profile_rows(
-            keys,
-            expected,
-            planned.found,
-            num_rows=planned.num_rows,
-            unasked=planned.unasked,
-            limit_tokens=int(planned.max_tokens.sum()),
-            num_units=planned.plan.num_units,
-        ),
+        _profile(planned),
         source=source,
         model=model,
         plan=plan,
         is_reordered=planned.plan.is_reordered,
-        # before a probe, a row is expected to take all it may
-        is_probed=not np.array_equal(expected, planned.max_tokens),
+        is_probed=planned.is_probed,
         speed=speed,
         layout=layout,
         boxes=_boxes(planned, decode),
     )
     if len(expected):
         explanation = replace(explanation, lengths=length_bands(expected))
-    if kv_tokens is None or not keys.num_rows:
+    if kv is None:
         return explanation
-    size = cache_size(engine, kv_tokens, keys.block_size)
-    return _with_orders(
-        explanation, planned, size, KVSize(tokens=kv_tokens, origin=kv_origin), max_rows
+    orders = forecast_orders(
+        keys,
+        planned.plan,
+        planned.found,
+        output_tokens=expected,
+        size=cache_size(engine, kv.tokens, keys.block_size),
+        max_rows=max_rows,
+    )
+    return with_orders(explanation, orders, kv)
+
+
+def _profile(planned: PlannedInput) -> InputProfile:
+    return profile_rows(
+        planned.keys,
+        planned.expected_tokens,
+        planned.found,
+        num_rows=planned.num_rows,
+        unasked=planned.unasked,
+        limit_tokens=int(planned.max_tokens.sum()),
+        num_units=planned.whole.num_units,
     )
 
 
@@ -138,6 +150,7 @@ def explain_profile(
         model=model,
         order=plan.order,
         is_reordered=is_reordered,
+        is_off=plan.mode == "off",
         profile=profile,
         lengths=histogram_bands(outputs) if outputs.num_values else None,
         lengths_from=_lengths_from(plan, is_probed=is_probed),
@@ -149,21 +162,25 @@ def explain_profile(
     )
 
 
-def _with_orders(
-    explanation: Explanation, planned: PlannedInput, size: CacheSize, kv: KVSize, max_rows: int
+def with_orders(
+    explanation: Explanation, orders: tuple[OrderForecast, ...], kv: KVSize
 ) -> Explanation:
-    expected = planned.expected_tokens
-    num_fitting = len(rows_that_fit(planned.keys, expected, size))
-    orders = forecast_orders(
-        planned.keys,
-        planned.plan,
-        planned.found,
-        output_tokens=expected,
-        size=size,
-        max_rows=max_rows,
+    """Return the explanation with orders compared, where they differ by anything.
+
+    Args:
+        explanation: without them.
+        orders: forecast for the cache.
+        kv: the cache.
+    """
+    if orders[0].prompt_tokens:
+        return replace(explanation, kv=kv, orders=orders)
+    num_rows = orders[0].num_rows_too_large
+    why_not = (
+        f"none of {full(num_rows)} rows fits a KV cache of {full(kv.tokens)} tokens"
+        if num_rows
+        else "no engine sees a prompt"
     )
-    kv = replace(kv, num_rows_too_large=planned.keys.num_rows - num_fitting)
-    return replace(explanation, kv=kv, orders=orders)
+    return replace(explanation, kv=kv, no_orders=why_not)
 
 
 def _lengths_from(plan: PlanConfig, *, is_probed: bool) -> str:

@@ -1,5 +1,6 @@
 """Explains a source: plans it without running it, and says how long it would take."""
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,19 +13,20 @@ from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import MeasureError
+from raybatch.errors import MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
     SpeedAndPrice,
     cache_size,
     explain_plan,
     explain_profile,
+    with_orders,
 )
-from raybatch.explanation.outcome import RunActual
+from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.policy.cost_model import CostModel
-from raybatch.policy.estimate import estimate
+from raybatch.policy.estimate import estimate, money
 from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.plan import is_worth_ordering
@@ -37,7 +39,9 @@ from raybatch.stages.plan.small import gather, plan_gathered
 from raybatch.stages.plan.work import planned_work
 from raybatch.stages.prepare import find_model
 
-__all__ = ["Question", "explain_planned", "explain_source", "likely_engine_s"]
+__all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,9 @@ class Question:
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.
+
+    Raises:
+        ConfigError: the price is negative or not finite.
     """
 
     job: PlannedRun
@@ -65,6 +72,11 @@ class Question:
     measure: bool = True
     max_rows: int = MAX_ROWS_EXPLAINED
     lint: bool = True
+
+    def __post_init__(self) -> None:
+        if self.price_per_engine_hour is not None:
+            # a wrong price is told before the work, not when it is shown
+            money(0.0, 1, self.price_per_engine_hour)
 
 
 def explain_source(question: Question) -> Explanation:
@@ -85,46 +97,66 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     tokenizer = Tokenizer.load(find_model(job.config))
     hint = lint_source(job.source, job.config, tokenizer) if question.lint else None
     costs, why_not = _cost_model(question)
-    kv_tokens, origin = question.kv_tokens, "given"
-    if kv_tokens is None and costs is not None:
-        kv_tokens, origin = costs.limits.kv_tokens, "measured"
-    elif kv_tokens is None:
-        kv_tokens, origin = question.kv_tokens_found, "of the engines"
+    time = None
+    if costs is not None:
+        time = _time(costs, _work(question, planned), num_replicas(spec))
     common: dict[str, Any] = {
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
         "speed": SpeedAndPrice(
-            time=None
-            if costs is None
-            else _time(costs, _work(question, planned), num_replicas(spec)),
+            time=time,
             no_time=why_not,
             price_per_engine_hour=question.price_per_engine_hour,
         ),
         "layout": "" if hint is None else hint.text,
     }
+    kv = _kv_size(question, costs)
     if isinstance(planned, PlannedInput):
         return explain_plan(
             planned,
             engine=spec.engine,
-            kv_tokens=kv_tokens,
-            kv_origin=origin,
+            kv=kv,
             decode=partial(tokenizer.decode, skip_special_tokens=False),
             max_rows=question.max_rows,
             **common,
         )
+    return _explain_large(question, planned, kv, common)
+
+
+def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:
+    if question.kv_tokens is not None:
+        return KVSize(tokens=question.kv_tokens, origin="given")
+    if costs is not None:
+        return KVSize(tokens=costs.limits.kv_tokens, origin="measured")
+    if question.kv_tokens_found is not None:
+        return KVSize(tokens=question.kv_tokens_found, origin="of the engines")
+    return None
+
+
+def _explain_large(
+    question: Question, planned: LargePlan, kv: KVSize | None, common: dict[str, Any]
+) -> Explanation:
+    job, num_probed = question.job, len(planned.probed.row)
+    profile, unit_rows = planned.profile, job.plan.unit_rows
+    # rows of a probe come before those of the parts, rows that no engine sees behind them
+    num_others = -(-num_probed // unit_rows) - (-sum(profile.unasked.values()) // unit_rows)
     explanation = explain_profile(
-        planned.profile,
+        replace(profile, num_units=profile.num_units + num_others),
         is_reordered=is_worth_ordering(planned.saved_fraction, job.plan),
-        is_probed=len(planned.probed.row) > 0,
+        is_probed=num_probed > 0,
         boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
         **common,
     )
-    if kv_tokens is None or not planned.tables:
+    if kv is None:
         return explanation
-    size = cache_size(spec.engine, kv_tokens, planned.block_size)
-    orders = forecast_large(job, planned, size, max_rows=question.max_rows)
-    return replace(explanation, kv=KVSize(tokens=kv_tokens, origin=origin), orders=orders)
+    if not planned.tables:
+        why_not = "what was known of the rows of a large plan does not outlast their run"
+        return replace(explanation, kv=kv, no_orders=why_not)
+    size = cache_size(question.spec.engine, kv.tokens, planned.block_size)
+    return with_orders(
+        explanation, forecast_large(job, planned, size, max_rows=question.max_rows), kv
+    )
 
 
 def _explain_nothing(question: Question) -> Explanation:
@@ -152,6 +184,26 @@ def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
     )
 
 
+def explain_run(
+    question: Question, planned: PlannedInput | LargePlan, actual: RunActual
+) -> PlanOutcome | None:
+    """Return a run beside its plan; None, with a warning, where the plan cannot be explained.
+
+    The rows are generated and written: nothing that is said about them may end their job.
+    """
+    try:
+        likely = likely_engine_s(question, planned, actual)
+        plan = explain_planned(question, planned)
+    except Exception as error:
+        _logger.warning(
+            "the report leaves out the plan, which could not be explained: %s",
+            error_text(error),
+            exc_info=True,
+        )
+        return None
+    return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
+
+
 def likely_engine_s(
     question: Question, planned: PlannedInput | LargePlan, actual: RunActual
 ) -> tuple[float, float, float] | None:
@@ -172,10 +224,16 @@ def likely_engine_s(
 
 def num_replicas(spec: PoolSpec) -> int:
     """Return how many engines a pool would have, here or on the cluster that is connected."""
+    return _crew_size(spec)[0]
+
+
+def _crew_size(spec: PoolSpec) -> tuple[int, int]:
+    """Return how many engines a pool would have, and how many of them on one host."""
     if ray.is_initialized():
-        return plan_crew(spec).num_replicas
+        crew = plan_crew(spec)
+        return crew.num_replicas, crew.num_engines_on_host
     here = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return spec.pool.replicas or here
+    return (spec.pool.replicas or here,) * 2
 
 
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
@@ -186,7 +244,10 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
             return measure_pool(spec), ""
         except MeasureError as error:
             return None, str(error)
-    found = load_cost_model(cost_model_path(spec.model, spec.backend, spec.engine))
+    path = cost_model_path(
+        spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(spec)[1]
+    )
+    found = load_cost_model(path)
     return found, "" if found else "this model was not measured on this host yet"
 
 

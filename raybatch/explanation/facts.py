@@ -14,6 +14,8 @@ from raybatch.prefix.profile import InputProfile
 
 __all__ = ["ORDER_MEANINGS", "group_section", "input_section", "order_section", "sharing_section"]
 
+_SHARES = "hit rate, share of all prompt tokens"
+
 ORDER_MEANINGS = {
     "input": "rows as they come, prefix cache alone",
     "sorted": "sorted by prompt, prefix cache alone",
@@ -74,11 +76,14 @@ def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str
     return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
 
 
-def group_section(profile: InputProfile, order: str, *, is_reordered: bool) -> Section:
+def group_section(
+    profile: InputProfile, order: str, *, is_reordered: bool, is_off: bool
+) -> Section:
     """Say how rows are grouped and in what order they run."""
     rows = profile.group_rows
     if not is_reordered:
-        said = "rows keep the order of the input: sharing saves too little to reorder them"
+        why = "the plan is off" if is_off else "sharing saves too little to reorder them"
+        said = f"rows keep the order of the input: {why}"
         return Section(title="Groups", facts=(("plan", said),))
     alone = profile.num_asked - rows.total
     facts = (
@@ -105,57 +110,61 @@ def group_section(profile: InputProfile, order: str, *, is_reordered: bool) -> S
 
 
 def order_section(
-    orders: Sequence[OrderForecast], kv: str, num_too_large: int, profile: InputProfile
+    orders: Sequence[OrderForecast], kv: str, no_orders: str, profile: InputProfile
 ) -> Section:
-    """Compare orders by the prompt tokens that they compute."""
+    """Compare orders by the prompt tokens that they compute, or say why they are not compared."""
     if not orders:
-        total = max(1, profile.tree.logical_tokens)
-        said = (
-            f"{percent(1 - profile.computed_tokens / total)} of the prompt tokens need no "
-            f"computing when each prefix runs once, {percent(1 - profile.bound_tokens / total)} at "
-            "most"
-        )
-        return Section(
-            title="Orders",
-            facts=(("hit rate", said),),
-            notes=("the size of the KV cache is not known, so orders are not compared",),
-        )
-    rows = tuple(
-        (
-            order.name,
-            amount(order.computed_tokens),
-            amount(order.saved_tokens),
-            _rate(order),
-            ORDER_MEANINGS[order.name],
-        )
-        for order in orders
-    )
+        return _uncompared(profile, no_orders)
     header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
-    bars = [
-        ShareBar(
-            name=order.name,
-            share=order.hit_rate,
-            error=order.error,
-            note=f"{amount(order.computed_tokens)} computed",
-            is_main=order.name == "planned",
-        )
-        for order in orders
-    ]
     figure = Figure(
         title="Prompt tokens that need no computing",
-        svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
+        svg=draw_shares([_bar(order) for order in orders], label=_SHARES),
         is_wide=True,
     )
     notes = [f"KV cache: {kv}"] if kv else []
-    if num_too_large:
+    if num_too_large := orders[0].num_rows_too_large:
         notes.append(f"{count(num_too_large, 'row')} too large for this cache are left out")
     if any(order.error or order.is_lower_bound for order in orders):
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
     return Section(
         title="Orders",
-        table=Table(header=header, rows=rows),
+        table=Table(header=header, rows=tuple(_line(order) for order in orders)),
         notes=tuple(notes),
         figures=(figure,),
+    )
+
+
+def _uncompared(profile: InputProfile, why_not: str) -> Section:
+    total = max(1, profile.tree.logical_tokens)
+    said = (
+        f"{percent(1 - profile.computed_tokens / total)} of the prompt tokens need no "
+        f"computing when each prefix runs once, {percent(1 - profile.bound_tokens / total)} at "
+        "most"
+    )
+    return Section(
+        title="Orders",
+        facts=(("hit rate", said),),
+        notes=(f"{why_not}, so orders are not compared",),
+    )
+
+
+def _line(order: OrderForecast) -> tuple[str, ...]:
+    return (
+        order.name,
+        amount(order.computed_tokens),
+        amount(order.saved_tokens),
+        _rate(order),
+        ORDER_MEANINGS[order.name],
+    )
+
+
+def _bar(order: OrderForecast) -> ShareBar:
+    return ShareBar(
+        name=order.name,
+        share=order.hit_rate,
+        error=order.error,
+        note=f"{amount(order.computed_tokens)} computed",
+        is_main=order.name == "planned",
     )
 
 

@@ -189,6 +189,10 @@ class PlanOutcome:
                 causes.append(f"the KV cache was {percent(abs(change), 0)} {word} than planned")
         if plan.kv is None:
             causes.append("the plan did not know the size of the KV cache")
+        elif not plan.orders:
+            causes.append(
+                "the plan counts each prefix as computed once, whatever the KV cache finds or loses"
+            )
         if actual.num_restarts:
             causes.append(
                 f"{count(actual.num_restarts, 'replica')} started again with an empty cache"

@@ -19,7 +19,7 @@ from raybatch.explanation.facts import (
 from raybatch.explanation.plain import from_plain
 from raybatch.explanation.time import TimeEstimate, time_section
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
-from raybatch.prefix.forecast import OrderForecast, OrderName
+from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
@@ -34,12 +34,10 @@ class KVSize:
     Args:
         tokens: of one engine.
         origin: where the number comes from, such as "given" or "measured".
-        num_rows_too_large: rows that do not fit it even alone; they are in no comparison.
     """
 
     tokens: int
     origin: str
-    num_rows_too_large: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +49,13 @@ class Explanation:
         model: as the user named it.
         order: of the groups, by name.
         is_reordered: rows run in another order than that of the input.
+        is_off: nobody asked for a plan.
         profile: rows, tokens, sharing and groups.
         lengths: expected outputs of the rows that engines see; None without rows.
         lengths_from: where they come from, such as "max_tokens".
         kv: None where the size of the cache is not known.
-        orders: the orders compared; empty without `kv`.
+        orders: the orders compared; empty where they are not.
+        no_orders: why there are no `orders`.
         time: None where nothing is known of the speed.
         no_time: why there is no `time`.
         price_per_engine_hour: of one replica, in any currency.
@@ -68,10 +68,12 @@ class Explanation:
     order: str
     is_reordered: bool
     profile: InputProfile
+    is_off: bool = False
     lengths: LengthBands | None = None
     lengths_from: str = "max_tokens"
     kv: KVSize | None = None
     orders: tuple[OrderForecast, ...] = ()
+    no_orders: str = "the size of the KV cache is not known"
     time: TimeEstimate | None = None
     no_time: str = ""
     price_per_engine_hour: float | None = None
@@ -83,8 +85,8 @@ class Explanation:
         """Source and model in one line."""
         return f"raybatch explain: {self.source} with {self.model}"
 
-    def forecast(self, name: OrderName) -> OrderForecast | None:
-        """Return what an order would compute; None where no cache size is known."""
+    def forecast(self, name: ForecastName) -> OrderForecast | None:
+        """Return what an order would compute; None where orders are not compared."""
         return next((order for order in self.orders if order.name == name), None)
 
     @property
@@ -110,13 +112,12 @@ class Explanation:
         kv = (
             "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
         )
-        num_too_large = 0 if self.kv is None else self.kv.num_rows_too_large
         return (
             input_section(profile, self.lengths, self.lengths_from),
             sharing_section(profile, self.boxes, self.layout),
-            group_section(profile, self.order, is_reordered=self.is_reordered),
+            group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
             time_section(self.time, self.no_time, self.price_per_engine_hour),
-            order_section(self.orders, kv, num_too_large, profile),
+            order_section(self.orders, kv, self.no_orders, profile),
         )
 
     def __str__(self) -> str:

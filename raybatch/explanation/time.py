@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from raybatch.pictures.document import Section
 from raybatch.pictures.wording import count, duration
+from raybatch.policy.estimate import money
 
 __all__ = ["TimeEstimate", "time_section"]
 
@@ -28,10 +29,6 @@ class TimeEstimate:
     num_replicas: int
     origin: str = ""
 
-    def money(self, price_per_engine_hour: float) -> float:
-        """Return the price of the engines' time, in the currency of the argument."""
-        return self.engine_s / 3600 * price_per_engine_hour
-
 
 def time_section(
     time: TimeEstimate | None, why_not: str, price_per_engine_hour: float | None
@@ -50,8 +47,9 @@ def time_section(
         ("engines", f"{time.engine_s / 3600:,.3g} engine-hours ({duration(time.engine_s)})"),
     ]
     if price_per_engine_hour is not None:
-        money = time.money(price_per_engine_hour)
-        amount = f"{money:,.2f}" if money >= 1 else f"{money:.3g}"
+        price = money(time.wall_s, time.num_replicas, price_per_engine_hour)
+        amount = f"{price:,.2f}" if price >= 1 else f"{price:.3g}"
         said = f"{amount} at {price_per_engine_hour:,.2f} per engine-hour"
-        facts.append(("money", said))
+        held = f"{count(time.num_replicas, 'replica')} for all of the time"
+        facts.append(("money", f"{said}, {held}"))
     return Section(title="Time", facts=tuple(facts))

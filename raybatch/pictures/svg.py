@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["drawing", "element", "group", "rect", "text"]
+__all__ = ["drawing", "element", "rect", "text"]
 
 
 def element(name: str, *, children: Iterable[str] = (), **attributes: object) -> str:
@@ -32,11 +32,6 @@ def drawing(width: float, height: float, label: str, children: Iterable[str]) ->
         aria_label=label,
         children=children,
     )
-
-
-def group(children: Iterable[str], **attributes: object) -> str:
-    """Return elements that share attributes."""
-    return element("g", children=children, **attributes)
 
 
 def rect(

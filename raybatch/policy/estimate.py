@@ -78,18 +78,8 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     # what is computed again attends to as much as the rest does
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
     prefill_s = float(tokens_s @ of_prefill) + model.pair_s * share.pairs * again
-    # members of a large group cannot all run at once
-    reads = max(share.shared_reads, share.shared_pairs / max(1.0, forecast.mean_decode_rows))
-    # half of each sequence's last block is empty on average, and read all the same
-    num_decodes = share.generated_tokens - share.num_rows
-    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
-    decode_s = (
-        float(tokens_s @ (1 - of_prefill))
-        + model.row_s * share.generated_tokens
-        + model.context_s * context_reads
-        + model.shared_pair_s * share.shared_pairs
-        + model.shared_read_s * reads
-    )
+    decode_s = float(tokens_s @ (1 - of_prefill))
+    decode_s += _attend_s(model, share, forecast.mean_decode_rows)
     overhead_s = model.step_s * forecast.num_steps
     wall_s = prefill_s + decode_s + overhead_s
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
@@ -103,6 +93,21 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
         num_steps=forecast.num_steps / factor,
         mean_decode_rows=forecast.mean_decode_rows,
         recomputed_tokens=forecast.recomputed_tokens / factor,
+    )
+
+
+def _attend_s(model: CostModel, share: WorkTotals, mean_decode_rows: float) -> float:
+    """Return the time for sampling rows and for the KV that decoding ones read."""
+    # members of a large group cannot all run at once
+    reads = max(share.shared_reads, share.shared_pairs / max(1.0, mean_decode_rows))
+    # half of each sequence's last block is empty on average, and read all the same
+    num_decodes = share.generated_tokens - share.num_rows
+    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
+    return (
+        model.row_s * share.generated_tokens
+        + model.context_s * context_reads
+        + model.shared_pair_s * share.shared_pairs
+        + model.shared_read_s * reads
     )
 
 
@@ -151,20 +156,23 @@ def check_run(
     return RunCheck(predicted_s=estimate(model, done, num_replicas).engine_s, measured_s=engine_s)
 
 
-def money(cost: CostEstimate, price_per_engine_hour: float) -> Band:
-    """Return the price of the engine time, in the unit of the price.
+def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
+    """Return the price of a run, in the currency of the argument.
 
-    Engines that wait for the last one cost as much as those that work, so it is the time by the
-    clock that counts, on every replica.
+    A replica costs from the beginning of a run to its end, also while it waits for others, so it
+    is the time by the clock that counts, on every replica.
+
+    Args:
+        wall_s: seconds by the clock.
+        num_replicas: that are held for this time.
+        price_per_engine_hour: of one replica.
 
     Raises:
         ConfigError: the price is negative or not finite.
     """
     if not 0 <= price_per_engine_hour < float("inf"):
         raise ConfigError(f"price_per_engine_hour must be at least 0, got {price_per_engine_hour}")
-    factor = price_per_engine_hour * cost.num_replicas / 3600
-    wall = cost.wall_s
-    return Band(expected=wall.expected * factor, low=wall.low * factor, high=wall.high * factor)
+    return wall_s * num_replicas * price_per_engine_hour / 3600
 
 
 def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:
@@ -173,7 +181,8 @@ def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:
         num_rows=num_rows,
         computed_tokens=totals.computed_tokens * factor,
         pairs=totals.pairs * factor,
-        generated_tokens=totals.generated_tokens * factor,
+        # where each row generates one token, the product may be less than that by rounding
+        generated_tokens=max(totals.generated_tokens * factor, num_rows),
         context_reads=totals.context_reads * factor,
         shared_pairs=totals.shared_pairs * factor,
         shared_reads=totals.shared_reads * factor,

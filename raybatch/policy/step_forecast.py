@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.policy.cost_model import EngineLimits
-from raybatch.policy.work import WorkTotals
+from raybatch.policy.work import WorkTotals, output_sample
 
 __all__ = ["StepForecast", "forecast_steps"]
 
 Floats = npt.NDArray[np.float64]
 
-# enough for many waves of a full batch, few enough for a fraction of a second
+# enough for many waves of a full batch
 _MIN_ROWS, _WAVES = 2048, 8
+# few enough for a fraction of a second; long outputs in small batches take many steps for few rows
+_MAX_STEPS, _LEAST_ROWS = 200_000, 16
 # admission leaves the blocks free that running sequences will need within so many steps
 _MAX_SPARE_STEPS = 4
 _GOLDEN = 0.6180339887
@@ -85,7 +87,7 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
 
     A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
     """
-    num_rows = min(work.num_rows, max(_MIN_ROWS, _WAVES * limits.max_num_seqs))
+    num_rows = _num_simulated(work, limits)
     if not num_rows:
         empty = np.zeros(0)
         return StepForecast(
@@ -93,7 +95,18 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
         )
     simulation = _Simulation(work, limits, num_rows)
     simulation.run()
-    return simulation.result(work.num_rows)
+    return simulation.result(work)
+
+
+def _num_simulated(work: WorkTotals, limits: EngineLimits) -> int:
+    """Return how many rows stand for all: as many waves as steps allow, and some at least."""
+    if not work.num_rows:
+        return 0
+    prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
+    # rows are half way through their outputs on average
+    batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
+    in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
+    return min(work.num_rows, max(_MIN_ROWS, _WAVES * limits.max_num_seqs), int(in_steps))
 
 
 class _Simulation:
@@ -115,22 +128,28 @@ class _Simulation:
         self._num_rows = num_rows
         self.decode_rows: list[float] = []
         self.prefill_tokens: list[float] = []
-        self.admitted: list[int] = []
+        self.ended: list[int] = []
         self.recomputed: list[float] = []
 
     def run(self) -> None:
         while self._waiting or self._num_running:
             self._step()
 
-    def result(self, num_rows: int) -> StepForecast:
+    def result(self, work: WorkTotals) -> StepForecast:
         weight = np.ones(len(self.decode_rows))
-        admitted = np.cumsum(self.admitted)
-        if num_rows > self._num_rows:
-            first, last = np.searchsorted(admitted, (self._num_rows / 3, 2 * self._num_rows / 3))
-            num_between = max(1, int(admitted[last] - admitted[first]))
-            weight[first + 1 : last + 1] += (num_rows - self._num_rows) / num_between
+        decode_rows, ended = np.array(self.decode_rows), np.cumsum(self.ended)
+        if work.num_rows > self._num_rows:
+            first, last = np.searchsorted(ended, (self._num_rows / 3, 2 * self._num_rows / 3))
+            between = slice(first + 1, last + 1)
+            # rows of the middle may be longer or shorter than others, so tokens are counted
+            done, num_between = float(decode_rows.sum()), float(decode_rows[between].sum())
+            left = work.generated_tokens - work.num_rows - done
+            if num_between == 0 or left <= 0:
+                left = work.num_rows - self._num_rows
+                num_between = max(1, int(ended[last] - ended[first]))
+            weight[between] += left / num_between
         return StepForecast(
-            decode_rows=np.array(self.decode_rows),
+            decode_rows=decode_rows,
             prefill_tokens=np.array(self.prefill_tokens),
             weight=weight,
             recomputed_tokens=float(weight @ np.array(self.recomputed)),
@@ -145,7 +164,7 @@ class _Simulation:
             has_preempted = True
         num_decoding = self._num_decoding
         budget = self._budget - num_decoding
-        spent, num_admitted, recomputed = 0.0, 0, 0.0
+        spent, recomputed = 0.0, 0.0
         while self._waiting and budget > spent and not has_preempted and self._has_room():
             row = self._waiting[0]
             chunk = min(row.left, budget - spent)
@@ -154,13 +173,12 @@ class _Simulation:
                 self._waiting[0] = row._replace(left=row.left - chunk)
                 break
             self._start(self._waiting.popleft(), step)
-            num_admitted += 1
             recomputed += row.tokens if row.has_started else 0.0
         self.decode_rows.append(float(num_decoding))
         self.prefill_tokens.append(spent)
-        self.admitted.append(num_admitted)
         self.recomputed.append(recomputed)
         ended, freed = self._ending.pop(step, (0, 0.0))
+        self.ended.append(ended)
         self._num_running -= ended
         self._used -= freed
         self._num_decoding = self._num_running
@@ -202,6 +220,8 @@ class _Simulation:
 def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
     """Return outputs of rows in an order without trend, whole numbers with the right mean."""
     sample = np.asarray(work.output_lengths or (work.generated_tokens / work.num_rows,))
+    # fewer rows than lengths stand for all of them
+    sample = np.asarray(output_sample(sample, num_rows))
     order = np.argsort(np.arange(len(sample)) * _GOLDEN % 1.0)
     lengths = np.resize(sample[order], num_rows)
     # what is cut off one length is given to the next

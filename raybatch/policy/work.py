@@ -132,9 +132,7 @@ def work_totals(
     cached = none if cached_tokens is None else cached_tokens.astype(float)
     shared = none if shared_tokens is None else shared_tokens.astype(float)
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
-    for name, values in (("output", outputs), ("cached", cached), ("shared", shared)):
-        if values.shape != prompts.shape:
-            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
+    _check_lengths(prompts, output=outputs, cached=cached, shared=shared)
     shared = np.where(members > 1, shared, 0.0)
     # the first token comes from the prompt's own step, and reads nothing more
     decodes = outputs - 1
@@ -149,6 +147,12 @@ def work_totals(
         shared_reads=float((decodes * shared / members).sum()),
         output_lengths=output_sample(outputs),
     )
+
+
+def _check_lengths(prompts: Floats, **lengths: Floats) -> None:
+    for name, values in lengths.items():
+        if values.shape != prompts.shape:
+            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
 
 
 def output_sample(output_tokens: Floats, size: int = _SAMPLE_SIZE) -> tuple[float, ...]:

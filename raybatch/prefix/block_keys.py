@@ -123,7 +123,6 @@ def hash_blocks(
     token_ids: TokenIds,
     offsets: Int64s,
     block_size: int,
-    salts: Uint64s | None = None,
 ) -> BlockKeys:
     """Hash the prompts of a row batch; linear in tokens, fastest for some 10,000 rows at a time.
 
@@ -131,13 +130,11 @@ def hash_blocks(
         token_ids: int32 [T], the prompts one after another, read only.
         offsets: int64 [R + 1], the tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`.
         block_size: tokens of one KV block, the unit of sharing.
-        salts: uint64 [R], what else rows must have in common to share (model or adapter,
-            options that change the KV); rows with different salts have no key in common.
 
     Raises:
         ConfigError: the arrays do not fit together, or the block size is below 1.
     """
-    _check(token_ids, offsets, block_size, salts)
+    _check(token_ids, offsets, block_size)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines
     tokens = np.ascontiguousarray(token_ids, "<i4")
     offsets = offsets.astype(np.int64, copy=False)
@@ -147,8 +144,7 @@ def hash_blocks(
     shifts = np.repeat(offsets[:-1] - first[:-1] * block_size, num_blocks)
     starts = shifts + np.arange(first[-1]) * block_size
     keys, trails = _hash_whole_blocks(tokens, starts, block_size)
-    roots = np.zeros(len(num_tokens), np.uint64) if salts is None else salts
-    roots = mix64(roots.astype(np.uint64) + GOLDEN)
+    roots = mix64(np.zeros(len(num_tokens), np.uint64) + GOLDEN)
     _chain(keys, first, num_blocks, roots)
     tail_starts = offsets[:-1] + num_blocks * block_size
     tails, tail_trails = _hash_tails(tokens, tail_starts, num_tokens % block_size, block_size)
@@ -162,7 +158,7 @@ def hash_blocks(
 
 
 def find_representatives(keys: BlockKeys) -> Int64s:
-    """Return for each row the first row that is identical in tokens and salt, int64 [R].
+    """Return for each row the first row that is identical, int64 [R].
 
     Rows count as identical when length, digest and last key are equal; the latter two collide
     independently. A prompt without a whole block has its digest alone.
@@ -254,7 +250,7 @@ def _chain(keys: Uint64s, first: Int64s, num_blocks: Int64s, roots: Uint64s) -> 
         places += 1
 
 
-def _check(token_ids: TokenIds, offsets: Int64s, block_size: int, salts: Uint64s | None) -> None:
+def _check(token_ids: TokenIds, offsets: Int64s, block_size: int) -> None:
     if block_size < 1:
         raise ConfigError(f"block_size is {block_size}; it must be at least 1")
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(token_ids):
@@ -264,5 +260,3 @@ def _check(token_ids: TokenIds, offsets: Int64s, block_size: int, salts: Uint64s
     shrinking = np.flatnonzero(offsets[1:] < offsets[:-1])
     if len(shrinking):
         raise ConfigError(f"offsets must not decrease; row {shrinking[0]} has a negative length")
-    if salts is not None and len(salts) != len(offsets) - 1:
-        raise ConfigError(f"there are {len(offsets) - 1} rows and {len(salts)} salts")

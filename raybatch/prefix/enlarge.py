@@ -16,19 +16,12 @@ from raybatch.prefix.tree import PrefixTree
 
 __all__ = [
     "exact_single_level",
-    "greedy_single_level",
     "multi_level",
-    "naive_first_level",
     "nearest_open",
     "num_computed_tokens",
 ]
 
 Bools = npt.NDArray[np.bool_]
-
-
-def naive_first_level(tree: PrefixTree) -> Bools:
-    """Open the children of the root: bool [N]."""
-    return np.equal(tree.parent, 0)
 
 
 def multi_level(tree: PrefixTree) -> Bools:
@@ -66,32 +59,6 @@ def exact_single_level(
         best = np.minimum(opened[:, None], closed)
         below = _sum_by_parent(best, tree.parent[nodes], levels[level - 1])
     return _follow(tree, levels, opens[::-1])
-
-
-def greedy_single_level(
-    tree: PrefixTree, keys: BlockKeys, *, representative: Int64s | None = None
-) -> Bools:
-    """Open nodes bottom-up as long as each by itself saves tokens: bool [N].
-
-    A node is moved beside its parent, as a prefix of its own, when the tokens that its rows share
-    beyond the parent outweigh computing the parent's tokens once more. Never worse than
-    `naive_first_level`, never better than `exact_single_level`, whose arguments it takes.
-
-    Source: BatchLLM (arXiv 2412.03594), algorithm 1; the forward token of covered rows is added.
-    """
-    num_rows, num_covered = _ending_rows(tree, keys, representative)
-    edges = tree.edge_tokens()
-    moving = np.zeros(0, np.int64)
-    at = moving
-    for nodes in reversed(_nodes_by_level(tree)[1:]):
-        gain = (num_rows[moving] - 1) * (tree.depth_tokens[moving] - tree.depth_tokens[at])
-        moves_up = gain - num_covered[moving] > edges[at]
-        np.add.at(num_rows, at[~moves_up], num_rows[moving[~moves_up]])
-        moving = np.concatenate([moving[moves_up], nodes])
-        at = np.concatenate([tree.parent[at[moves_up]], tree.parent[nodes]])
-    is_open = np.zeros(tree.num_nodes, np.bool_)
-    is_open[moving[num_rows[moving] > 1]] = True
-    return is_open
 
 
 def nearest_open(tree: PrefixTree, open_nodes: Bools) -> Int64s:

@@ -19,7 +19,7 @@ from raybatch.prefix.enlarge import Bools, nearest_open
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.tree import PrefixTree
 
-__all__ = ["Entries", "entries_of_groups", "entries_of_subtrees"]
+__all__ = ["Entries", "entries_of_groups", "entries_of_subtrees", "passed_nodes"]
 
 # a subtree with a larger share of the rows is passed through, if it fills more than a unit
 _LARGE_FRACTION = 1 / 16
@@ -40,6 +40,7 @@ class Entries:
     rows: Ints
     starts: Ints
     prefix_tokens: Ints
+    node: Ints
 
 
 def entries_of_groups(tree: PrefixTree, is_open: Bools, representative: Ints) -> Entries:
@@ -66,9 +67,7 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
         unit_rows: rows that are written together.
         representative: int64 [R], the first row that is identical.
     """
-    sizes = tree.row_stop - tree.row_start
-    is_passed = sizes > max(unit_rows, _LARGE_FRACTION * tree.num_rows)
-    is_passed[0] = True
+    is_passed = passed_nodes(tree, unit_rows)
     edges = tree.edge_tokens()
     found = _entries(
         tree,
@@ -80,6 +79,19 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
     before = np.rint(_tokens_before(tree, np.flatnonzero(is_passed), edges)[found.starts])
     shares: Ints = np.diff(before).astype(np.int64)
     return replace(found, prefix_tokens=found.prefix_tokens + shares)
+
+
+def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
+    """Return the nodes that are too large to stay in one piece: bool [N]; the root is one.
+
+    Args:
+        tree: of the rows.
+        unit_rows: rows that are written together.
+    """
+    sizes = tree.row_stop - tree.row_start
+    is_passed: Bools = sizes > max(unit_rows, _LARGE_FRACTION * tree.num_rows)
+    is_passed[0] = True
+    return is_passed
 
 
 def _tokens_before(tree: PrefixTree, nodes: Ints, edges: Ints) -> Floats:
@@ -110,12 +122,14 @@ def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equa
     label = _labels(entry_of_node[deepest], places, places[first_equal], tree.num_nodes)
     by_entry = np.lexsort((places, label))
     starts = np.append(np.flatnonzero(np.diff(label[by_entry], prepend=-1)), len(label))
+    first = deepest[by_entry[starts[:-1]]]
     tokens = np.bincount(entry_of_node, own_tokens, minlength=tree.num_nodes).astype(np.int64)
     tokens[0] = 0
     return Entries(
         rows=by_entry,
         starts=starts,
-        prefix_tokens=tokens[entry_of_node[deepest[by_entry[starts[:-1]]]]],
+        prefix_tokens=tokens[entry_of_node[first]],
+        node=np.where(entry_of_node[first] > 0, entry_of_node[first], first),
     )
 
 

@@ -8,32 +8,33 @@ bound    every shared prefix at every depth computed once: a cache that holds ev
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.enlarge import multi_level, num_computed_tokens
+from raybatch.prefix.enlarge import Bools
 from raybatch.prefix.hits import (
-    NUM_WINDOWS,
-    T_QUANTILE,
     CacheLoad,
     CacheSize,
     estimate_hit_rate,
+    half_width,
     simulate_hits,
+    windows_of,
 )
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.prefix.tree import PrefixTree
 
 __all__ = [
+    "ForecastName",
     "OrderForecast",
-    "OrderName",
     "forecast_orders",
     "merge_forecasts",
     "rows_that_fit",
 ]
 
-OrderName = Literal["input", "sorted", "planned", "bound"]
+ForecastName = Literal["input", "sorted", "planned", "bound"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +47,20 @@ class OrderForecast:
         computed_tokens: those whose KV an engine computes.
         error: half width of the 95 % interval of the hit rate; 0 where all rows were simulated.
         is_lower_bound: the sample was too short to fill the cache, so there may be more hits.
+        num_rows_too_large: rows that do not fit the cache even alone, and are left out.
     """
 
-    name: OrderName
+    name: ForecastName
     prompt_tokens: int
     computed_tokens: int
     error: float = 0.0
     is_lower_bound: bool = False
+    num_rows_too_large: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that need no computing."""
-        return 1 - self.computed_tokens / max(1, self.prompt_tokens)
+        """Share of the prompt tokens that need no computing; 0 where there are none."""
+        return self.saved_tokens / max(1, self.prompt_tokens)
 
     @property
     def saved_tokens(self) -> int:
@@ -94,6 +97,7 @@ def forecast_orders(
     """
     fits = np.zeros(keys.num_rows, np.bool_)
     fits[rows_that_fit(keys, output_tokens, size)] = True
+    is_generated = found.groups.representative == np.arange(keys.num_rows)
     load = CacheLoad(
         keys=keys.keys,
         offsets=keys.offsets,
@@ -101,22 +105,24 @@ def forecast_orders(
         block_size=keys.block_size,
         output_tokens=np.ceil(output_tokens).astype(np.int64),
     )
-    in_cache = (
-        _cached("input", load, np.flatnonzero(fits), size, max_rows),
-        _cached("sorted", load, found.tree.row_order[fits[found.tree.row_order]], size, max_rows),
+    in_input, in_tree = np.flatnonzero(fits), found.tree.row_order
+    in_plan = plan.order[(fits & is_generated)[plan.order]]
+    orders = (
+        _cached("input", load, in_input, size, max_rows),
+        _cached("sorted", load, in_tree[fits[in_tree]], size, max_rows),
+        _planned(load, plan, in_plan, size, max_rows),
+        OrderForecast(
+            name="bound",
+            prompt_tokens=0,
+            computed_tokens=_bound(found.tree, keys, fits & is_generated),
+        ),
     )
-    prompt_tokens = in_cache[0].prompt_tokens
-    representative = found.groups.representative
-    generated = plan.order[(representative == np.arange(keys.num_rows))[plan.order]]
-    planned = _planned(load, plan, generated[fits[generated]], size, max_rows)
-    num_bound = num_computed_tokens(
-        found.tree, keys, multi_level(found.tree), True, representative=representative
-    )
-    if not fits.all():
-        num_bound = min(num_bound, planned.computed_tokens)
-    bound = OrderForecast(name="bound", prompt_tokens=prompt_tokens, computed_tokens=num_bound)
     # copies are prompt tokens that need no computing
-    return (*in_cache, replace(planned, prompt_tokens=prompt_tokens), bound)
+    same: dict[str, Any] = {
+        "prompt_tokens": int(keys.num_tokens[in_input].sum()),
+        "num_rows_too_large": keys.num_rows - len(in_input),
+    }
+    return tuple(replace(order, **same) for order in orders)
 
 
 def merge_forecasts(
@@ -140,25 +146,24 @@ def merge_forecasts(
                 computed_tokens=sum(order.computed_tokens for order in orders),
                 error=float(np.sqrt((errors**2).sum()) / max(1.0, weights.sum())),
                 is_lower_bound=any(order.is_lower_bound for order in orders),
+                num_rows_too_large=sum(order.num_rows_too_large for order in orders),
             )
         )
     cached, tokens = np.array(windows, float).T
     rate = cached.sum() / max(1.0, tokens.sum())
-    rates = cached / np.maximum(tokens, 1)
     first = merged[0]
-    spread = rates.std(ddof=1) if len(rates) > 1 else 0.0
     from_input = replace(
         first,
         name="input",
         computed_tokens=round(first.prompt_tokens * (1 - rate)),
-        error=float(T_QUANTILE * spread / np.sqrt(len(rates))),
+        error=half_width(cached / np.maximum(tokens, 1)),
         is_lower_bound=True,
     )
     return (from_input, *merged[1:])
 
 
 def _cached(
-    name: OrderName, load: CacheLoad, order: Ints, size: CacheSize, max_rows: int
+    name: ForecastName, load: CacheLoad, order: Ints, size: CacheSize, max_rows: int
 ) -> OrderForecast:
     """Forecast an order that has a prefix cache alone."""
     estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
@@ -187,19 +192,26 @@ def _planned(
         computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
         return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
     pinned = _pinned(load, plan, order)
-    length = max_rows // NUM_WINDOWS
-    extra = np.zeros(NUM_WINDOWS)
-    for i, start in enumerate(np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)):
-        hits = simulate_hits(load, order[start : start + length], size)
-        counted = slice(start + length // 2, start + length)
-        more = np.maximum(hits[length // 2 :] - pinned[counted], 0)
+    windows = windows_of(len(order), max_rows)
+    extra = np.zeros(len(windows))
+    for i, (window, counted) in enumerate(windows):
+        hits = simulate_hits(load, order[window], size)[counted.start - window.start :]
+        more = np.maximum(hits - pinned[counted], 0)
         extra[i] = more.sum() / max(1, num_tokens[counted].sum())
     return OrderForecast(
         name="planned",
         prompt_tokens=prompt_tokens,
         computed_tokens=round(prompt_tokens * (1 - extra.mean())) - int(pinned.sum()),
-        error=float(T_QUANTILE * extra.std(ddof=1) / np.sqrt(NUM_WINDOWS)),
+        error=half_width(extra),
     )
+
+
+def _bound(tree: PrefixTree, keys: BlockKeys, is_generated: Bools) -> int:
+    """Return the tokens to compute when each node above a generated row is computed once."""
+    num_before = np.concatenate([[0], np.cumsum(is_generated[tree.row_order])])
+    is_used = num_before[tree.row_stop] > num_before[tree.row_start]
+    own = np.maximum(keys.num_tokens - tree.depth_tokens[tree.deepest_nodes()], 1)
+    return int(tree.edge_tokens()[is_used].sum() + own[is_generated].sum())
 
 
 def _pinned(load: CacheLoad, plan: RowPlan, order: Ints) -> Ints:

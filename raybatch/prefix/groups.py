@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Int64s, find_representatives
+from raybatch.prefix.block_keys import BlockKeys, Int64s
 from raybatch.prefix.enlarge import Bools, nearest_open
 from raybatch.prefix.tree import PrefixTree
 
-__all__ = ["PrefixGroups", "collect_groups", "make_groups"]
+__all__ = ["PrefixGroups", "make_groups"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class PrefixGroups:
 
 
 def make_groups(
-    tree: PrefixTree, keys: BlockKeys, open_nodes: Bools, *, dedup: bool
+    tree: PrefixTree, keys: BlockKeys, open_nodes: Bools, representative: Int64s | None = None
 ) -> PrefixGroups:
     """Group the rows by their nearest open node; linear in rows and nodes.
 
@@ -51,34 +51,21 @@ def make_groups(
         tree: prefix tree of all rows.
         keys: the keys from which it was built.
         open_nodes: bool [N], which nodes are shared prefixes.
-        dedup: generate identical rows once. Only for results that do not depend on the row.
-    """
-    node_of_row = nearest_open(tree, open_nodes)[tree.deepest_nodes()]
-    return collect_groups(node_of_row, tree.depth_tokens, keys, dedup=dedup)
-
-
-def collect_groups(
-    label: Int64s, prefix_len: Int64s, keys: BlockKeys, *, dedup: bool
-) -> PrefixGroups:
-    """Make a group of the rows of each label that has a prefix and two rows or more.
-
-    Args:
-        label: int64 [R], label of each row.
-        prefix_len: int64 [labels], tokens that the rows of a label share; whole blocks.
-        keys: keys of the rows.
-        dedup: generate identical rows once.
+        representative: as of `find_representatives`, to generate identical rows once; None
+            generates every row. Only for results that do not depend on the row.
     """
     rows = np.arange(keys.num_rows)
-    counts = np.bincount(label, minlength=len(prefix_len))
-    first_row = np.full(len(prefix_len), keys.num_rows)
-    np.minimum.at(first_row, label, rows)
-    chosen = np.flatnonzero((counts > 1) & (prefix_len > 0))
+    representative = rows if representative is None else representative
+    node_of_row = nearest_open(tree, open_nodes)[tree.deepest_nodes()]
+    counts = np.bincount(node_of_row, minlength=tree.num_nodes)
+    first_row = np.full(tree.num_nodes, keys.num_rows)
+    np.minimum.at(first_row, node_of_row, rows)
+    chosen = np.flatnonzero((counts > 1) & (tree.depth_tokens > 0))
     chosen = chosen[np.argsort(first_row[chosen])]
-    id_of_label = np.full(len(prefix_len), -1)
-    id_of_label[chosen] = np.arange(len(chosen))
-    group_id = id_of_label[label]
-    prefix_tokens = np.where(group_id >= 0, prefix_len[label], 0)
-    representative = find_representatives(keys) if dedup else rows
+    id_of_node = np.full(tree.num_nodes, -1)
+    id_of_node[chosen] = np.arange(len(chosen))
+    group_id = id_of_node[node_of_row]
+    prefix_tokens = np.where(group_id >= 0, tree.depth_tokens[node_of_row], 0)
     counted = np.flatnonzero((group_id >= 0) & (representative == rows))
     distinct = np.maximum(keys.num_tokens - prefix_tokens, 1)
     distinct_tokens = np.zeros(len(chosen), np.int64)
@@ -87,7 +74,7 @@ def collect_groups(
         group_id=group_id,
         prefix_tokens=prefix_tokens.astype(np.int32),
         num_rows=counts[chosen],
-        prefix_len=prefix_len[chosen],
+        prefix_len=tree.depth_tokens[chosen],
         distinct_tokens=distinct_tokens,
         first_row=first_row[chosen],
         representative=representative,

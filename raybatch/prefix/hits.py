@@ -14,11 +14,20 @@ import numpy.typing as npt
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.prefix.load import Floats, Ints
 
-__all__ = ["CacheLoad", "CacheSize", "HitEstimate", "estimate_hit_rate", "simulate_hits"]
+__all__ = [
+    "NUM_WINDOWS",
+    "CacheLoad",
+    "CacheSize",
+    "HitEstimate",
+    "estimate_hit_rate",
+    "half_width",
+    "simulate_hits",
+    "windows_of",
+]
 
 NUM_WINDOWS = 8
 # two-sided 95 % of Student's t for the mean of eight windows
-T_QUANTILE = 2.36
+_T_QUANTILE = 2.36
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,26 +147,41 @@ def estimate_hit_rate(
     if len(order) <= max_rows:
         num_cached = int(simulate_hits(load, order, size).sum())
         return HitEstimate(rate=num_cached / max(int(load.num_tokens[order].sum()), 1))
-    length = max_rows // NUM_WINDOWS
-    starts = np.linspace(0, len(order) - length, NUM_WINDOWS).astype(np.int64)
     hits, tokens = np.zeros(NUM_WINDOWS), np.zeros(NUM_WINDOWS)
     is_lower_bound = False
-    for i, start in enumerate(starts):
-        window = order[start : start + length]
-        cache = _Cache(load, window, size)
-        cache.run(0, length // 2)
-        is_lower_bound |= start > 0 and not cache.has_evicted
-        hits[i] = cache.run(length // 2, length).sum()
-        tokens[i] = load.num_tokens[window[length // 2 :]].sum()
+    for i, (window, counted) in enumerate(windows_of(len(order), max_rows)):
+        cache = _Cache(load, order[window], size)
+        cache.run(0, counted.start - window.start)
+        is_lower_bound |= window.start > 0 and not cache.has_evicted
+        hits[i] = cache.run(counted.start - window.start, window.stop - window.start).sum()
+        tokens[i] = load.num_tokens[order[counted]].sum()
     return HitEstimate(
         rate=float(hits.sum() / max(tokens.sum(), 1)),
-        error=_half_width(hits / np.maximum(tokens, 1)),
-        is_lower_bound=bool(is_lower_bound),
+        error=half_width(hits / np.maximum(tokens, 1)),
+        is_lower_bound=is_lower_bound,
     )
 
 
-def _half_width(rates: Floats) -> float:
-    return float(T_QUANTILE * rates.std(ddof=1) / np.sqrt(len(rates)))
+def windows_of(num_rows: int, max_rows: int) -> list[tuple[slice, slice]]:
+    """Return evenly spaced windows of rows in order, each with its second half, which is counted.
+
+    Args:
+        num_rows: to take windows of, more than `max_rows`.
+        max_rows: of all windows together.
+    """
+    length = max_rows // NUM_WINDOWS
+    starts = np.linspace(0, num_rows - length, NUM_WINDOWS).astype(np.int64).tolist()
+    return [
+        (slice(start, start + length), slice(start + length // 2, start + length))
+        for start in starts
+    ]
+
+
+def half_width(rates: Floats) -> float:
+    """Return the half width of the 95 % interval of the mean over windows; 0 for a single one."""
+    if len(rates) < 2:
+        return 0.0
+    return float(_T_QUANTILE * rates.std(ddof=1) / np.sqrt(len(rates)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
-from raybatch.prefix.enlarge import exact_single_level
+from raybatch.prefix.enlarge import exact_single_level, nearest_open
 from raybatch.prefix.groups import PrefixGroups, make_groups
 from raybatch.prefix.load import GroupLoad
-from raybatch.prefix.order import order_groups
 from raybatch.prefix.tree import build_tree
+from raybatch.prefix.tree_order import order_in_tree
 
 __all__ = ["InFlightPlan", "match_prefixes", "plan_in_flight", "select_rows"]
 
@@ -38,15 +38,17 @@ class InFlightPlan:
 def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
-    Groups with the most output per computed prompt token come first; a row that is alone counts
-    as a group of one. Members follow each other as in the prefix tree.
+    What has the most output per computed prompt token comes first, and what shares a prefix stays
+    together; a row that is alone counts as a group of one. Members follow each other as in the
+    prefix tree.
 
     Args:
         keys: of the rows.
         output_tokens: int64 [R], expected output of each row.
     """
     tree = build_tree(keys)
-    groups = make_groups(tree, keys, exact_single_level(tree, keys), dedup=False)
+    is_open = exact_single_level(tree, keys)
+    groups = make_groups(tree, keys, is_open)
     is_alone = groups.group_id < 0
     num_alone = int(np.count_nonzero(is_alone))
     element = groups.group_id.copy()
@@ -59,8 +61,12 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
             element, weights=output_tokens, minlength=groups.num_groups + num_alone
         ).astype(float),
     )
+    deepest = tree.deepest_nodes()
+    node = np.concatenate(
+        [nearest_open(tree, is_open)[deepest[groups.first_row]], deepest[is_alone]]
+    )
     rank = np.empty(len(load), np.int64)
-    rank[order_groups(load)] = np.arange(len(load))
+    rank[order_in_tree(tree, node, load)] = np.arange(len(load))
     place = np.empty(keys.num_rows, np.int64)
     place[tree.row_order] = np.arange(keys.num_rows)
     return InFlightPlan(

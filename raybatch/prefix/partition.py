@@ -22,6 +22,7 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.hashing import mix64
 from raybatch.prefix.block_keys import BlockKeys, Int64s, Uint64s
+from raybatch.prefix.enlarge import Bools
 from raybatch.prefix.load import Floats
 from raybatch.prefix.tree import PrefixTree, build_tree
 
@@ -97,12 +98,7 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
     is_packed = ~is_dense & is_dense[tree.parent]
     is_packed[0] = False
     nodes = np.flatnonzero(is_packed | is_dense)[1:]
-    part = np.full(tree.num_nodes, -1)
-    packed = np.flatnonzero(is_packed)
-    ends = np.cumsum(sizes[packed])
-    if len(packed):
-        middle = ends - sizes[packed] / 2
-        part[packed] = np.minimum(middle * num_parts // ends[-1], num_parts - 1)
+    part = _pack(sizes, is_packed, num_parts)
     depth = tree.depth_tokens[nodes] // sample.block_size
     keys = _node_keys(tree, sample, nodes, depth)
     depths = np.unique(depth)
@@ -133,6 +129,17 @@ def cut_values(values: Floats, weights: Int64s, num_stretches: int) -> Floats:
     ends = np.cumsum(weights[order])
     goals = ends[-1] * np.arange(1, num_stretches) / num_stretches if len(ends) else np.zeros(0)
     return np.unique(values[order][np.searchsorted(ends, goals, side="right")])
+
+
+def _pack(sizes: Int64s, is_packed: Bools, num_parts: int) -> Int64s:
+    """Return the part of each node that is packed whole, of like numbers of rows; else -1."""
+    part = np.full(len(sizes), -1)
+    packed = np.flatnonzero(is_packed)
+    ends = np.cumsum(sizes[packed])
+    if len(packed):
+        middle = ends - sizes[packed] / 2
+        part[packed] = np.minimum(middle * num_parts // ends[-1], num_parts - 1)
+    return part
 
 
 def _node_keys(tree: PrefixTree, sample: BlockKeys, nodes: Int64s, depth: Int64s) -> Uint64s:

@@ -20,12 +20,13 @@ from raybatch.prefix.enlarge import (
     nearest_open,
     num_computed_tokens,
 )
-from raybatch.prefix.entries import entries_of_groups, entries_of_subtrees
+from raybatch.prefix.entries import entries_of_groups, entries_of_subtrees, passed_nodes
 from raybatch.prefix.groups import PrefixGroups, make_groups
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 from raybatch.prefix.order import order_groups
 from raybatch.prefix.split import cut_units
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
+from raybatch.prefix.tree_order import order_in_tree, values_in_tree
 
 __all__ = [
     "Arrangement",
@@ -33,6 +34,7 @@ __all__ = [
     "RowPlan",
     "arrange_rows",
     "is_worth_ordering",
+    "order_entries",
     "plan_rows",
     "put_first",
     "rank_entries",
@@ -82,6 +84,7 @@ class Arrangement:
         rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
             identical ones side by side.
         starts: int64 [E + 1], where entries begin in `rows`.
+        entry_node: int64 [E], the deepest node of the tree that all rows of an entry are below.
         load: of the entries.
         stats: of the tree.
         computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
@@ -91,6 +94,7 @@ class Arrangement:
     groups: PrefixGroups
     rows: Ints
     starts: Ints
+    entry_node: Ints
     load: GroupLoad
     stats: TreeStats
     computed_tokens: int
@@ -148,16 +152,15 @@ def plan_rows(
     if is_reordered is None:
         is_reordered = is_worth_ordering(found.saved_fraction, config)
     if not is_reordered:
-        ones = np.ones(rows.num_rows, np.int64)
         kept = RowPlan(
             order=np.arange(rows.num_rows),
             group_id=np.full(rows.num_rows, -1),
             prefix_len=np.zeros(rows.num_rows, np.int32),
-            unit_starts=_cut(ones, config),
+            unit_starts=_even_units(rows.num_rows, config),
             is_reordered=False,
         )
         return kept, found
-    entries = order_groups(found.load, by=config.order, seed=config.seed)
+    entries, _ = order_entries(found, config)
     plan = RowPlan(
         order=rank_entries(found, entries),
         group_id=found.groups.group_id,
@@ -183,7 +186,8 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     """Build the tree, choose what is shared, and put the rows into entries."""
     keys, all_rows = rows.keys, np.arange(rows.num_rows)
     tree = build_tree(keys)
-    representative = find_representatives(keys) if dedup else all_rows
+    first_equal = find_representatives(keys)
+    representative = first_equal if dedup else all_rows
     is_multi = config.sharing == "multi_level"
     if is_multi:
         is_open = multi_level(tree)
@@ -196,20 +200,44 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     distinct = np.maximum(keys.num_tokens - shared, 1) * generated
     return Arrangement(
         tree=tree,
-        groups=make_groups(tree, keys, is_open, dedup=dedup),
+        groups=make_groups(tree, keys, is_open, representative),
         rows=entries.rows,
         starts=entries.starts,
+        entry_node=entries.node,
         load=GroupLoad(
             prefix_tokens=entries.prefix_tokens,
             distinct_tokens=_sums(distinct[entries.rows], entries.starts),
             num_rows=np.diff(entries.starts),
             output_tokens=_sums((rows.expected_tokens * generated)[entries.rows], entries.starts),
         ),
-        stats=tree_stats(tree, keys),
+        stats=tree_stats(tree, keys, first_equal),
         computed_tokens=num_computed_tokens(
             tree, keys, is_open, is_multi, representative=representative
         ),
     )
+
+
+def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
+    """Return the entries in their order, and rising values to merge those of several parts.
+
+    What is below one node of the tree stays together where the order is by ratio.
+
+    Args:
+        found: rows in entries.
+        config: names the order.
+
+    Returns:
+        Permutation of the entries, int64 [E], and their values in this order, float64 [E].
+    """
+    tree, node, load = found.tree, found.entry_node, found.load
+    if config.order in ("ratio", "ascending"):
+        is_rising = config.order == "ascending"
+        entries = order_in_tree(tree, node, load, is_rising=is_rising)
+        is_passed = passed_nodes(tree, config.unit_rows)
+        return entries, values_in_tree(tree, node, load, entries, is_passed, is_rising=is_rising)
+    entries = order_groups(load, by=config.order, seed=config.seed)
+    sizes = np.diff(found.starts)[entries]
+    return entries, (np.cumsum(sizes) - sizes / 2) / max(1, tree.num_rows)
 
 
 def rank_entries(found: Arrangement, entries: Ints) -> Ints:
@@ -231,21 +259,21 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
 
     Args:
         plan: of the rows that engines see.
-        chosen: int64 [n], the rows, such as those of a probe.
+        chosen: int64 [n], the rows, such as those of a probe, in the order in which they run.
         config: decides the size of units.
     """
     is_chosen = np.zeros(plan.num_rows, np.bool_)
     is_chosen[chosen] = True
-    first, others = (plan.order[mask] for mask in (is_chosen[plan.order], ~is_chosen[plan.order]))
+    others = plan.order[~is_chosen[plan.order]]
     group = plan.group_id[others]
     is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
     borders = np.append(np.flatnonzero(is_border), len(others))
-    head = _cut(np.ones(len(first), np.int64), config)
+    head = _even_units(len(chosen), config)
     return RowPlan(
-        order=np.concatenate([first, others]),
+        order=np.concatenate([chosen, others]),
         group_id=plan.group_id,
         prefix_len=plan.prefix_len,
-        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(first)]),
+        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(chosen)]),
         is_reordered=True,
     )
 
@@ -261,10 +289,10 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
     if not plan.is_reordered:
         order = np.arange(len(is_asked))
-        unit_starts = _cut(np.ones(len(order), np.int64), config)
+        unit_starts = _even_units(len(order), config)
     else:
         order = np.concatenate([asked[plan.order], others])
-        tail = _cut(np.ones(len(others), np.int64), config)[1:] + len(asked)
+        tail = _even_units(len(others), config)[1:] + len(asked)
         unit_starts = np.concatenate([plan.unit_starts, tail])
     group_id = np.full(len(is_asked), -1)
     prefix_len = np.zeros(len(is_asked), np.int32)
@@ -280,6 +308,10 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
 
 def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:
     return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
+
+
+def _even_units(num_rows: int, config: PlanConfig) -> Ints:
+    return _cut(np.ones(num_rows, np.int64), config)
 
 
 def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:

@@ -131,8 +131,18 @@ def build_tree(keys: BlockKeys) -> PrefixTree:
     )
 
 
-def tree_stats(tree: PrefixTree, keys: BlockKeys) -> TreeStats:
-    """Return what is shared at all levels of the tree; linear in rows and nodes."""
+def tree_stats(
+    tree: PrefixTree, keys: BlockKeys, representative: Int64s | None = None
+) -> TreeStats:
+    """Return what is shared at all levels of the tree; linear in rows and nodes.
+
+    Args:
+        tree: of the rows.
+        keys: the keys from which it was built.
+        representative: as of `find_representatives`, where that is known.
+    """
+    if representative is None:
+        representative = find_representatives(keys)
     edges = tree.edge_tokens()
     num_below = tree.row_stop - tree.row_start
     prefix = tree.depth_tokens[tree.deepest_nodes()]
@@ -140,7 +150,7 @@ def tree_stats(tree: PrefixTree, keys: BlockKeys) -> TreeStats:
     logical = int(keys.num_tokens.sum())
     physical = int(edges.sum() + distinct.sum())
     num_rows = max(1, tree.num_rows)
-    is_duplicate = find_representatives(keys) != np.arange(tree.num_rows)
+    is_duplicate = representative != np.arange(tree.num_rows)
     return TreeStats(
         num_rows=tree.num_rows,
         num_nodes=tree.num_nodes - 1,

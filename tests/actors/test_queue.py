@@ -5,7 +5,7 @@ import pytest
 
 from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import PoisonRow, Room, Span
-from tests.actors.queues import ROOMY, held_rows, queue_of
+from tests.actors.queues import ROOMY, grouped_queue, held_rows, queue_of
 
 
 def test_rows_are_handed_out_in_order_of_arrival_across_batches():
@@ -370,3 +370,17 @@ def test_the_counts_of_attempts_are_those_of_the_rows():
     queue.add(5, np.array([1, 2, 3], np.int32), np.array([1, 1, 1], np.int64))
     queue.dispatch({1: Room(tokens=3, rows=9)})
     assert queue.attempts(5).tolist() == [1, 1, 0]
+
+
+def test_suspects_of_several_groups_come_back_from_a_replica_that_was_stopped():
+    queue = grouped_queue([1, 1, 2, 2, 3, 3, 4, 4])
+    for replica_id in (1, 2):
+        queue.dispatch({replica_id: ROOMY})
+        queue.lose(replica_id)
+    queue.dispatch({3: ROOMY})
+    queue.release(3)
+    spans = queue.dispatch({4: ROOMY})[4]
+    assert [0, 1, 2, 3] == [row for _, row in held_rows(spans)]
+    for _, row in held_rows(spans):
+        queue.finish(4, 0, [row])
+    assert 0 == queue.cost(4)

@@ -78,6 +78,13 @@ class Model:
             self._end(batch_id, row)
         self._replace(replica_id)
 
+    def stop_test(self):
+        """Let the same rows end two replicas, and stop the one that has begun to run them alone."""
+        for end in (self.die, self.die, self.stop):
+            replica_id = self.replica(0)
+            self.pull(replica_id, 20)
+            end(replica_id)
+
     def stop(self, replica_id):
         self.queue.release(replica_id)
         self._check_control_waits(replica_id)
@@ -180,6 +187,7 @@ def play(model, kind, number):
         model.add_control,
         lambda: model.stop(replica_id),
         model.add_batch,
+        model.stop_test,
     ]
     moves[kind]()
     model.check()
@@ -192,7 +200,7 @@ def histories(draw):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
     # without a least size most histories are five moves long
-    move = st.tuples(st.integers(0, 9), st.integers(0, 99))
+    move = st.tuples(st.integers(0, 10), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
     return (kinds, batches), poison, moves
 

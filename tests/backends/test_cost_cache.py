@@ -56,8 +56,8 @@ def measure(tmp_path, checkpoint):
     return call
 
 
-def path_of(model, backend=NATIVE, engine=ENGINE):
-    return cost_model_path(str(model), backend, engine).name
+def path_of(model, backend=NATIVE, engine=ENGINE, **options):
+    return cost_model_path(str(model), backend, engine, **options).name
 
 
 def test_the_second_use_reads_what_the_first_measured(measure):
@@ -123,6 +123,21 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, checkpo
     assert "could not be kept" in caplog.text
 
 
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing_behind(measure, tmp_path, checkpoint):
+    # a folder where the file should be
+    path = cost_model_path(str(checkpoint), NATIVE, ENGINE, folder=tmp_path / "cache")
+    (path / "something").mkdir(parents=True)
+    measure(Factory())
+    assert [path.name] == [found.name for found in (tmp_path / "cache").iterdir()]
+
+
+def test_a_backend_that_cannot_be_measured_is_closed(measure):
+    factory = Factory(error="no memory")
+    with pytest.raises(MeasureError):
+        measure(factory)
+    assert factory.made[0].is_closed
+
+
 def test_a_backend_that_does_not_start_is_one_clear_error(checkpoint, tmp_path):
     def create(*args, **options):
         raise RuntimeError("no memory")
@@ -153,3 +168,30 @@ def test_other_engine_options_are_measured_for_themselves(checkpoint, change):
 
 def test_other_backends_are_measured_for_themselves(checkpoint):
     assert path_of(checkpoint) != path_of(checkpoint, backend=BackendConfig(kind="fake"))
+
+
+def test_engines_that_share_a_host_are_measured_for_themselves(checkpoint):
+    assert path_of(checkpoint) != path_of(checkpoint, num_engines_on_host=4)
+
+
+def test_engines_with_memory_of_their_own_are_alike_however_many_there_are(checkpoint):
+    engine = replace(ENGINE, kv_cache_bytes=1 << 20)
+    assert path_of(checkpoint, engine=engine) == path_of(
+        checkpoint, engine=engine, num_engines_on_host=4
+    )
+
+
+def test_what_was_measured_for_one_engine_is_not_read_for_four(tmp_path, checkpoint):
+    factory = Factory()
+    for num_engines in (1, 4):
+        load_or_measure(
+            str(checkpoint),
+            NATIVE,
+            ENGINE,
+            num_engines_on_host=num_engines,
+            folder=tmp_path / "cache",
+            clock=factory.clock,
+            cpu_clock=factory.clock,
+            create=factory,
+        )
+    assert 2 == len(factory.made)

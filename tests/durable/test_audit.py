@@ -9,7 +9,7 @@ from raybatch.durable.audit import audit, finish, is_finished
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import part_name
 from raybatch.durable.store import open_store
-from raybatch.durable.units import UnitCounts, sum_counts
+from raybatch.durable.units import ErrorCount, UnitCounts, sum_counts
 from raybatch.errors import CommitError
 from tests.durable.support import make_plan, unit_of
 
@@ -141,8 +141,12 @@ def test_the_success_of_another_plan_is_refused(store):
 
 
 def test_counts_keep_three_ids_of_each_error():
-    parts = [UnitCounts(num_rows=2, errors={"Bad": (2, (f"a{n}", f"b{n}"))}) for n in range(3)]
-    assert {"Bad": (6, ("a0", "b0", "a1"))} == sum_counts(parts).errors
+    parts = [
+        UnitCounts(errors={"Bad": ErrorCount(num_rows=2, row_ids=(f"a{n}", f"b{n}"), message="m")})
+        for n in range(3)
+    ]
+    expected = ErrorCount(num_rows=6, row_ids=("a0", "b0", "a1"), message="m")
+    assert {"Bad": expected} == sum_counts(parts).errors
 
 
 def test_an_empty_plan_is_complete(store):

@@ -11,7 +11,7 @@ from raybatch.durable.commit import commit_unit, committed, receipt_of
 from raybatch.durable.layout import part_name
 from raybatch.durable.parts import read_footer
 from raybatch.durable.store import open_store
-from raybatch.durable.units import UnitCounts, row_sum, row_sums
+from raybatch.durable.units import ErrorCount, UnitCounts, row_sum, row_sums
 from raybatch.errors import CommitError
 from tests.durable.support import SCHEMA, make_plan, make_table, unit_of
 
@@ -182,7 +182,7 @@ def test_counts_survive_the_footer(store):
     counts = UnitCounts(
         num_rows=3,
         statuses={"ok": 2, "error": 1},
-        errors={"PromptTooLong": (1, ("r4",))},
+        errors={"PromptTooLong": ErrorCount(num_rows=1, row_ids=("r4",), message="long")},
         prompt_tokens=10,
         cached_tokens=4,
         generated_tokens=7,

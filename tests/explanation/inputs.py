@@ -4,6 +4,7 @@ import numpy as np
 
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.build import explain_plan
+from raybatch.explanation.record import KVSize
 from raybatch.prefix.plan import PlanRows, plan_rows
 from raybatch.stages.plan.planned import PlannedInput
 from tests.prefix.prompts import keys_of
@@ -56,7 +57,7 @@ def tree_prompts(rng, *, count, vocab=200):
     return [prompts[i].tolist() for i in rng.permutation(len(prompts))]
 
 
-def explain_prompts(prompts, *, kv_tokens=None, planned=None, **options):
+def explain_prompts(prompts, *, kv_tokens=None, kv_origin="given", planned=None, **options):
     """Explain the plan of prompts; `planned` are options of `plan_prompts`."""
     return explain_plan(
         plan_prompts(prompts, **(planned or {})),
@@ -65,7 +66,7 @@ def explain_prompts(prompts, *, kv_tokens=None, planned=None, **options):
             "model": "demo",
             "plan": PlanConfig(),
             "engine": EngineConfig(),
-            "kv_tokens": kv_tokens,
+            "kv": None if kv_tokens is None else KVSize(tokens=kv_tokens, origin=kv_origin),
             **options,
         },
     )

@@ -1,11 +1,21 @@
 """Jobs that explain themselves without running."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
+from raybatch.errors import ConfigError
+from raybatch.explanation.explain import Question, explain_planned, explain_run
+from raybatch.explanation.outcome import RunActual
 from raybatch.explanation.record import Explanation
 from raybatch.job import Job
+from raybatch.job_run import planned_run
+from raybatch.stages.plan.large import plan_large
+from raybatch.stages.plan.planned import PlannedRun
+from raybatch.stages.source import scan_source
+from tests.explanation.inputs import plan_prompts
 from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
 
 
@@ -15,15 +25,24 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def explain(model, tmp_path):
-    """Explains a source of some texts, with options of the plan."""
+def job_of(model, tmp_path):
+    """Makes a job of some texts, with options of the plan."""
 
-    def explain(texts, **plan):
+    def job_of(texts, **plan):
         table = pa.table({"text": pa.array(texts, pa.string()), "n": list(range(len(texts)))})
         write_parquet(tmp_path / "in" / "a.parquet", table)
         stage = fake_stage(model, prompt="{text}", engine={"block_size_tokens": 8})
-        job = Job(tmp_path / "in", tmp_path / "out", stage, plan=PlanConfig(**plan))
-        return job.explain(measure=False, kv_tokens=400)
+        return Job(tmp_path / "in", tmp_path / "out", stage, plan=PlanConfig(**plan))
+
+    return job_of
+
+
+@pytest.fixture
+def explain(job_of):
+    """Explains a source of some texts, with options of the plan."""
+
+    def explain(texts, kv_tokens=400, **plan):
+        return job_of(texts, **plan).explain(measure=False, kv_tokens=kv_tokens)
 
     return explain
 
@@ -39,8 +58,50 @@ def test_a_source_without_rows_is_explained(explain):
     assert found == Explanation.from_mapping(found.to_mapping(), where="file")
 
 
+def test_a_negative_price_is_refused_before_any_work(job_of):
+    with pytest.raises(ConfigError, match="price_per_engine_hour must be at least 0, got -1"):
+        job_of(TEXTS).explain(measure=False, price_per_engine_hour=-1)
+
+
 def test_a_probe_that_has_not_run_tells_no_lengths(explain):
     assert "max_tokens" == explain(TEXTS, lengths="probe").lengths_from
+
+
+def test_rows_that_no_engine_sees_are_in_units_as_well(explain):
+    found = explain([*TEXTS, *[None] * 5], unit_rows=10, max_unit_rows=10)
+    assert 2 + 1 == found.profile.num_units
+
+
+def question_of(job):
+    return Question(
+        job=planned_run(job.config, scan_source(job.config.source)),
+        spec=job._stage.pool.spec,
+        name="in",
+        kv_tokens_found=400,
+        measure=False,
+        lint=False,
+    )
+
+
+@pytest.mark.ray
+def test_parts_of_a_large_source_add_up_to_the_whole(explain):
+    texts = [*TEXTS, "a text of many words " * 100, *[None] * 5]
+    units = {"unit_rows": 10, "max_unit_rows": 10}
+    with local_ray():
+        large, small = (explain(texts, max_driver_bytes=size, **units) for size in (0, 1 << 20))
+    assert small.profile.num_units == large.profile.num_units
+    said = "1 row too large for this cache are left out"
+    assert (True, True) == (said in str(small), said in str(large))
+
+
+@pytest.mark.ray
+def test_after_a_run_of_a_large_plan_its_cache_is_known(job_of):
+    question = question_of(job_of(TEXTS, max_driver_bytes=0))
+    with local_ray():
+        planned = plan_large(question.job)
+        found = explain_planned(question, replace(planned, tables=(), rows=(), arranged=()))
+    assert 400 == found.kv.tokens
+    assert "does not outlast their run, so orders are not compared" in str(found)
 
 
 @pytest.mark.ray
@@ -50,3 +111,20 @@ def test_a_large_source_is_explained_with_lengths_and_where_they_come_from(expla
         told = explain(TEXTS, expected_tokens_column="n", max_driver_bytes=0)
     assert ("max_tokens", "column 'n'") == (probed.lengths_from, told.lengths_from)
     assert told.lengths.tokens[0] < 2 < probed.lengths.tokens[0]
+
+
+def test_a_run_whose_plan_cannot_be_explained_is_reported_without_it(model, tmp_path, caplog):
+    stage = fake_stage(model, prompt="{text}")
+    job = PlannedRun(
+        source=None,
+        # the checkpoint went away while rows were generated
+        config=replace(stage.config, model=str(tmp_path / "gone")),
+        plan=PlanConfig(),
+        sink="",
+        row_id_column=None,
+        run=print,
+    )
+    question = Question(job=job, spec=stage.pool.spec, name="in", measure=False, lint=False)
+    actual = RunActual(prompt_tokens=9, computed_tokens=9)
+    assert explain_run(question, plan_prompts([[1] * 9]), actual) is None
+    assert "the report leaves out the plan" in caplog.text

@@ -59,6 +59,12 @@ def test_what_was_not_counted_is_said_to_be_unknown(plan):
     assert rows["KV cache"] == rows["engine time"] == ["not known", "not known"]
 
 
+def test_without_orders_the_plan_is_said_to_count_each_prefix_once(plan):
+    found = outcome(dataclasses.replace(plan, orders=()), computed_tokens=600).deviations()
+    assert "the plan counts each prefix as computed once" in found[0]
+    assert "did not know the size" not in found[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

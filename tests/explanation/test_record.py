@@ -1,16 +1,17 @@
 """Explanations as text, JSON and pages."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import SpeedAndPrice, explain_profile
+from raybatch.explanation.build import SpeedAndPrice, explain_plan, explain_profile
 from raybatch.explanation.record import Explanation
 from raybatch.explanation.time import TimeEstimate
 from raybatch.prefix.profile import InputProfile
-from tests.explanation.inputs import explain_prompts, grouped_prompts
+from tests.explanation.inputs import explain_prompts, grouped_prompts, plan_prompts
 
 TIME = TimeEstimate(
     engine_s=7200, wall_s=3700, low_s=3300, high_s=4400, num_replicas=2, origin="measured here"
@@ -39,6 +40,30 @@ def test_without_a_cache_size_each_prefix_counts_as_computed_once(prompts):
     assert (found.orders, found.kv) == ((), None)
     assert found.hit_rate == explain_prompts(prompts, kv_tokens=10_000).hit_rate
     assert "the size of the KV cache is not known" in str(found)
+
+
+def test_where_no_row_fits_the_cache_orders_are_not_compared(prompts):
+    found = explain_prompts(prompts, kv_tokens=16)
+    assert ((), 16) == (found.orders, found.kv.tokens)
+    assert "none of 30 rows fits a KV cache of 16 tokens, so orders are not" in str(found)
+
+
+def test_a_plan_that_is_off_is_said_to_be(prompts):
+    off = {"mode": "off"}
+    found = explain_prompts(prompts, planned=off, plan=PlanConfig(**off))
+    assert "rows keep the order of the input: the plan is off" == facts(found)["plan"]
+
+
+def test_lengths_are_from_a_probe_where_one_has_run_whatever_it_found(prompts):
+    planned = plan_prompts(prompts)
+    options = {"source": "in", "model": "m", "engine": EngineConfig()}
+    probed, not_yet = (
+        explain_plan(
+            replace(planned, is_probed=is_probed), plan=PlanConfig(lengths="probe"), **options
+        )
+        for is_probed in (True, False)
+    )
+    assert ("a probe", "max_tokens") == (probed.lengths_from, not_yet.lengths_from)
 
 
 def test_sums_over_parts_can_be_explained(prompts):
@@ -119,7 +144,7 @@ def test_time_has_a_range_and_a_price(prompts):
     speed = SpeedAndPrice(time=TIME, price_per_engine_hour=2.5)
     found = facts(explain_prompts(prompts, speed=speed))
     assert found["time"] == "1 h 2 min on 2 replicas, likely 55 min to 1 h 13 min, measured here"
-    assert found["money"] == "5.00 at 2.50 per engine-hour"
+    assert found["money"] == "5.14 at 2.50 per engine-hour, 2 replicas for all of the time"
 
 
 def test_unknown_time_says_why(prompts):

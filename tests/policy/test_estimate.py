@@ -90,8 +90,7 @@ def test_a_perfect_fit_has_a_band_all_the_same():
 
 
 def test_money_is_for_the_time_that_engines_are_held():
-    cost = estimate(MODEL, WORK, num_replicas=2)
-    assert pytest.approx(2 * 5 / 3600 * 36.0) == money(cost, 36.0).expected
+    assert pytest.approx(2 * 5 / 3600 * 36.0) == money(5.0, 2, 36.0)
 
 
 def test_a_run_is_checked_by_what_it_really_did():
@@ -101,6 +100,12 @@ def test_a_run_is_checked_by_what_it_really_did():
     assert pytest.approx(0.25) == check.error
 
 
+@pytest.mark.parametrize(("rows", "replicas"), [(47, 2), (44, 3), (149, 5)])
+def test_rows_of_one_token_can_be_shared_by_replicas(rows, replicas):
+    cost = estimate(MODEL, work_totals(np.full(rows, 10), np.ones(rows)), replicas)
+    assert cost.wall_s.expected > 0
+
+
 def test_no_replica_is_an_error():
     with pytest.raises(ConfigError, match="at least one"):
         estimate(MODEL, WORK, num_replicas=0)
@@ -108,4 +113,4 @@ def test_no_replica_is_an_error():
 
 def test_a_negative_price_is_an_error():
     with pytest.raises(ConfigError, match="price_per_engine_hour"):
-        money(estimate(MODEL, WORK), -1.0)
+        money(5.0, 1, -1.0)

@@ -111,3 +111,24 @@ def test_a_long_run_is_forecast_from_its_middle(output):
     tokens = float(forecast.weight @ forecast.prefill_tokens)
     assert pytest.approx(totals.computed_tokens, rel=0.02) == tokens
     assert len(forecast.decode_rows) < bound / 5
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "max_num_seqs", "output"), [(8192, 1, 4096), (4096, 64, 2000), (65536, 256, 8192)]
+)
+def test_long_outputs_in_small_batches_are_forecast_from_few_steps(kv_tokens, max_num_seqs, output):
+    limits = EngineLimits(
+        kv_tokens=kv_tokens, max_num_seqs=max_num_seqs, block_size=16, max_batched_tokens=2048
+    )
+    forecast = forecast_steps(work(3000, 100, output), limits)
+    assert len(forecast.weight) < 400_000
+    generated = forecast.weight @ forecast.decode_rows
+    assert pytest.approx(3000 * (output - 1), rel=0.05) == generated
+
+
+def test_few_rows_stand_for_all_lengths():
+    limits = EngineLimits(kv_tokens=10**6, max_num_seqs=1, block_size=16, max_batched_tokens=2048)
+    outputs = np.random.default_rng(0).exponential(8000, 3000).clip(1).round()
+    forecast = forecast_steps(work(3000, 100, outputs), limits)
+    assert len(forecast.weight) < 400_000
+    assert pytest.approx(outputs.sum(), rel=0.02) == forecast.num_steps

@@ -21,12 +21,11 @@ prompt_lists = st.lists(
 block_sizes = st.integers(2, 4)
 
 
-def keys_of(prompts, block_size, salts=None) -> BlockKeys:
+def keys_of(prompts, block_size) -> BlockKeys:
     """Hash prompts given as sequences of token ids."""
     flat = [token for prompt in prompts for token in prompt]
     offsets = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
-    salts = None if salts is None else np.array(salts, np.uint64)
-    return hash_blocks(np.array(flat, np.int32), offsets, block_size, salts)
+    return hash_blocks(np.array(flat, np.int32), offsets, block_size)
 
 
 def letters(words):

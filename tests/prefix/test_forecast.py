@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from raybatch.prefix.forecast import forecast_orders, rows_that_fit
+from raybatch.prefix.forecast import forecast_orders, merge_forecasts, rows_that_fit
 from raybatch.prefix.hits import CacheSize
 from tests.explanation.inputs import grouped_prompts, plan_prompts
 
@@ -56,6 +56,37 @@ def test_rows_that_do_not_fit_are_in_no_order(rng):
     size = CacheSize(num_blocks=30, concurrency=4)
     assert [0, 1, 2, 3, 4, 5] == rows_that_fit(planned.keys, planned.expected_tokens, size).tolist()
     assert {6 * 40} == {order.prompt_tokens for order in forecast(planned, num_blocks=30).values()}
+
+
+def test_a_row_that_does_not_fit_leaves_the_bound_below_all_orders(rng):
+    groups = [[7] * 8 + prompt for prompt in grouped_prompts(rng, groups=6, size=5, prefix=64)]
+    found = forecast(plan_prompts([*groups, list(range(5000))], limit=4), num_blocks=60)
+    assert 8 + 6 * (64 + 5 * 8) == found["bound"].computed_tokens
+    assert found["bound"].computed_tokens <= found["sorted"].computed_tokens
+
+
+def test_a_prefix_of_rows_that_do_not_fit_is_not_in_the_bound(rng):
+    long = [[9] * 400 + [row] * 8 for row in range(3)]
+    prompts = grouped_prompts(rng, groups=2, size=3)
+    found = forecast(plan_prompts([*prompts, *long], limit=4), num_blocks=30)
+    assert 2 * (32 + 3 * 8) == found["bound"].computed_tokens
+
+
+def test_rows_that_do_not_fit_are_counted(rng):
+    planned = plan_prompts([*grouped_prompts(rng), list(range(500))], limit=4)
+    assert {1} == {order.num_rows_too_large for order in forecast(planned, num_blocks=30).values()}
+
+
+def test_where_no_row_fits_nothing_is_saved(rng):
+    found = forecast(plan_prompts(grouped_prompts(rng), limit=4), num_blocks=2)
+    assert {0.0} == {order.hit_rate for order in found.values()}
+
+
+def test_parts_of_an_input_add_up_what_does_not_fit(rng):
+    planned = plan_prompts([*grouped_prompts(rng), list(range(500))], limit=4)
+    part = tuple(forecast(planned, num_blocks=30).values())
+    merged = merge_forecasts([part, part], [(0, 10)])
+    assert {2} == {order.num_rows_too_large for order in merged}
 
 
 def test_the_planned_figure_never_passes_the_bound_by_more_than_its_rounding(rng):

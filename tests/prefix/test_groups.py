@@ -2,16 +2,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raybatch.prefix.block_keys import find_representatives
 from raybatch.prefix.enlarge import exact_single_level, multi_level, num_computed_tokens
 from raybatch.prefix.groups import make_groups
 from raybatch.prefix.tree import build_tree
 from tests.prefix.prompts import SLIDES, block_sizes, keys_of, letters, prompt_lists
 
 
-def groups_of(prompts, block_size, *, dedup=False, salts=None):
-    keys = keys_of(prompts, block_size, salts)
+def groups_of(prompts, block_size, *, dedup=False):
+    keys = keys_of(prompts, block_size)
     tree = build_tree(keys)
-    return make_groups(tree, keys, exact_single_level(tree, keys), dedup=dedup)
+    representative = find_representatives(keys) if dedup else None
+    return make_groups(tree, keys, exact_single_level(tree, keys), representative)
 
 
 def members(groups):
@@ -33,7 +35,7 @@ def test_groups_add_up_to_the_computed_tokens(prompts, block_size):
     keys = keys_of(prompts, block_size)
     tree = build_tree(keys)
     open_nodes = exact_single_level(tree, keys)
-    groups = make_groups(tree, keys, open_nodes, dedup=False)
+    groups = make_groups(tree, keys, open_nodes)
     alone = np.maximum(keys.num_tokens[groups.group_id < 0], 1).sum()
     total = groups.prefix_len.sum() + groups.distinct_tokens.sum() + alone
     assert total == num_computed_tokens(tree, keys, open_nodes)
@@ -84,15 +86,10 @@ def test_identical_rows_are_generated_once_when_asked():
     assert groups_of(prompts, 2).representative.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_identical_rows_of_different_salts_are_generated_each():
-    groups = groups_of([[1, 2, 3]] * 3, 2, dedup=True, salts=[1, 2, 1])
-    assert groups.representative.tolist() == [0, 1, 0]
-
-
 def test_row_that_is_left_alone_at_an_open_node_is_in_no_group():
     keys = keys_of([[1, 1, 5], [1, 1, 2, 2, 6], [1, 1, 2, 2, 7]], 2)
     tree = build_tree(keys)
-    groups = make_groups(tree, keys, multi_level(tree), dedup=False)
+    groups = make_groups(tree, keys, multi_level(tree))
     assert groups.group_id.tolist() == [-1, 0, 0]
 
 

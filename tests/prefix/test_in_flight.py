@@ -7,7 +7,7 @@ from raybatch.prefix.enlarge import exact_single_level
 from raybatch.prefix.groups import make_groups
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
 from raybatch.prefix.tree import build_tree
-from tests.prefix.prompts import block_sizes, keys_of, prompt_lists
+from tests.prefix.prompts import block_sizes, keys_of, letters, prompt_lists
 
 
 def plan_of(prompts, block_size, outputs=None):
@@ -23,7 +23,7 @@ def members(group_ids):
 def test_the_groups_are_those_that_save_most(prompts, block_size):
     keys, plan = keys_of(prompts, block_size), plan_of(prompts, block_size)
     tree = build_tree(keys)
-    groups = make_groups(tree, keys, exact_single_level(tree, keys), dedup=False)
+    groups = make_groups(tree, keys, exact_single_level(tree, keys))
     is_grouped = groups.group_id >= 0
     assert is_grouped.tolist() == (plan.group_id >= 0).tolist()
     assert groups.prefix_tokens.tolist() == plan.prefix_len.tolist()
@@ -89,3 +89,9 @@ def test_selected_rows_have_their_own_keys(prompts, block_size):
     assert expected.keys.tolist() == selected.keys.tolist()
     assert expected.offsets.tolist() == selected.offsets.tolist()
     assert expected.num_tokens.tolist() == selected.num_tokens.tolist()
+
+
+def test_groups_below_one_prefix_stay_below_it():
+    words = ["aaaabbbb0", "aaaabbbb1", "aaaacccc0", "aaaacccc1", "xxxxyyyy0", "xxxxyyyy1"]
+    outputs = np.array([9, 9, 1, 1, 4, 4])
+    assert [0, 1, 2, 3, 4, 5] == plan_of(letters(words), 4, outputs).order.tolist()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.prefix.plan import PlanRows, arrange_rows, plan_rows, with_unasked
+from raybatch.prefix.plan import PlanRows, arrange_rows, plan_rows, put_first, with_unasked
 
 from .prompts import SLIDES, block_sizes, cost_of, draw_prefix_tree, keys_of, letters, prompt_lists
 
@@ -144,6 +144,17 @@ def test_the_order_of_entries_counts_below_one_prefix():
     expected = np.where(np.arange(200) // 4 == 30, 9, 1)
     plan, _ = plan_rows(rows_of(prompts, 2, expected), config)
     assert [120, 121, 122, 123] == plan.order[:4].tolist()
+
+
+def test_rows_that_ran_first_are_in_the_units_in_which_they_ran():
+    words = [f"aaaa{document * 4}{row}" for document in "dcb" for row in "012"]
+    expected = [1, 1, 1, 5, 5, 5, 9, 9, 9]
+    config = PlanConfig(min_saved_fraction=0, unit_rows=2, max_unit_rows=4)
+    plan, _ = plan_rows(rows_of(letters(words), expected=expected), config)
+    first = put_first(plan, np.array([0, 4, 8]), config)
+    units = np.split(first.order, first.unit_starts[1:-1])
+    assert [[0, 4], [8]] == [unit.tolist() for unit in units[:2]]
+    assert list(range(9)) == sorted(first.order.tolist())
 
 
 def test_units_of_all_levels_begin_between_documents():

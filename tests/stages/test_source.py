@@ -97,7 +97,8 @@ def test_sink_in_the_source_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["**/*.parquet", "**", "out/*.parquet", "*/part-*.parquet", "o?t/*[1-9].parquet"]
+    "pattern",
+    ["**/*.parquet", "**", "out/*/*.parquet", "*/data/part-*.parquet", "o?t/d*/*[1-9].parquet"],
 )
 def test_sink_that_the_glob_of_the_source_matches_is_refused(tmp_path, pattern):
     with pytest.raises(ConfigError, match=r"lies where the source .* is read, and the next run"):

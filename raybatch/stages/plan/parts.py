@@ -17,12 +17,12 @@ from raybatch.config import PlanConfig
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.load import Floats, Ints
-from raybatch.prefix.order import decode_ratio, order_groups
 from raybatch.prefix.outline import outline_tree
 from raybatch.prefix.plan import (
     Arrangement,
     PlanRows,
     arrange_rows,
+    order_entries,
     plan_rows,
     rank_entries,
 )
@@ -99,12 +99,8 @@ def _ordered(
     found: Arrangement, row: Ints, expected: Floats, plan: PlanConfig, left_out: Ints
 ) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
-    entries = order_groups(found.load, by=plan.order, seed=plan.seed)
+    entries, values = order_entries(found, plan)
     ranked, sizes = rank_entries(found, entries), np.diff(found.starts)[entries]
-    if plan.order in ("ratio", "ascending"):
-        values = decode_ratio(found.load)[entries] * (-1 if plan.order == "ratio" else 1)
-    else:
-        values = (np.cumsum(sizes) - sizes / 2) / max(1, len(row))
     is_kept = ~np.isin(row[ranked], left_out)
     entry_of_row = np.repeat(np.arange(len(sizes)), sizes)
     sizes = np.bincount(entry_of_row[is_kept], minlength=len(sizes))

@@ -35,6 +35,7 @@ class PlannedInput:
         whole: plan of all rows of the source.
         found: what they share.
         prompts: their token ids, where they are in memory.
+        is_probed: `expected_tokens` come from rows that were generated before the plan.
     """
 
     keys: BlockKeys
@@ -47,6 +48,7 @@ class PlannedInput:
     whole: RowPlan
     found: Arrangement
     prompts: Sequence[TokenIds] | None = None
+    is_probed: bool = False
 
 
 class UnitRunner(Protocol):

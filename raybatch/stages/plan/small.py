@@ -257,4 +257,5 @@ def _after_probe(
     planned = plan_gathered(rows, job.config, job.plan)
     ordered = put_first(planned.plan, probe, job.plan)
     whole = with_unasked(ordered, rows.sidecar.is_asked, job.plan)
-    return rows, replace(planned, plan=ordered, whole=whole), finished
+    planned = replace(planned, plan=ordered, whole=whole, is_probed=True)
+    return rows, planned, finished
