@@ -122,7 +122,6 @@ def test_a_run_whose_plan_cannot_be_explained_is_reported_without_it(model, tmp_
         plan=PlanConfig(),
         sink="",
         row_id_column=None,
-        run=print,
     )
     question = Question(job=job, spec=stage.pool.spec, name="in", measure=False, lint=False)
     actual = RunActual(prompt_tokens=9, computed_tokens=9)
