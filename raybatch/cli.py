@@ -1,6 +1,7 @@
 """The command line: run, explain, demo, report.
 
-The flags of a job are those of `raybatch.job_flags`.
+The flags of a job are those of `raybatch.job_flags`; the commands on a cluster are those of
+`raybatch.cluster_commands`.
 """
 
 import logging
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 import raybatch
+from raybatch.cluster_commands import add_cluster_commands
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
 
@@ -138,6 +140,9 @@ def report(
     typer.echo(found.to_json() if as_json else found.to_text())
     if html is not None:
         _write_page(html, found.to_html())
+
+
+add_cluster_commands(app)
 
 
 def _check_page(path: str | None) -> None:

@@ -1,6 +1,5 @@
-"""The documented way to a cluster: `ray job submit` of `raybatch run`, on a real local cluster."""
+"""The documented ways to a cluster, on a real local one: submit, check, and Ray's own client."""
 
-import json
 import os
 import secrets
 import signal
@@ -19,20 +18,29 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
+
+from raybatch.submission.job_server import JobServer
+from raybatch.submission.submit import SINK_KEY
+from raybatch.submission.tokens import Token
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
+RAYBATCH = (sys.executable, "-m", "raybatch")
+# Ray Data starts 32 processes by default to read the footers of a few files
+HEAD_VARIABLES = {"RAY_AUTH_MODE": "token", "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1"}
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running head node: where its job server listens, and what its clients need."""
+    """A running head node: where its job server listens, its token, and who talks to it."""
 
     address: str
+    token: str
     environment: dict[str, str]
 
 
@@ -60,7 +68,7 @@ def end(process):
     """End the head node: its own process tree, nothing else on this host."""
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=5)
     for member in alive:
         with suppress(psutil.NoSuchProcess):
             member.kill()
@@ -71,20 +79,30 @@ def end(process):
         process.wait()
 
 
+def client_environment(token_file):
+    """Return what somebody has who knows where the token lies, and nothing else about Ray."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept.pop("PYTHONPATH", None)
+    return {
+        **kept,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 @pytest.fixture(scope="module")
 def cluster():
     pytest.importorskip("aiohttp_cors", reason="the job server needs pip install 'ray[default]'")
     gcs, dashboard, agent, agent_grpc, client, metrics, manager, objects, env_agent = free_ports(9)
-    environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_DISABLE_IMPORT_WARNING": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("RAY_ADDRESS", None)
     # socket paths must stay short, pytest's folders are not
     with tempfile.TemporaryDirectory(prefix="rb", ignore_cleanup_errors=True) as temp_dir:
+        token = secrets.token_hex(32)
+        token_file = Path(temp_dir, "token")
+        token_file.write_text(token)
+        token_file.chmod(0o600)
+        environment = client_environment(token_file)
         options = {
             "num-cpus": 4,
             "port": gcs,
@@ -106,72 +124,172 @@ def cluster():
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*RAY, "start", "--head", "--block", "--disable-usage-stats", *arguments],
-                env=environment,
+                env={**environment, **HEAD_VARIABLES},
+                # not the source tree: jobs must find raybatch in what is sent
+                cwd=temp_dir,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
         try:
             url = f"http://127.0.0.1:{agent}/api/local_raylet_healthz"
             wait_until_healthy(process, url, log)
-            yield Cluster(address=f"http://127.0.0.1:{dashboard}", environment=environment)
+            address = f"http://127.0.0.1:{dashboard}"
+            yield Cluster(address=address, token=token, environment=environment)
         finally:
             end(process)
             log.unlink()
 
 
-@pytest.fixture
-def job_folder(tmp_path):
-    """A working directory with a job file, and the prompts beside it."""
-    prompts = tmp_path / "prompts"
-    prompts.mkdir()
-    table = pa.table({"text": [f"Oak {i} is green." for i in range(20)], "n": range(20)})
+def write_job(folder, *, texts, source=None, **fake):
+    """Write prompts and a job file with the fake backend, and return the options of the job."""
+    prompts = folder / "prompts"
+    prompts.mkdir(parents=True)
+    table = pa.table({"text": pa.array(texts, pa.string()), "n": range(len(texts))})
     pq.write_table(table, prompts / "part-0.parquet")
     job = {
-        "source": str(prompts),
-        "sink": str(tmp_path / "answers"),
+        "source": source or str(prompts),
+        "sink": str(folder / "answers"),
         "stage": {
             "model": "demo",
-            "prompt": "{text}\n\nQuestion: What colour is the oak?",
+            "prompt": "{text}",
             "sampling": {"max_tokens": 8},
             "pool": {"replicas": 1},
+            "backend": {"kind": "fake", "options": fake},
         },
     }
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "job.yaml").write_text(json.dumps(job))
-    return folder
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return job
 
 
-def submit(cluster, folder, submission_id):
-    """Run `ray job submit` as docs/jobs.md says and return the finished process."""
-    runtime_env = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-    return subprocess.run(
-        [
-            *RAY,
-            *("job", "submit", "--address", cluster.address, "--submission-id", submission_id),
-            *("--working-dir", str(folder), "--runtime-env-json", json.dumps(runtime_env)),
-            *("--", sys.executable, "-m", "raybatch", "run", "job.yaml"),
-        ],
-        env=cluster.environment,
-        capture_output=True,
+def start(cluster, folder, *command, **variables):
+    """Start a command of this source tree in the folder of a job."""
+    return subprocess.Popen(
+        command,
+        env={**cluster.environment, "PYTHONPATH": str(ROOT), **variables},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=JOB_TIMEOUT_S,
     )
 
 
-def test_submitted_job_writes_its_output_and_succeeds(cluster, job_folder):
-    done = submit(cluster, job_folder, "rb-good")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rows: 20 in, 20 out, 0 lost" in done.stdout
-    answers = pq.read_table(job_folder.parent / "answers", columns=["n", "generated_text"])
+def start_submit(cluster, folder, *flags):
+    command = (*RAYBATCH, "submit", "job.yaml", "--address", cluster.address, *flags)
+    return start(cluster, folder, *command)
+
+
+def start_script(cluster, folder):
+    """Start the script of `raybatch manifest ray`; it leaves the package to the hosts."""
+    flags = ("--env", f"PYTHONPATH={ROOT}", "--output", "job.sh")
+    code, _, err = finish(start(cluster, folder, *RAYBATCH, "manifest", "ray", "job.yaml", *flags))
+    assert code == 0, err
+    return start(cluster, folder, "sh", "job.sh", RAY_API_SERVER_ADDRESS=cluster.address)
+
+
+def finish(process):
+    """Return exit code, output and notes of a command."""
+    out, err = process.communicate(timeout=JOB_TIMEOUT_S)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def ended(cluster, tmp_path_factory):
+    """Jobs that run at once: two good ones, one with a bad row, and one without its source."""
+    names = ("good", "bad_row", "no_source", "script")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    texts = [f"Oak {i} is green." for i in range(20)]
+    write_job(folders["good"], texts=texts)
+    write_job(folders["bad_row"], texts=[*texts, None], source="prompts")
+    write_job(folders["no_source"], texts=texts)
+    write_job(folders["script"], texts=texts)
+    (folders["no_source"] / "prompts" / "part-0.parquet").unlink()
+    # the prompts of this one go with the job, in its working directory
+    flags = {"bad_row": ("--working-dir", ".")}
+    running = {
+        name: start_submit(cluster, folders[name], *flags.get(name, ())) for name in names[:3]
+    }
+    running["script"] = start_script(cluster, folders["script"])
+    return {name: (*finish(process), folders[name]) for name, process in running.items()}
+
+
+def test_submitted_job_ends_with_0_and_its_log_is_shown(ended):
+    code, out, err, _ = ended["good"]
+    assert (code, "rows: 20 in, 20 out, 0 lost" in out) == (0, True), out + err
+
+
+def test_submitted_job_writes_every_row(ended):
+    answers = pq.read_table(ended["good"][3] / "answers", columns=["n"])
     assert sorted(answers.column("n").to_pylist()) == list(range(20))
 
 
-def test_submitted_job_with_a_wrong_option_fails_with_one_line(cluster, job_folder):
-    job_file = job_folder / "job.yaml"
-    job = json.loads(job_file.read_text())
+def test_submit_says_whose_token_it_sends(ended):
+    assert "the cluster asks for a token: sending the one of " in ended["good"][2]
+
+
+def test_submitted_job_with_a_bad_row_ends_with_2(ended):
+    code, out, err, _ = ended["bad_row"]
+    assert (code, "rows: 21 in, 21 out, 0 lost" in out) == (2, True), out + err
+
+
+def test_submitted_job_that_cannot_run_ends_with_1(ended):
+    code, out, err, _ = ended["no_source"]
+    assert (code, "holds no file" in out) == (1, True), out + err
+
+
+def test_wrong_option_is_told_before_anything_is_sent(cluster, tmp_path):
+    job = write_job(tmp_path, texts=["a"])
     job["stage"]["promt"] = job["stage"].pop("prompt")
-    job_file.write_text(json.dumps(job))
-    done = submit(cluster, job_folder, "rb-bad")
-    assert done.returncode != 0
-    assert "did you mean 'prompt'" in done.stdout + done.stderr
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    code, out, err = finish(start_submit(cluster, tmp_path))
+    message = "error: job.yaml: stage: unknown option 'promt' (did you mean 'prompt'?)\n"
+    assert (code, out, err) == (1, "", message)
+
+
+def test_wrong_token_is_one_line(cluster, tmp_path):
+    write_job(tmp_path, texts=["a"])
+    wrong = Cluster(cluster.address, "", {**cluster.environment, "RAY_AUTH_TOKEN": "wrong"})
+    code, _, err = finish(start_submit(wrong, tmp_path))
+    assert (code, err.splitlines()[-1]) == (
+        1,
+        f"error: {cluster.address}: the cluster has another token than the one sent; copy its "
+        "token into ~/.ray/auth_token (mode 600), or name the file in RAY_AUTH_TOKEN_PATH",
+    )
+
+
+def test_ctrl_c_leaves_the_job_and_a_second_run_on_its_sink_is_warned_of(cluster, tmp_path):
+    job = write_job(tmp_path, texts=["a"], start_s=300.0)
+    first = start_submit(cluster, tmp_path, "--submission-id", "slow")
+    server = JobServer(cluster.address, Token(cluster.token, "test"))
+    wait_for_note(first, "job slow is at")
+    first.send_signal(signal.SIGINT)
+    code, _, err = finish(first)
+    assert (code, "the job goes on; follow it with" in err) == (130, True), err
+    assert ["slow"] == server.running(SINK_KEY, job["sink"])
+    second = start_submit(cluster, tmp_path, "--no-wait", "--submission-id", "beside", "--yes")
+    code, out, err = finish(second)
+    assert (code, out) == (0, "beside\n"), err
+    assert f"warning: slow already writes to {job['sink']}" in err
+    for submission_id in ("slow", "beside"):
+        server.stop(submission_id)
+
+
+def wait_for_note(process, text):
+    """Read what a command says until it says `text`."""
+    for line in process.stderr:
+        if text in line:
+            return
+    pytest.fail(f"ended without saying {text!r}")
+
+
+def test_check_finds_a_closed_cluster_closed(cluster, tmp_path):
+    command = (*RAYBATCH, "check", "--address", cluster.address)
+    _, out, err = finish(start(cluster, tmp_path, *command, RAY_AUTH_MODE="token"))
+    # Ray listens on every interface, whatever the head is told; the rest is closed
+    open_ports = ("warning: Ray's own ports answer", "warning: metrics are given without a token")
+    told = [line for line in out.splitlines() if not line.startswith(open_ports)]
+    assert told in ([], [f"{cluster.address}: nothing to warn about"]), out + err
+
+
+def test_the_script_of_the_manifest_runs_a_job(ended):
+    code, out, err, _ = ended["script"]
+    assert (code, "rows: 20 in, 20 out, 0 lost" in out) == (0, True), out + err

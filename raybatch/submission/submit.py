@@ -1,0 +1,258 @@
+"""Sends a job to a cluster, follows its log and ends as the job does."""
+
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import raybatch
+from raybatch.errors import ConfigError
+from raybatch.job import Job
+from raybatch.job_config import JobConfig
+from raybatch.submission.bundle import write_bundle
+from raybatch.submission.job_server import JobServer, Submission
+from raybatch.submission.probe import is_loopback, read_address, server_auth_mode
+from raybatch.submission.remote_paths import check_paths, fixed_part, is_uri
+from raybatch.submission.secret_names import read_env_vars
+from raybatch.submission.tokens import token_for
+from raybatch.submission.wheel import pack_wheel, repack_wheel
+
+__all__ = ["Console", "SubmitOptions", "follow", "new_submission_id", "submit"]
+
+SINK_KEY = "raybatch_sink"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# between two tries to reach a job server that has been lost; about five minutes in all
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0, 60.0)
+_STATUS_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Console:
+    """How a command talks.
+
+    Args:
+        write: a piece of the job's log, as it is.
+        note: a line that is not of the job.
+        confirm: ask a question and return the answer; None where nobody can be asked.
+    """
+
+    write: Callable[[str], None]
+    note: Callable[[str], None]
+    confirm: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubmitOptions:
+    """How a job is sent.
+
+    Args:
+        address: of the job server; None takes what `read_address` finds.
+        submission_id: None makes a new one of the job's name and the time.
+        is_followed: until the job ends.
+        working_dir: folder that is sent along; None sends the job file alone.
+        wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
+            is the path of a wheel.
+        env: `NAME` or `NAME=value`.
+        allow_error_rows: the job ends with 0, not 2, when rows failed.
+    """
+
+    address: str | None = None
+    submission_id: str | None = None
+    is_followed: bool = True
+    working_dir: Path | None = None
+    wheel: str = "auto"
+    env: tuple[str, ...] = ()
+    allow_error_rows: bool = False
+
+
+def submit(
+    mapping: Mapping[str, Any],
+    options: SubmitOptions,
+    console: Console,
+    *,
+    where: str,
+    environment: MutableMapping[str, str],
+) -> int:
+    """Check a job, send it, follow it, and return its exit code.
+
+    Args:
+        mapping: options of the job, as in a job file.
+        options: how it is sent.
+        console: where to talk.
+        where: the job file, or what the options are called in messages.
+        environment: of this process; the address is put into it, because Ray's client takes the
+            one that it finds there before the one that it is given.
+
+    Raises:
+        ConfigError: the job or an option is wrong, or the cluster does not take it.
+    """
+    job = Job.from_mapping(mapping, where=where).config
+    check_paths(job, working_dir=options.working_dir)
+    env_vars = read_env_vars(options.env, environment)
+    submission_id = options.submission_id or new_submission_id(where)
+    if not _ID.fullmatch(submission_id):
+        raise ConfigError(f"--submission-id {submission_id!r}: use letters, digits, '-', '_', '.'")
+    server = _connect(options, environment, console)
+    sink = job.sink.rstrip("/")
+    _check_sink_is_free(server, sink, console)
+    with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+        runtime_env, told = _pack(mapping, job, options, Path(folder), where=where)
+        console.note(told)
+        submission = Submission(
+            submission_id=submission_id,
+            entrypoint=_entrypoint(_job_name(where), options),
+            runtime_env={**runtime_env, "env_vars": env_vars},
+            metadata={SINK_KEY: sink, "raybatch_version": raybatch.__version__},
+        )
+        server.submit(submission)
+    return _attend(server, submission_id, console, is_followed=options.is_followed)
+
+
+def follow(
+    server: JobServer,
+    submission_id: str,
+    console: Console,
+    *,
+    pauses_s: Iterable[float] = _PAUSES_S,
+) -> int:
+    """Pass on the log of a job until it ends, and return its exit code.
+
+    Args:
+        server: that has the job.
+        submission_id: of the job.
+        console: where to talk.
+        pauses_s: between tries to reach a server that has been lost; each success starts anew.
+
+    Raises:
+        ConnectionError: the server has been lost and was not found again.
+    """
+    pauses = tuple(pauses_s)
+    written = tries = 0
+    while True:
+        try:
+            written = server.tail(submission_id, console.write, skip=written)
+        except ConnectionError as lost:
+            written = max(written, int(lost.args[0]))
+        try:
+            end = server.end(submission_id)
+        except ConfigError as error:
+            if tries == len(pauses):
+                raise ConnectionError(f"lost the job server: {error}") from error
+            time.sleep(pauses[tries])
+            tries += 1
+            continue
+        tries = 0
+        if end is not None:
+            if end.reason:
+                console.note(end.reason)
+            return end.exit_code
+        time.sleep(_STATUS_PAUSE_S)
+
+
+def new_submission_id(where: str) -> str:
+    """Return an id that tells the job and the moment, such as "summaries-20260131-120000-3f2a"."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(where).stem).strip("-_") or "raybatch"
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _connect(
+    options: SubmitOptions, environment: MutableMapping[str, str], console: Console
+) -> JobServer:
+    address = read_address(options.address, environment)
+    token = token_for(server_auth_mode(address), environment, Path.home(), address=address)
+    if token is not None:
+        console.note(f"the cluster asks for a token: sending the one of {token.origin}")
+        if address.startswith("http://") and not is_loopback(address):
+            console.note(
+                "warning: the token travels in clear; use https, or a tunnel to the head node"
+            )
+    environment["RAY_API_SERVER_ADDRESS"] = address
+    return JobServer(address, token)
+
+
+def _attend(server: JobServer, submission_id: str, console: Console, *, is_followed: bool) -> int:
+    """Follow a job that was sent, or say how; the job goes on whatever happens here."""
+    commands = _commands(server, submission_id)
+    try:
+        console.note(f"job {submission_id} is at {server.address}")
+        if is_followed:
+            return follow(server, submission_id, console)
+        console.note(commands)
+        console.write(f"{submission_id}\n")
+        return 0
+    except KeyboardInterrupt:
+        console.note(f"\nthe job goes on; {commands}")
+        return 130
+    except ConnectionError as error:
+        raise ConfigError(f"{error}; the job may go on; {commands}") from error
+
+
+def _pack(
+    mapping: Mapping[str, Any], job: JobConfig, options: SubmitOptions, folder: Path, *, where: str
+) -> tuple[dict[str, Any], str]:
+    """Write what is sent into `folder`; return the runtime environment with it, and its sizes."""
+    root = options.working_dir
+    inside = [] if root is None else [root / fixed_part(p) for p in (job.source, job.stage.model)]
+    bundle = write_bundle(
+        folder / "working_dir.zip",
+        job_name=_job_name(where),
+        job_text=yaml.safe_dump(dict(mapping), sort_keys=False, allow_unicode=True),
+        working_dir=root,
+        kept=tuple(path for path in inside if path.exists()),
+        left_out=() if is_uri(job.sink) else (Path(job.sink),),
+    )
+    what = bundle.names[0] if len(bundle.names) == 1 else f"{len(bundle.names)} files"
+    told = f"sending {what} ({_size(bundle.path)})"
+    runtime_env: dict[str, Any] = {"working_dir": str(bundle.path)}
+    if options.wheel == "none":
+        return runtime_env, told
+    if options.wheel == "auto":
+        wheel = pack_wheel(Path(raybatch.__file__).parent, folder)
+    else:
+        wheel = repack_wheel(Path(options.wheel), folder)
+    runtime_env["py_modules"] = [str(wheel)]
+    return runtime_env, f"{told} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
+
+
+def _size(path: Path) -> str:
+    num_bytes = path.stat().st_size
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >> 20 else f"{-(-num_bytes // 1024)} KiB"
+
+
+def _entrypoint(job_name: str, options: SubmitOptions) -> str:
+    flag = " --allow-error-rows" if options.allow_error_rows else ""
+    return f"python -m raybatch run {job_name}{flag}"
+
+
+def _job_name(where: str) -> str:
+    """Return the name of the job file on the cluster, safe in a shell."""
+    name = Path(where).name
+    return name if _ID.fullmatch(name) and name.endswith((".yaml", ".yml")) else "job.yaml"
+
+
+def _check_sink_is_free(server: JobServer, sink: str, console: Console) -> None:
+    running = server.running(SINK_KEY, sink)
+    if not running:
+        return
+    console.note(
+        f"warning: {', '.join(running)} already writes to {sink}; a second run beside it loses "
+        "nothing, but does the same work"
+    )
+    if console.confirm is not None and not console.confirm("submit anyway?"):
+        raise ConfigError("not submitted")
+
+
+def _commands(server: JobServer, submission_id: str) -> str:
+    prefix = "RAY_AUTH_MODE=token " if server.has_token else ""
+    end = f"--address {server.address} {submission_id}"
+    return (
+        f"follow it with '{prefix}ray job logs --follow {end}', "
+        f"stop it with '{prefix}ray job stop {end}'"
+    )
