@@ -154,7 +154,8 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
 
     for driver in range(1 + int(rng.random() * 3)):
         _start(world, player(driver, damage), is_faulty=True)
-    if rng.random() < 0.05 and not is_partitioned:
+    # a store that replaces parts may replace a foreign one: nobody could tell
+    if rng.random() < 0.05 and is_exclusive and not is_partitioned:
         world.start("stranger", lambda process: _plant(world, files), is_faulty=False)
     try:
         world.run()
