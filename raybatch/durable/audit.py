@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from raybatch.durable.commit import listed_units
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import SUCCESS, part_name
+from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
+from raybatch.durable.partitioned import read_files, read_record
 from raybatch.durable.parts import PARQUET, PartFormat, read_footer
 from raybatch.durable.protocols import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
@@ -104,6 +105,8 @@ def audit(
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
+    if plan.is_partitioned:
+        unknown += _unrecorded_files(store, is_done)
     present, missing = np.flatnonzero(is_done), np.flatnonzero(~is_done)
     starts = range(0, len(present), _UNITS_PER_SHARE)
 
@@ -170,18 +173,43 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     return True
 
 
+def _unrecorded_files(store: Store, is_done: npt.NDArray[np.bool_]) -> list[str]:
+    """Return files among the data that are no file of a unit, or not of those its record names."""
+    unknown = []
+    by_unit: dict[int, list[str]] = {}
+    for name in store.names(DATA):
+        number = part_unit(name)
+        if number is None or number >= len(is_done):
+            unknown.append(name)
+        elif is_done[number]:
+            by_unit.setdefault(number, []).append(name)
+        # files of a unit that is not complete are told as a missing unit
+    for number, names in by_unit.items():
+        try:
+            _, recorded = read_record(store, number)
+        except (CommitError, FileNotFoundError):  # told when the unit is read
+            continue
+        unknown += sorted(set(names) - set(recorded))
+    return unknown
+
+
 def _read_share(store: Store, plan: UnitPlan, units: Ints, part_format: PartFormat) -> _Share:
     written = lost = duplicated = 0
     foreign = []
     counts = []
     for number in units.tolist():
         unit = plan.unit(number)
-        where = f"{store.uri}/{part_name(number)}"
+        name = done_name(number) if plan.is_partitioned else part_name(number)
+        where = f"{store.uri}/{name}"
         try:
-            footer = read_footer(store, part_name(number), part_format)
-            footer.check_plan(unit, plan.hash, where)
+            if plan.is_partitioned:
+                footer = read_files(store, plan.hash, unit, part_format)
+            else:
+                footer = read_footer(store, name, part_format)
+                footer.check_plan(unit, plan.hash, where)
         except (CommitError, FileNotFoundError) as error:
-            foreign.append(str(error))
+            is_gone = isinstance(error, FileNotFoundError)
+            foreign.append(f"a file of {where} is missing: {error}" if is_gone else str(error))
             lost += unit.num_rows
             continue
         written += footer.num_rows

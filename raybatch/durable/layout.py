@@ -41,7 +41,7 @@ FRAGMENTS = "_raybatch/frag"
 RUNS = "_raybatch/runs"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
-_PART = re.compile(rf"data/(?:[^/]+=[^/]+/)*part-{_DIGITS}\.parquet", re.ASCII)
+_PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
 _DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
 
 

@@ -134,7 +134,13 @@ class ObjectStore:
             logger.info("%s refuses conditional writes: %s", self.uri, error)
             return False
         finally:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        try:
             self.remove(name)
+        except Exception as error:  # who may only add files can work all the same
+            logger.info("%s/%s is left behind: %s", self.uri, name, error)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"

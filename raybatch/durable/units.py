@@ -19,6 +19,7 @@ __all__ = [
     "Unit",
     "UnitCounts",
     "UnitPlan",
+    "add_row_sums",
     "row_sum",
     "row_sums",
     "sum_counts",
@@ -119,6 +120,11 @@ def row_sums(unit: npt.NDArray[np.integer[Any]], row: Ints, num_units: int) -> U
     sums = np.zeros(num_units, np.uint64)
     np.add.at(sums, unit, mix64(row.astype(np.uint64)))
     return sums
+
+
+def add_row_sums(sums: Iterable[int]) -> int:
+    """Return the `row_sum` of the rows of several pieces."""
+    return sum(sums) % 2**64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

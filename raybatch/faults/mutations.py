@@ -10,6 +10,7 @@ import numpy as np
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, part_name, part_unit
+from raybatch.durable.partitioned import commit_partitioned
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.protocols import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
@@ -64,6 +65,31 @@ def _receipt_by_any_attempt(
     if any(part_unit(name) == unit.number for name in store.names(DATA)):
         return _receipt(unit)
     return None
+
+
+class _FilesLater:
+    """A store that keeps every part back until the record of its unit is written."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[str, bytes] = {}
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._store, name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        if part_unit(name) is not None:
+            self._waiting[name] = data
+            return True
+        won = self._store.create(name, data)
+        for part in sorted(self._waiting):
+            self._store.create(part, self._waiting[part])
+        return won
+
+
+def _commit_record_first(store: Store, *args: Any, **options: Any) -> Receipt:  # noqa: ANN401
+    """Say that a unit is complete, then write its files."""
+    return commit_partitioned(_FilesLater(store), *args, **options)
 
 
 def _open_own_plan(store: Store, make: Callable[[], bytes]) -> bytes:
@@ -159,6 +185,7 @@ MUTATIONS: Mapping[str, Steps] = MappingProxyType(
             receipt_of=_receipt_by_any_attempt,
             audit=_trusting_audit,
         ),
+        "a record comes before its files": replace(REAL, commit_partitioned=_commit_record_first),
         "the plan is not exclusive": replace(REAL, open_plan=_open_own_plan),
         "the stored plan is not read again": replace(REAL, open_plan=_reading_early),
         "recovery deletes": replace(REAL, committed=_committed_after_cleaning),

@@ -1,7 +1,7 @@
 """Drivers and feeders of a simulated job, made of the real functions of the commit protocol."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable import audit as audits
-from raybatch.durable import commit, journal, opening
+from raybatch.durable import commit, journal, opening, partitioned
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.protocols import Store
 from raybatch.durable.repeating import Repeating
@@ -46,6 +46,7 @@ class Steps:
     receipt_of: Callable[..., Any] = commit.receipt_of
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
+    commit_partitioned: Callable[..., Any] = partitioned.commit_partitioned
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 
@@ -63,6 +64,7 @@ class Player:
         number: of the driver.
         variant: plan that this driver would make.
         has_journal: finished rows are kept before a unit is complete.
+        is_partitioned: the output is cut by a column of the input.
         damage: chance that the rows of a unit arrive damaged at its commit.
     """
 
@@ -72,6 +74,7 @@ class Player:
     number: int
     variant: int
     has_journal: bool
+    is_partitioned: bool
     damage: float
 
     def store(self, process: Process) -> Store:
@@ -85,7 +88,7 @@ def drive(player: Player, process: Process) -> None:
     store, steps = player.store(process), player.steps
     plan_json = steps.open_plan(store, lambda: _make_plan(store, player.variant))
     stored = json.loads(plan_json)
-    variant, plan = _read_plan(store.read(stored["shard"]))
+    variant, plan = _read_plan(store.read(stored["shard"]), player.is_partitioned)
     if audits.is_finished(store, plan):
         return
     for number in range(_MAX_ROUNDS):
@@ -133,25 +136,45 @@ def _feed(
     store = player.store(process)
     for number in numbers:
         unit = plan.unit(number)
-        if player.steps.receipt_of(store, unit, plan.hash, FORMAT) is not None:
+        if _is_committed(player, store, unit, plan.hash):
             continue
         rows = PLANS[variant][number]
         said = dict.fromkeys(range(len(rows)), attempt)
         if player.has_journal:
             said |= _with_journal(store, unit, plan.hash, rows, attempt)
-        pos = _delivered(player, len(rows))
-        row = np.array([rows[one] for one in pos], np.int64)
-        player.steps.commit_unit(
-            store,
-            unit,
-            _table(tuple(row.tolist()), tuple(said[one] for one in pos)),
-            pos=np.array(pos, np.int64),
-            row=row,
-            counts=UnitCounts(num_rows=len(pos)),
-            plan_hash=plan.hash,
-            attempt=attempt,
-            part_format=FORMAT,
+        _commit(player, store, unit, rows, said, plan_hash=plan.hash, attempt=attempt)
+
+
+def _is_committed(player: Player, store: Store, unit: commit.Unit, plan_hash: str) -> bool:
+    if player.is_partitioned:
+        return partitioned.partitioned_receipt_of(store, unit, plan_hash) is not None
+    return player.steps.receipt_of(store, unit, plan_hash, FORMAT) is not None
+
+
+def _commit(
+    player: Player,
+    store: Store,
+    unit: commit.Unit,
+    rows: Sequence[int],
+    said: Mapping[int, str],
+    **names: str,
+) -> None:
+    """Commit what has arrived of a unit."""
+    pos = _delivered(player, len(rows))
+    row = np.array([rows[one] for one in pos], np.int64)
+    table = _table(tuple(row.tolist()), tuple(said[one] for one in pos))
+    common = {"pos": np.array(pos, np.int64), "row": row, "part_format": FORMAT, **names}
+    if player.is_partitioned:
+        half = pa.array(["odd" if one % 2 else "even" for one in row.tolist()])
+        player.steps.commit_partitioned(
+            store, unit, table.append_column("half", half), by=["half"], count=_count, **common
         )
+    else:
+        player.steps.commit_unit(store, unit, table, counts=_count(table), **common)
+
+
+def _count(table: pa.Table) -> UnitCounts:
+    return UnitCounts(num_rows=table.num_rows)
 
 
 def _with_journal(
@@ -194,7 +217,7 @@ def _make_plan(store: Store, variant: int) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _read_plan(shard: bytes) -> tuple[int, UnitPlan]:
+def _read_plan(shard: bytes, is_partitioned: bool) -> tuple[int, UnitPlan]:
     variant = json.loads(shard)["variant"]
     units = PLANS[variant]
     unit = np.repeat(np.arange(len(units)), [len(rows) for rows in units])
@@ -203,6 +226,7 @@ def _read_plan(shard: bytes) -> tuple[int, UnitPlan]:
         hash=f"plan-{variant}",
         unit_rows=np.array([len(one) for one in units], np.int64),
         row_sums=row_sums(unit, rows, len(units)),
+        is_partitioned=is_partitioned,
     )
     return variant, plan
 

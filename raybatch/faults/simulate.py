@@ -135,6 +135,8 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     oracle = Oracle([f"r{row}" for row in range(NUM_ROWS)], is_exclusive=is_exclusive)
     files = Files(world, oracle, is_exclusive=is_exclusive)
     has_journal = rng.random() < 0.3
+    # planted bugs of parts are not looked for where there are none
+    is_partitioned = rng.random() < 0.15 and steps.committed is REAL.committed
     variants = [int(rng.random() * len(PLANS)) for _ in range(4)]
     damage = 0.1 if rng.random() < 0.3 else 0.0
 
@@ -146,12 +148,14 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
             number=driver,
             variant=variants[driver if is_exclusive else 0],
             has_journal=has_journal,
+            is_partitioned=is_partitioned,
             damage=damage,
         )
 
     for driver in range(1 + int(rng.random() * 3)):
         _start(world, player(driver, damage), is_faulty=True)
-    if rng.random() < 0.05:
+    # a store that replaces parts may replace a foreign one: nobody could tell
+    if rng.random() < 0.05 and is_exclusive and not is_partitioned:
         world.start("stranger", lambda process: _plant(world, files), is_faulty=False)
     try:
         world.run()

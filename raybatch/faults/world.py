@@ -69,6 +69,7 @@ class Process:
     Args:
         name: in traces.
         run: what it does.
+        hub: the scheduler's own stack.
         is_faulty: faults may hit it.
         parent: who waits for it.
     """
@@ -78,6 +79,7 @@ class Process:
         name: str,
         run: Callable[["Process"], None],
         *,
+        hub: greenlet,
         is_faulty: bool,
         parent: "Process | None" = None,
     ) -> None:
@@ -89,7 +91,8 @@ class Process:
         self._run = run
         self._parent = parent
         self._is_awaited = parent is not None
-        self.thread = greenlet(self._main)
+        # whoever starts it, the scheduler goes on when it ends
+        self.thread = greenlet(self._main, hub)
 
     def release(self) -> "Process | None":
         """Return the parent if it waits for nobody else from now on."""
@@ -139,7 +142,7 @@ class World:
         parent: Process | None = None,
     ) -> Process:
         """Add a process; it takes its first turn when it is chosen."""
-        process = Process(name, run, is_faulty=is_faulty, parent=parent)
+        process = Process(name, run, hub=self._hub, is_faulty=is_faulty, parent=parent)
         if parent is not None:
             parent.num_awaited += 1
         self._ready.append(process)

@@ -186,6 +186,22 @@ def test_a_store_that_replaces_is_found_out(caplog):
     assert [True, False] == [store.create("a", data) for data in (b"one", b"two")]
 
 
+class AddOnlyFileSystem(fsspec.get_filesystem_class("memory")):
+    """Refuses to remove anything."""
+
+    protocol = "memory"
+
+    def rm_file(self, path):
+        raise PermissionError("removing is not allowed")
+
+
+def test_who_may_only_add_files_can_write():
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}")
+    store._fs = AddOnlyFileSystem(skip_instance_cache=True)
+    assert [True, False] == [store.create("a", data) for data in (b"one", b"two")]
+    assert store.is_exclusive
+
+
 def test_an_unknown_kind_of_store_is_not_trusted(tmp_path):
     store = ObjectStore(f"file://{tmp_path}")
     assert not store.is_exclusive

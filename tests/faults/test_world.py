@@ -108,6 +108,22 @@ def test_a_parent_does_not_wait_for_a_child_taken_for_dead(fault):
     assert parent.is_over
 
 
+def test_a_crashed_parent_does_not_go_on_when_its_child_ends():
+    files = make_files()
+    gone_on = []
+
+    def run(process):
+        files.world.start(
+            "child", lambda own: VirtualStore(files, own).size("a"), is_faulty=False, parent=process
+        )
+        files.world.crash(process)
+        gone_on.append(process)
+
+    files.world.start("parent", run, is_faulty=True)
+    run_all(files)
+    assert [] == gone_on
+
+
 def test_the_failure_of_a_process_is_kept_and_ends_no_other():
     files = make_files()
     failing = start(files, lambda store: store.read("runs/none"))

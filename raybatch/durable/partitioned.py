@@ -1,0 +1,202 @@
+"""Units whose rows lie in one file per value of some input columns.
+
+The files of a unit are created one by one, then the record that all are there. They are cut by
+columns of the input alone, so every attempt writes the same rows under the same names, and files
+of different attempts may stand beside each other.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.durable.commit import check_rows
+from raybatch.durable.fault_points import reach
+from raybatch.durable.layout import done_name, part_name
+from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
+from raybatch.durable.protocols import Store
+from raybatch.durable.units import (
+    Receipt,
+    Unit,
+    UnitCounts,
+    add_row_sums,
+    row_sum,
+    sum_counts,
+)
+from raybatch.errors import CommitError, error_text
+
+__all__ = [
+    "commit_partitioned",
+    "partition_folder",
+    "partitioned_receipt_of",
+    "read_files",
+    "read_record",
+]
+
+Ints = npt.NDArray[np.int64]
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+# of one step, so that file systems with short names take it
+_MAX_STEP_BYTES = 200
+
+
+def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
+    """Return the folder of rows with these values, such as "lang=en/year=2024".
+
+    Raises:
+        CommitError: a name and its value are too long for a file name.
+    """
+    steps = []
+    for column, value in zip(columns, values, strict=True):
+        said = _NULL if value is None else quote(str(value), safe="")
+        step = f"{quote(column, safe='')}={said}"
+        if len(step) > _MAX_STEP_BYTES:
+            raise CommitError(
+                f"the partition {step[:60]}... is longer than {_MAX_STEP_BYTES} bytes; partition "
+                "by a column with shorter values"
+            )
+        steps.append(step)
+    return "/".join(steps)
+
+
+def commit_partitioned(
+    store: Store,
+    unit: Unit,
+    table: pa.Table,
+    *,
+    by: Sequence[str],
+    pos: Ints,
+    row: Ints,
+    count: Callable[[pa.Table], UnitCounts],
+    plan_hash: str,
+    attempt: str,
+    part_format: PartFormat = PARQUET,
+) -> Receipt:
+    """Write the files of a unit that are not there yet, then the record that it is complete.
+
+    Args:
+        store: of the sink.
+        unit: what the plan says of it.
+        table: all rows of the unit in the one schema of the output and in any order; the columns
+            `by` are not written, their values are in the names.
+        by: columns of the input that cut the unit.
+        pos: int64 [R], position of each row in its unit.
+        row: int64 [R], number of each row in the whole input.
+        count: returns the counts of some rows of `table`.
+        plan_hash: of the plan that holds.
+        attempt: who writes; for people alone.
+        part_format: of the files.
+
+    Raises:
+        CommitError: see `commit_unit`; or another attempt has cut the unit in another way.
+    """
+    if table.num_rows != len(pos):
+        raise CommitError(f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions")
+    check_rows(unit, pos, row)
+    mine = Footer(
+        unit=unit.number,
+        num_rows=unit.num_rows,
+        row_sum=unit.row_sum,
+        plan=plan_hash,
+        attempt=attempt,
+        counts=UnitCounts(),
+    )
+    footers = {}
+    for folder, places in _places(table, by, pos).items():
+        rows = table.take(places)
+        footer = replace(
+            mine, num_rows=len(places), row_sum=row_sum(row[places]), counts=count(rows)
+        )
+        name = part_name(unit.number, folder)
+        data = part_format.part(rows.drop_columns(list(by)), footer)
+        footers[name] = _write_file(store, name, data, footer, part_format)
+    counts = sum_counts(footer.counts for footer in footers.values())
+    record = {**replace(mine, counts=counts).to_json(), "files": sorted(footers)}
+    reach("before_done", unit=unit.number)
+    won = store.create(done_name(unit.number), json.dumps(record, sort_keys=True).encode())
+    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=counts)
+
+
+def partitioned_receipt_of(store: Store, unit: Unit, plan_hash: str) -> Receipt | None:
+    """Return the receipt of a unit that is complete, None where it is not; one request.
+
+    Raises:
+        CommitError: the record is another unit's or another plan's.
+    """
+    try:
+        footer, _ = read_record(store, unit.number)
+    except FileNotFoundError:
+        return None
+    footer.check(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
+    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=False, counts=footer.counts)
+
+
+def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
+    """Return what the record of a complete unit says, and the names of its files.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CommitError: it is no record of this library.
+    """
+    name = done_name(unit)
+    data = store.read(name)
+    try:
+        said = json.loads(data)
+        return Footer.from_json(said), [str(file) for file in said["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommitError(
+            f"{store.uri}/{name} is no record of this output: {error_text(error)}; move it away"
+        ) from error
+
+
+def read_files(store: Store, plan_hash: str, unit: Unit, part_format: PartFormat) -> Footer:
+    """Return what the files of a complete unit say together; a request or two for each.
+
+    Raises:
+        FileNotFoundError: a file of it is missing.
+        CommitError: a file of it is another unit's or another plan's.
+    """
+    record, names = read_record(store, unit.number)
+    record.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
+    footers = []
+    for name in names:
+        footer = read_footer(store, name, part_format)
+        footer.check_plan(unit, plan_hash, f"{store.uri}/{name}")
+        footers.append(footer)
+    return Footer(
+        unit=unit.number,
+        num_rows=sum(footer.num_rows for footer in footers),
+        row_sum=add_row_sums(footer.row_sum for footer in footers),
+        plan=plan_hash,
+        attempt=record.attempt,
+        counts=sum_counts(footer.counts for footer in footers),
+    )
+
+
+def _places(table: pa.Table, by: Sequence[str], pos: Ints) -> dict[str, Ints]:
+    """Return the places in `table` of the rows of each folder, by position in the unit."""
+    columns = [table.column(name).to_pylist() for name in by]
+    places: dict[str, list[int]] = {}
+    for place in np.argsort(pos).tolist():
+        folder = partition_folder(by, [column[place] for column in columns])
+        places.setdefault(folder, []).append(place)
+    return {folder: np.array(places[folder], np.int64) for folder in sorted(places)}
+
+
+def _write_file(
+    store: Store, name: str, data: bytes, mine: Footer, part_format: PartFormat
+) -> Footer:
+    """Create a file; return the footer of what lies there now, which holds the same rows."""
+    reach("before_publish", unit=mine.unit)
+    won = store.create(name, data)
+    reach("after_publish", unit=mine.unit)
+    if won:
+        return mine
+    footer = read_footer(store, name, part_format)
+    unit = Unit(number=mine.unit, num_rows=mine.num_rows, row_sum=mine.row_sum)
+    footer.check(unit, mine.plan, f"{store.uri}/{name}")
+    return footer

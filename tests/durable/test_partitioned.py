@@ -1,0 +1,159 @@
+"""A unit in many files is complete when its record is there, and not before."""
+
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.durable.audit import audit, finish
+from raybatch.durable.commit import committed
+from raybatch.durable.partitioned import (
+    commit_partitioned,
+    partition_folder,
+    partitioned_receipt_of,
+)
+from raybatch.durable.store import open_store
+from raybatch.durable.units import UnitCounts
+from raybatch.errors import CommitError
+from tests.durable.support import make_plan
+
+UNITS = [[4, 0, 2], [1, 3]]
+PLAN = make_plan(UNITS, is_partitioned=True)
+LANGS = ["en", "de", "en", None, "de/.."]
+
+
+@pytest.fixture
+def store():
+    return open_store(f"memory://{uuid.uuid4().hex}/out")
+
+
+def table_of(rows, said="x"):
+    columns = {"id": [f"r{row}" for row in rows], "lang": [LANGS[row] for row in rows]}
+    return pa.table({**columns, "text": [said] * len(rows)})
+
+
+def commit(store, number=0, *, said="x", **changes):
+    rows = UNITS[number]
+    options = {
+        "by": ["lang"],
+        "pos": np.arange(len(rows)),
+        "row": np.array(rows, np.int64),
+        "count": lambda table: UnitCounts(
+            num_rows=table.num_rows, statuses={table["text"][0].as_py(): table.num_rows}
+        ),
+        "plan_hash": PLAN.hash,
+        "attempt": said,
+    }
+    table = table_of(rows, said)
+    return commit_partitioned(store, PLAN.unit(number), **{"table": table, **options, **changes})
+
+
+def test_rows_lie_in_the_folder_of_their_value(store):
+    commit(store, 0)
+    assert [
+        "data/lang=de%2F../part-000000.parquet",
+        "data/lang=en/part-000000.parquet",
+    ] == store.names("data")
+    part = pq.read_table(pa.BufferReader(store.read("data/lang=en/part-000000.parquet")))
+    assert {"id": ["r0", "r2"], "text": ["x", "x"]} == part.to_pydict()
+
+
+def test_an_output_is_read_back_as_a_hive_dataset(tmp_path):
+    store = open_store(str(tmp_path))
+    for number in range(2):
+        commit(store, number)
+    table = pyarrow.dataset.dataset(str(tmp_path / "data"), partitioning="hive").to_table()
+    found = dict(zip(table["id"].to_pylist(), table["lang"].to_pylist(), strict=True))
+    assert {f"r{row}": lang for row, lang in enumerate(LANGS)} == found
+
+
+def test_a_unit_is_committed_by_its_record(store):
+    commit(store, 1)
+    assert [False, True] == committed(store, PLAN).tolist()
+    store.remove("_raybatch/done/000001.json")
+    assert [False, False] == committed(store, PLAN).tolist()
+
+
+def test_a_second_attempt_completes_what_the_first_began(store):
+    first = commit(store, 0, said="first")
+    store.remove("_raybatch/done/000000.json")
+    before = store.read("data/lang=en/part-000000.parquet")
+    store.remove("data/lang=de%2F../part-000000.parquet")
+    second = commit(store, 0, said="second")
+    assert (True, {"first": 3}) == (first.won, first.counts.statuses)
+    assert before == store.read("data/lang=en/part-000000.parquet")
+    assert {"first": 2, "second": 1} == second.counts.statuses
+
+
+def test_a_complete_unit_has_a_receipt(store):
+    assert partitioned_receipt_of(store, PLAN.unit(0), PLAN.hash) is None
+    made = commit(store, 0)
+    assert made.counts == partitioned_receipt_of(store, PLAN.unit(0), PLAN.hash).counts
+
+
+def test_rows_that_are_not_the_units_are_refused(store):
+    with pytest.raises(CommitError, match="position 2 of 3 is missing"):
+        commit(store, 0, pos=np.array([0, 1, 1]))
+    assert [] == store.names("data")
+
+
+def test_a_unit_that_was_cut_in_another_way_is_refused(store):
+    commit(store, 0)
+    store.remove("_raybatch/done/000000.json")
+    other = table_of(UNITS[0]).set_column(1, "lang", pa.array(["en", "en", "en"]))
+    with pytest.raises(CommitError, match="holds other rows than the plan says"):
+        commit(store, 0, table=other)
+
+
+def test_a_value_too_long_for_a_file_name_is_refused():
+    with pytest.raises(CommitError, match=r"partition url=xxx.* is longer than 200 bytes"):
+        partition_folder(["url"], ["x" * 200])
+
+
+@pytest.mark.parametrize("value", ["..", "a/b", "a\0b", "a\\b", "", "a=b", "\n"])
+def test_no_value_leaves_its_folder(store, value):
+    store.create(f"data/{partition_folder(['x'], [value])}/a", b"")
+    assert 1 == len(store.names("data"))
+
+
+def test_a_complete_output_is_clean(store):
+    commit(store, 0)
+    commit(store, 1)
+    found = audit(store, PLAN)
+    assert (True, {"x": 5}) == (found.is_clean, found.counts.statuses)
+    finish(store, PLAN, found)
+    assert store.size("_SUCCESS")
+
+
+def test_a_missing_file_is_told(store):
+    commit(store, 0)
+    commit(store, 1)
+    store.remove("data/lang=en/part-000000.parquet")
+    found = audit(store, PLAN)
+    assert (3, False) == (found.lost_rows, found.is_clean)
+
+
+def test_a_file_that_no_record_names_is_told(store):
+    commit(store, 0)
+    commit(store, 1)
+    store.create("data/lang=fr/part-000000.parquet", b"")
+    found = audit(store, PLAN)
+    assert (1, False) == (found.num_foreign, found.is_clean)
+    assert "lang=fr" in found.foreign[0]
+
+
+def test_files_of_a_unit_without_its_record_are_a_missing_unit(store):
+    commit(store, 0)
+    commit(store, 1)
+    store.remove("_raybatch/done/000001.json")
+    found = audit(store, PLAN)
+    assert ((1,), 0, 2) == (found.missing, found.num_foreign, found.lost_rows)
+
+
+def test_a_broken_record_is_told(store):
+    commit(store, 0)
+    store.create("_raybatch/done/000001.json", b"{")
+    assert "is no record of this output" in str(audit(store, PLAN))
