@@ -14,6 +14,7 @@ import raybatch
 from raybatch.cluster_commands import add_cluster_commands
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
+from raybatch.redaction import redacted
 
 app = typer.Typer(
     help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",
@@ -29,8 +30,15 @@ def main() -> None:
     try:
         app()
     except RaybatchError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(redacted(f"error: {error}"), err=True)
         raise SystemExit(1) from None
+
+
+class _Discreet(logging.Formatter):
+    """Writes no secrets, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
 
 
 def _show_version(is_asked: bool) -> None:
@@ -46,7 +54,9 @@ def _set_up(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Discreet("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("raybatch").setLevel(logging.INFO)
 
 

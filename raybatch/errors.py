@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from raybatch.redaction import redacted
+
 
 class RaybatchError(Exception):
     """Base of every exception that raybatch raises on purpose."""
@@ -86,8 +88,8 @@ def encodable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return "Class: message"."""
-    return encodable(f"{type(error).__name__}: {error}")
+    """Return "Class: message" without secrets."""
+    return encodable(redacted(f"{type(error).__name__}: {error}"))
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

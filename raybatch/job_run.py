@@ -1,7 +1,7 @@
 """One run of a job: rows from files through the engines into files, and its report."""
 
 import logging
-import uuid
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.history.recorder import RunRecorder, new_run_id
 from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, error_counts, installed_versions, read_report
@@ -24,6 +25,7 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.fingerprint import (
     check_same,
     fingerprint,
+    fingerprint_digest,
     input_files,
     output_schema,
 )
@@ -77,9 +79,12 @@ class JobRun:
             logger.info("%s is complete already; nothing is generated", self.config.sink)
             return read_report(self.config.sink)
         rows_resumed = 0 if stored is None else self._rows_done(store, stored)
-        planned = self._execute(job, stored, schema, progress, rows_resumed)
-        stored = read_plan(self.config.sink)
-        found = audit(store, plan_units(self.config.sink, stored))
+        with self._recorder(store, job, rows_resumed) as recorder:
+            planned = self._execute(job, stored, schema, progress, recorder)
+            stored = read_plan(self.config.sink)
+            found = audit(store, plan_units(self.config.sink, stored))
+            if not found.is_clean:
+                recorder.incomplete()
         report = self._report(found, before, planned, rows_resumed)
         with told_as(f"the report cannot be written below {self.config.sink!r}"):
             report.write()
@@ -88,6 +93,19 @@ class JobRun:
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         return report
+
+    def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:
+        now_s = time.time()
+        about = {
+            "source": self.config.source,
+            "sink": self.config.sink,
+            "model": self.config.stage.model,
+            "rows": self.source.num_rows,
+            "rows_resumed": rows_resumed,
+            "fingerprint": fingerprint_digest(job.fingerprint),
+            "versions": installed_versions(),
+        }
+        return RunRecorder(store, new_run_id(now_s), about=about)
 
     def _stored(self, store: Store, job: PlannedRun) -> StoredPlan | None:
         """Return the plan that lies below the sink, if it is one of this very job."""
@@ -109,21 +127,28 @@ class JobRun:
         stored: StoredPlan | None,
         schema: pa.Schema,
         progress: ProgressCallback | ProgressPrinter | None,
-        rows_resumed: int,
+        recorder: RunRecorder,
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
         if not self.source.num_rows:
             self._write_nothing(store_input_order(job), schema)
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
-        num_rows = self.source.num_rows - rows_resumed
+        num_rows = self.source.num_rows - recorder.rows_resumed
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
         try:
-            with shown(progress) as callback, watch_with(callback=callback) as watch:
-                # engines load their weights while the plan is made and Ray starts feeders
-                stage.pool.start()
-                return run_planned(replace(job, units=self._runner(stage, schema)), stored)
+            with shown(progress) as show:
+
+                def tell(stats: PoolStats, num_rows: int) -> None:
+                    recorder.observe(stats)
+                    show(stats, num_rows)
+
+                with watch_with(callback=tell) as watch:
+                    # engines load their weights while the plan is made and Ray starts feeders
+                    stage.pool.start()
+                    units = self._runner(stage, schema, recorder)
+                    return run_planned(replace(job, units=units), stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
@@ -141,13 +166,16 @@ class JobRun:
             attempt="empty",
         )
 
-    def _runner(self, stage: type[StageFeeder], schema: pa.Schema) -> FeederRunner:
+    def _runner(
+        self, stage: type[StageFeeder], schema: pa.Schema, recorder: RunRecorder
+    ) -> FeederRunner:
         return FeederRunner(
             stage=stage,
             sink=self.config.sink,
             schema=schema,
-            attempt=uuid.uuid4().hex[:12],
+            attempt=recorder.run_id,
             flush_every_s=self.config.flush_every_s,
+            observer=recorder,
         )
 
     def _rows_done(self, store: Store, stored: StoredPlan) -> int:

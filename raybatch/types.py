@@ -256,6 +256,7 @@ class PoolStats:
         busy_s: seconds that engines spent in steps, summed over replicas.
         first_row_s: seconds from the first row received to the first row back; None before.
         replicas: counters of each live engine.
+        ranks: of these engines.
     """
 
     num_replicas: int = 0
@@ -274,3 +275,4 @@ class PoolStats:
     busy_s: float = 0.0
     first_row_s: float | None = None
     replicas: tuple[ReplicaStats, ...] = ()
+    ranks: tuple[int, ...] = ()

@@ -2,7 +2,9 @@
 
 import _thread
 import io
+import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.durable.heartbeat import live_runs
+from raybatch.durable.run_log import read_events, run_ids
+from raybatch.durable.store import open_store
 from raybatch.job import Job
 from raybatch.report import RunReport
 from raybatch.types import PoolStats
@@ -106,6 +111,21 @@ def test_second_run_goes_on_where_the_first_stopped(model, tmp_path, plan):
     assert {name: after[name] for name in before} == before
     num_before = sum(pq.read_metadata(io.BytesIO(part)).num_rows for part in before.values())
     assert report.rows_resumed >= num_before
+
+
+def test_the_log_of_a_run_has_every_unit_and_no_text_of_a_row(model, tmp_path):
+    write_source(tmp_path)
+    make_job(tmp_path, model, PLANS["small"]).run(progress=lambda *_: None)
+    store = open_store(str(tmp_path / "out"))
+    (run_id,) = run_ids(store)
+    events = list(read_events(store, run_id))
+    assert ("run_started", "run_ended") == (events[0]["event"], events[-1]["event"])
+    done = [event for event in events if event["event"] == "unit_done"]
+    assert sorted(event["unit"] for event in done) == list(range(len(done)))
+    assert NUM_ROWS == sum(event["rows"] for event in done)
+    assert all(event["won"] and event["generated_tokens"] for event in done)
+    assert "document" not in json.dumps(events)
+    assert [] == live_runs(store, time.time())
 
 
 def test_rows_of_an_open_unit_are_kept_and_not_generated_again(model, tmp_path):

@@ -138,6 +138,7 @@ class Coordinator:
         ledger = self._crew.ledger
         counters = self._inbox.clients.get(client) or ClientCounters()
         num_group_cuts, cut_tokens = self._queue.cuts()
+        ready = [m for m in self._crew.members.values() if m.is_ready]
         return counters.stats(
             num_replicas=self._plan.num_replicas,
             num_ready=ledger.num_ready(),
@@ -145,7 +146,8 @@ class Coordinator:
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._crew.busy_s(),
-            replicas=[m.stats for m in self._crew.members.values() if m.is_ready],
+            replicas=[m.stats for m in ready],
+            ranks=[m.rank for m in ready],
         )
 
     async def state(self) -> PoolState:

@@ -83,6 +83,7 @@ class ClientCounters:
         cut_tokens: int,
         busy_s: float,
         replicas: Sequence[ReplicaStats],
+        ranks: Sequence[int],
     ) -> PoolStats:
         """Return the counters with the state of the pool."""
         first_row_s = None
@@ -105,4 +106,5 @@ class ClientCounters:
             busy_s=busy_s,
             first_row_s=first_row_s,
             replicas=tuple(replicas),
+            ranks=tuple(ranks),
         )

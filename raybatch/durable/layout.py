@@ -24,10 +24,12 @@ __all__ = [
     "fragment_folder",
     "fragment_name",
     "heartbeat_name",
+    "heartbeat_run",
     "part_name",
     "part_unit",
     "probe_name",
     "run_log_name",
+    "run_log_run",
     "staging_name",
 ]
 
@@ -42,6 +44,8 @@ RUNS = "_raybatch/runs"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
 _PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
+_LOG = re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII)
+_ALIVE = re.compile(r"_raybatch/runs/([^/]+)\.alive")
 _DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
 
 
@@ -108,9 +112,21 @@ def run_log_name(run_id: str, segment: int) -> str:
     return f"{RUNS}/{run_id}/{segment:06d}.jsonl"
 
 
+def run_log_run(name: str) -> str | None:
+    """Return the run that a segment belongs to; None where the name is no segment's."""
+    match = _LOG.fullmatch(name)
+    return match[1] if match else None
+
+
 def heartbeat_name(run_id: str) -> str:
     """Return the name of the file that says when a run was last alive."""
     return f"{RUNS}/{run_id}.alive"
+
+
+def heartbeat_run(name: str) -> str | None:
+    """Return the run whose heartbeat a file is; None where the name is no heartbeat's."""
+    match = _ALIVE.fullmatch(name)
+    return match[1] if match else None
 
 
 def staging_name(token: str) -> str:

@@ -22,7 +22,14 @@ from raybatch.stages.prepare import find_model
 from raybatch.stages.source import Source
 from raybatch.stages.storage import told_as
 
-__all__ = ["InputFile", "check_same", "fingerprint", "input_files", "output_schema"]
+__all__ = [
+    "InputFile",
+    "check_same",
+    "fingerprint",
+    "fingerprint_digest",
+    "input_files",
+    "output_schema",
+]
 
 PROTOCOL = "2"
 # of the engine's options, those that decide results
@@ -140,6 +147,12 @@ def _digest(path: str) -> str:
         size = fs.size(name)
         tail = fs.cat_file(name, start=max(0, size - _TAIL_BYTES), end=size)
     return hashlib.blake2b(tail, digest_size=8, salt=int(size).to_bytes(8, "little")).hexdigest()
+
+
+def fingerprint_digest(found: Mapping[str, str]) -> str:
+    """Return a short name of a fingerprint, for logs."""
+    text = json.dumps(dict(found), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def check_same(

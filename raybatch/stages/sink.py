@@ -3,12 +3,14 @@
 import json
 import posixpath
 import re
+import time
 from collections.abc import Collection
 
 import fsspec
 
+from raybatch.durable.heartbeat import FRESH_S, live_runs
 from raybatch.durable.layout import DATA, SUCCESS, part_unit
-from raybatch.durable.store import open_store
+from raybatch.durable.store import Store, open_store
 from raybatch.errors import ConfigError
 from raybatch.stages.storage import told_as
 
@@ -35,7 +37,7 @@ def prepare_sink(
 
     Raises:
         ConfigError: there are files in it but no mark of an earlier run, or files that are read;
-            or the folder cannot be written.
+            or the folder cannot be written, or with `is_overwrite` another run writes there.
     """
     with told_as(f"sink {sink!r} cannot be used; choose a folder that can be written"):
         _prepare(sink, is_overwrite, source_paths)
@@ -62,6 +64,7 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             "an earlier run, so nothing is written there; choose another folder"
         )
     if is_overwrite:
+        _check_nobody_writes(sink, store)
         # what says that units are done goes before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
@@ -69,6 +72,15 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
         _check_layout(sink, store.read(_MARKER))
     said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
     store.create(_MARKER, said)
+
+
+def _check_nobody_writes(sink: str, store: Store) -> None:
+    for run in live_runs(store, time.time()):
+        raise ConfigError(
+            f"sink {sink!r} is in use: {run}, and overwrite would remove what it writes. End that "
+            f"run, or where it is dead wait until its heartbeat is {FRESH_S:.0f} s old, or remove "
+            f"{run.path}"
+        )
 
 
 def _is_ours(name: str) -> bool:

@@ -17,11 +17,11 @@ from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.stages.ray_errors import message_kept
+from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
 from raybatch.stages.unit_writer import UnitWriter
 
-__all__ = ["RECEIPT_SCHEMA", "PlacedFeeder", "UnitFeeder"]
+__all__ = ["PlacedFeeder", "UnitFeeder"]
 
-RECEIPT_SCHEMA = pa.schema([("unit", pa.int64()), ("num_rows", pa.int64()), ("won", pa.bool_())])
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
 # rows of a unit that are asked for together: finished ones can be kept before the unit is complete
@@ -77,10 +77,12 @@ class UnitFeeder(PlacedFeeder):
                 for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
             ]
             receipts = [receipt for receipt in await _all_of(runs) if receipt is not None]
-        return pa.Table.from_pylist(receipts, schema=RECEIPT_SCHEMA)
+        rows = [receipt.to_row() for receipt in receipts]
+        return pa.Table.from_pylist(rows, schema=RECEIPT_SCHEMA)
 
-    async def _run(self, unit: int, rows: pa.Table) -> dict[str, Any] | None:
+    async def _run(self, unit: int, rows: pa.Table) -> UnitReceipt | None:
         async with self._slots:
+            started = time.time()
             receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
             if receipt is None:
                 known = await asyncio.to_thread(self.writer.journal_of, unit)
@@ -88,7 +90,7 @@ class UnitFeeder(PlacedFeeder):
                 receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         if receipt is None:
             return None
-        return {"unit": receipt.unit, "num_rows": receipt.num_rows, "won": receipt.won}
+        return UnitReceipt.of(receipt, started=started, ended=time.time())
 
     async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table:
         """Generate the rows of a unit; what is finished is kept from time to time."""

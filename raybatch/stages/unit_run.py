@@ -1,7 +1,9 @@
 """Runs datasets of planned rows through feeders that write, and collects what comes back."""
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +15,22 @@ from raybatch.durable.store import open_store
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan.store import StoredPlan
 from raybatch.stages.ray_errors import errors_told_once, own_cause
+from raybatch.stages.receipts import UnitReceipt
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
 from raybatch.stages.unit_writer import UnitWriter, plan_units
 
-__all__ = ["FeederRunner"]
+__all__ = ["FeederRunner", "RunObserver"]
+
+
+class RunObserver(Protocol):
+    """Is told what happens to the units of a run, while it happens."""
+
+    def planned(self, stored: StoredPlan, is_todo: npt.NDArray[np.bool_]) -> None:
+        """Hear of the plan that holds, and which of its units are still to be written."""
+
+    def unit_done(self, receipt: UnitReceipt) -> None:
+        """Hear of a unit that is written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +43,7 @@ class FeederRunner:
         schema: of every part.
         attempt: name of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
+        observer: hears of the plan and of every unit that is written.
     """
 
     stage: type[StageFeeder]
@@ -37,26 +51,35 @@ class FeederRunner:
     schema: pa.Schema
     attempt: str
     flush_every_s: float
+    observer: RunObserver
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
             done = committed(open_store(self.sink), plan_units(self.sink, stored))
+        self.observer.planned(stored, ~done)
         return ~done
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
         options = {"writer": self._writer(stored), "flush_every_s": self.flush_every_s}
         feeder = self._feeder(UnitFeeder, **options)
-        for _ in _results(dataset, feeder):
-            pass
+        for receipts in _results(dataset, feeder):
+            for row in receipts.to_pylist():
+                self.observer.unit_done(UnitReceipt(**row))
 
     def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
-        return pa.concat_tables(_results(dataset, self._feeder(PlacedFeeder)))
+        return pa.concat_tables(list(_results(dataset, self._feeder(PlacedFeeder))))
 
     def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
         writer = self._writer(stored)
         for unit in np.unique(units).tolist():
-            if writer.receipt_of(unit) is None:
-                writer.deliver(unit, writer.joined([finished.filter(pa.array(units == unit))]))
+            if writer.receipt_of(unit) is not None:
+                continue
+            started = time.time()
+            rows = writer.joined([finished.filter(pa.array(units == unit))])
+            receipt = writer.deliver(unit, rows)
+            if receipt is not None:
+                done = UnitReceipt.of(receipt, started=started, ended=time.time())
+                self.observer.unit_done(done)
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
@@ -74,8 +97,8 @@ class FeederRunner:
         )
 
 
-def _results(dataset: Any, feeder: type[StageFeeder]) -> list[pa.Table]:  # noqa: ANN401
-    """Return what feeders give back for the blocks of a dataset."""
+def _results(dataset: Any, feeder: type[StageFeeder]) -> Iterator[pa.Table]:  # noqa: ANN401
+    """Yield what feeders give back for the blocks of a dataset, as it comes."""
     # A run of long outputs may finish no block for half an hour, and progress is shown here.
     dataset.context.execution_no_progress_timeout_s = -1
     dataset.context.enable_progress_bars = False
@@ -86,6 +109,6 @@ def _results(dataset: Any, feeder: type[StageFeeder]) -> list[pa.Table]:  # noqa
     try:
         with errors_told_once():
             answered = feeder.apply(dataset, batch_size=None)
-            return list(answered.iter_batches(batch_size=None, batch_format="pyarrow"))
+            yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
     except Exception as error:
         raise own_cause(error) or error from None

@@ -1,6 +1,10 @@
+import time
+
 import pyarrow as pa
 import pytest
 
+from raybatch.durable.heartbeat import beat
+from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.stages.sink import output_files, prepare_sink
 from raybatch.stages.source import scan_source
@@ -89,3 +93,29 @@ def test_sink_around_the_source_is_refused(tmp_path):
     paths = {part.path for part in scan_source(str(tmp_path / "in")).slices}
     with pytest.raises(ConfigError, match="lies below the sink"):
         prepare_sink(str(tmp_path), is_overwrite=True, source_paths=paths)
+
+
+def write_beat(sink, age_s):
+    store = open_store(str(sink))
+    beat(store, "run-a", time.time() - age_s)
+
+
+def test_an_output_that_somebody_writes_is_not_removed(tmp_path):
+    prepare_sink(str(tmp_path / "out"), is_overwrite=False)
+    write_beat(tmp_path / "out", age_s=10)
+    with pytest.raises(ConfigError, match=r"is in use: run run-a .*wait until .*or remove .*alive"):
+        prepare_sink(str(tmp_path / "out"), is_overwrite=True)
+
+
+def test_the_heartbeat_of_a_dead_run_does_not_hinder(tmp_path):
+    prepare_sink(str(tmp_path / "out"), is_overwrite=False)
+    write_beat(tmp_path / "out", age_s=1000)
+    prepare_sink(str(tmp_path / "out"), is_overwrite=True)
+    assert not (tmp_path / "out/_raybatch/runs/run-a.alive").exists()
+
+
+def test_a_fresh_heartbeat_does_not_hinder_a_run_that_goes_on(tmp_path):
+    prepare_sink(str(tmp_path / "out"), is_overwrite=False)
+    write_beat(tmp_path / "out", age_s=10)
+    prepare_sink(str(tmp_path / "out"), is_overwrite=False)
+    assert (tmp_path / "out/_raybatch/runs/run-a.alive").exists()

@@ -1,0 +1,77 @@
+"""A file that says when a run was last alive. It warns people, and decides nothing about units."""
+
+import json
+import logging
+import os
+import socket
+from dataclasses import dataclass
+
+from raybatch.durable.layout import RUNS, heartbeat_name, heartbeat_run
+from raybatch.durable.protocols import Store
+
+__all__ = ["BEAT_EVERY_S", "FRESH_S", "LiveRun", "beat", "end_beat", "live_runs"]
+
+logger = logging.getLogger(__name__)
+
+BEAT_EVERY_S = 30.0
+# three beats: a slow store and clocks that differ a little are no death
+FRESH_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveRun:
+    """A run whose heartbeat is fresh.
+
+    Args:
+        run_id: name of the run.
+        age_s: since its last beat, by the clocks of both hosts.
+        host: where it runs.
+        pid: of its driver.
+        path: of the file.
+    """
+
+    run_id: str
+    age_s: float
+    host: str
+    pid: int
+    path: str
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id} (process {self.pid} on {self.host}) was alive {self.age_s:.0f} s "
+            "ago"
+        )
+
+
+def beat(store: Store, run_id: str, now_s: float) -> None:
+    """Say that a run is alive; `now_s` is in seconds since 1970."""
+    said = {"ts": round(now_s, 3), "host": socket.gethostname(), "pid": os.getpid()}
+    store.replace(heartbeat_name(run_id), json.dumps(said).encode())
+
+
+def end_beat(store: Store, run_id: str) -> None:
+    """Say that a run has ended, however that came."""
+    store.remove(heartbeat_name(run_id))
+
+
+def live_runs(store: Store, now_s: float) -> list[LiveRun]:
+    """Return the runs whose heartbeat is fresh, the last one first."""
+    found = []
+    for name in store.names(RUNS):
+        run_id = heartbeat_run(name)
+        if run_id is None:
+            continue
+        try:
+            said = json.loads(store.read(name))
+            age_s, host, pid = now_s - float(said["ts"]), str(said["host"]), int(said["pid"])
+        except FileNotFoundError:
+            # it has ended since it was listed
+            continue
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s/%s is no heartbeat", store.uri, name)
+            continue
+        if abs(age_s) < FRESH_S:
+            path = f"{store.uri}/{name}"
+            age_s = max(0.0, age_s)
+            found.append(LiveRun(run_id=run_id, age_s=age_s, host=host, pid=pid, path=path))
+    return sorted(found, key=lambda run: run.age_s)

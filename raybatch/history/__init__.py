@@ -1,0 +1,1 @@
+"""What runs of a job did: recorded while they run, read from their logs, and drawn."""

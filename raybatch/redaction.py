@@ -1,0 +1,53 @@
+"""Takes secrets out of texts that people and files get to see: logs, errors, reports."""
+
+import re
+
+__all__ = ["redacted"]
+
+_HIDDEN = "***"
+# longer texts are cut first, so that hostile input costs little
+_MAX_CHARS = 1 << 16
+
+_SECRET_WORD = (
+    r"(?:pass(?:word|wd|phrase)?|secret|token|credentials?|signature|authorization|"
+    r"(?:api|access|account|private|shared|encryption|session)[_-]?key|key[_-]?id|sig|pwd)"
+)
+# user:password@ of a URL; a password may hold slashes and further at signs
+_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]{1,2000})@")
+# name=value, "name": "value", --name value, in queries, headers, options and JSON
+_NAMED = re.compile(
+    rf"(?i)((?<![a-z])[\w.-]{{0,64}}?{_SECRET_WORD}(?:s|_id|-id)?\\?[\"']?\s{{0,3}}(?:=>|[=:])\s{{0,3}})"
+    r"(\\?\"[^\"\n]{1,4000}\"?|\\?'[^'\n]{1,4000}'?|[^\s,;&'\"(){}\[\]]{1,4000})"
+)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[a-z0-9._~+/=-]{6,}")
+# what providers begin their tokens with
+_KNOWN = re.compile(
+    r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[opsur]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|"
+    r"xox[abprs]-[\w-]{8,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|"
+    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+_PEM = re.compile(r"-----BEGIN [A-Z ]{1,40}-----[\s\S]{0,20000}?(?:-----END [A-Z ]{1,40}-----|\Z)")
+# who is hidden already, and counts such as "tokens: 12", stay as they are
+_HARMLESS = re.compile(r"(?:\*{3}|\d{1,12}(?:\.\d+)?|true|false|none|null)\Z", re.IGNORECASE)
+
+
+def redacted(text: str) -> str:
+    """Return a text with passwords, tokens and keys replaced by `***`.
+
+    Args:
+        text: an error, a URI, an option; it may be hostile. What is beyond 65,536 characters is
+            left out.
+    """
+    if len(text) > _MAX_CHARS:
+        text = text[:_MAX_CHARS] + " ..."
+    text = _PEM.sub(_HIDDEN, text)
+    text = _IN_URL.sub(rf"\1{_HIDDEN}@", text)
+    text = _BEARER.sub(rf"\1 {_HIDDEN}", text)
+    text = _NAMED.sub(_hide_value, text)
+    return _KNOWN.sub(_HIDDEN, text)
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    name, value = match[1], match[2]
+    bare = value.strip("\\\"'")
+    return match[0] if _HARMLESS.match(bare) else name + _HIDDEN
