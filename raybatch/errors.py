@@ -21,7 +21,10 @@ from raybatch.redaction import redacted
 
 
 class RaybatchError(Exception):
-    """Base of every exception that raybatch raises on purpose."""
+    """Base of every exception that raybatch raises on purpose; its texts hold no secrets."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(RaybatchError, ValueError):

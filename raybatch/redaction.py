@@ -29,6 +29,8 @@ _KNOWN = re.compile(
 _PEM = re.compile(r"-----BEGIN [A-Z ]{1,40}-----[\s\S]{0,20000}?(?:-----END [A-Z ]{1,40}-----|\Z)")
 # who is hidden already, and counts such as "tokens: 12", stay as they are
 _HARMLESS = re.compile(r"(?:\*{3}|\d{1,12}(?:\.\d+)?|true|false|none|null)\Z", re.IGNORECASE)
+# "HF_TOKEN: by its name a secret" is a sentence
+_WORD = re.compile(r"[A-Za-z]{1,11}\Z")
 
 
 def redacted(text: str) -> str:
@@ -49,5 +51,7 @@ def redacted(text: str) -> str:
 
 def _hide_value(match: re.Match[str]) -> str:
     name, value = match[1], match[2]
-    bare = value.strip("\\\"'")
-    return match[0] if _HARMLESS.match(bare) else name + _HIDDEN
+    is_prose = name.endswith(" ") and "pass" not in name.lower() and _WORD.match(value)
+    if is_prose or _HARMLESS.match(value.strip("\\\"'")):
+        return match[0]
+    return name + _HIDDEN

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from raybatch.errors import error_text
+from raybatch.errors import ConfigError, error_text
 from raybatch.redaction import redacted
 
 SECRET = "Zq7RvW2kLx0TnB5y"
@@ -57,6 +57,7 @@ def test_secrets_are_hidden(text):
         "row 'a@b.example' failed",
         "max_tokens=64",
         "https://host/path?page=2",
+        "--env HF_TOKEN: by its name a secret",
         "the API: https://host/a and me@host.example",
     ],
 )
@@ -75,6 +76,11 @@ def test_redacting_twice_changes_nothing():
 
 def test_errors_are_told_without_secrets():
     assert SECRET not in error_text(OSError(f"https://a:{SECRET}@host is gone"))
+
+
+def test_exceptions_of_this_library_hold_no_secrets():
+    error = ConfigError(f"sink 's3://key:{SECRET}@bucket' cannot be written")
+    assert str(error) == "sink 's3://***@bucket' cannot be written"
 
 
 @pytest.mark.parametrize("piece", ["token", "a://", "token=", "-----BEGIN A-----", "'", "a.b-"])
