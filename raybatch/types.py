@@ -236,12 +236,31 @@ class ReplicaStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OpenUnit:
+    """A unit of commit that is at work.
+
+    Args:
+        unit: number of the unit.
+        age_s: since its rows were handed to the pool.
+        host: of its feeder.
+        pid: of its feeder.
+    """
+
+    unit: int
+    age_s: float
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
     """State of a pool of replicas; the counts of rows and tokens are those of one client stage.
 
     Args:
         num_replicas: replicas that the pool wants.
         num_ready: replicas that answer.
+        num_restarting: replicas that answered once, and are started again at this moment.
+        num_given_up: replicas that failed to start too often.
         num_restarts: replicas started again after a death.
         num_group_cuts: times that a replica got rows of a prefix group that was live at another.
         cut_tokens: prefix tokens that are computed once more for these.
@@ -257,10 +276,14 @@ class PoolStats:
         first_row_s: seconds from the first row received to the first row back; None before.
         replicas: counters of each live engine.
         ranks: of these engines.
+        num_open_units: units of commit that are at work.
+        oldest_unit: the one among them that has taken longest; None where there is none.
     """
 
     num_replicas: int = 0
     num_ready: int = 0
+    num_restarting: int = 0
+    num_given_up: int = 0
     num_restarts: int = 0
     num_group_cuts: int = 0
     cut_tokens: int = 0
@@ -276,3 +299,5 @@ class PoolStats:
     first_row_s: float | None = None
     replicas: tuple[ReplicaStats, ...] = ()
     ranks: tuple[int, ...] = ()
+    num_open_units: int = 0
+    oldest_unit: OpenUnit | None = None

@@ -15,6 +15,7 @@ from raybatch.actors.assignments import make_assignments
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.crew import Crew, CrewPlan, Member
 from raybatch.actors.inbox import Inbox, OpenBatch
+from raybatch.actors.metrics import PoolMetrics
 from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import (
     Answer,
@@ -51,6 +52,7 @@ class Coordinator:
         self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
         self._inbox = Inbox(self._queue, on_drop=self._abort_rows)
+        self._metrics = PoolMetrics()
         self._pulls: dict[int, _Pull] = {}
         self._crew = Crew(spec, plan, on_lost=self._lose, on_exhausted=self._inbox.fail)
         self._crew_lock = asyncio.Lock()
@@ -133,6 +135,15 @@ class Coordinator:
         """Count rows of a client that never reach the pool, and errors found outside it."""
         self._inbox.clients[client].outside(num_rows, errors)
 
+    async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
+        """Note a unit of commit that is "started", "written", or "left" without being written."""
+        counters, now = self._inbox.clients[client], time.monotonic()
+        if state == "started":
+            counters.unit_opened(unit, host, pid, now)
+            self._metrics.unit(state, None)
+        else:
+            self._metrics.unit(state, counters.unit_closed(unit, now))
+
     async def stats(self, client: str) -> PoolStats:
         """Return the counters of a client and the state of the pool."""
         ledger = self._crew.ledger
@@ -142,12 +153,15 @@ class Coordinator:
         return counters.stats(
             num_replicas=self._plan.num_replicas,
             num_ready=ledger.num_ready(),
+            num_restarting=ledger.num_restarting(),
+            num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._crew.busy_s(),
             replicas=[m.stats for m in ready],
             ranks=[m.rank for m in ready],
+            now=time.monotonic(),
         )
 
     async def state(self) -> PoolState:
@@ -166,6 +180,7 @@ class Coordinator:
     async def shutdown(self) -> None:
         """End every replica; who still waits gets an error."""
         self._inbox.fail(0, "the pool was shut down")
+        self._update_metrics()
         if self._ticking is not None:
             self._ticking.cancel()
         await self._stop_crew()
@@ -285,6 +300,9 @@ class Coordinator:
         if error is not None:
             self._inbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
+    def _update_metrics(self) -> None:
+        self._metrics.update(self._inbox.clients, self._crew.ledger.num_restarts)
+
     async def _tick(self) -> None:
         release_s = self._pool.idle_release_s
         while True:
@@ -293,6 +311,7 @@ class Coordinator:
                 _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._inbox.drop(batch)
             self._dispatch()
+            self._update_metrics()
             now = time.monotonic()
             if len(self._inbox):
                 self._idle_since = now

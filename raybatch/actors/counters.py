@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.actors.sharing import Sharing
-from raybatch.types import PoolStats, ReplicaStats
+from raybatch.types import OpenUnit, PoolStats, ReplicaStats
 
 
 @dataclass(slots=True)
@@ -28,6 +28,8 @@ class ClientCounters:
     first_received: float | None = None
     first_done: float | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    # number to begin, host and process
+    open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
     def received(
         self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64], now: float
@@ -69,6 +71,15 @@ class ClientCounters:
             texts = errors.filter(is_error).to_pylist()
             self.errors.update(text.partition(":")[0] for text in texts)
 
+    def unit_opened(self, unit: int, host: str, pid: int, now: float) -> None:
+        """Note a unit whose rows a feeder begins to hand over; one that is begun again is young."""
+        self.open_units[unit] = now, host, pid
+
+    def unit_closed(self, unit: int, now: float) -> float | None:
+        """Note that a unit is at work no more; return its seconds, None where they are unknown."""
+        began, _, _ = self.open_units.pop(unit, (None, "", 0))
+        return None if began is None else now - began
+
     def sharing_news(self) -> str:
         """Return what one plan would have saved in addition, "" when that is said or little."""
         return self.sharing.news(self.cached_tokens, self.prompt_tokens_done)
@@ -78,12 +89,15 @@ class ClientCounters:
         *,
         num_replicas: int,
         num_ready: int,
+        num_restarting: int,
+        num_given_up: int,
         num_restarts: int,
         num_group_cuts: int,
         cut_tokens: int,
         busy_s: float,
         replicas: Sequence[ReplicaStats],
         ranks: Sequence[int],
+        now: float,
     ) -> PoolStats:
         """Return the counters with the state of the pool."""
         first_row_s = None
@@ -92,6 +106,8 @@ class ClientCounters:
         return PoolStats(
             num_replicas=num_replicas,
             num_ready=num_ready,
+            num_restarting=num_restarting,
+            num_given_up=num_given_up,
             num_restarts=num_restarts,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
@@ -107,4 +123,12 @@ class ClientCounters:
             first_row_s=first_row_s,
             replicas=tuple(replicas),
             ranks=tuple(ranks),
+            num_open_units=len(self.open_units),
+            oldest_unit=self._oldest_unit(now),
         )
+
+    def _oldest_unit(self, now: float) -> OpenUnit | None:
+        if not self.open_units:
+            return None
+        unit, (began, host, pid) = min(self.open_units.items(), key=lambda item: item[1][0])
+        return OpenUnit(unit=unit, age_s=now - began, host=host, pid=pid)

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -132,6 +133,15 @@ class PoolHandle:
         if num_rows or errors:
             with suppress(RayError):
                 await self._connect().note_outside.remote(client, num_rows, dict(errors))
+
+    def note_unit(self, unit: int, state: str, *, client: str = "default") -> None:
+        """Say that a unit of commit is "started", "written", or "left" without being written.
+
+        It serves the progress display alone, so nothing waits for it and nothing is raised.
+        """
+        with suppress(RayError):
+            coordinator, place = self._connect(), (socket.gethostname(), os.getpid())
+            coordinator.note_unit.remote(client, unit, state, *place)
 
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""

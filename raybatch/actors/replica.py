@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 
 from raybatch.actors.engine_thread import EngineThread
+from raybatch.actors.metrics import ReplicaMetrics
 from raybatch.actors.records import Assignment, PoolSpec, RowGroups
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
@@ -49,6 +50,7 @@ class Replica:
         os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
         self._spec = spec
         self._replica_id = replica_id
+        self._metrics = ReplicaMetrics(replica_id)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._outbox = asyncio.Event()
@@ -194,7 +196,9 @@ class Replica:
             results.append((batch_id, encode_completions(rows, samples)))
             for _ in set(rows):
                 self._close_row(batch_id)
-        await coordinator.report.remote(self._replica_id, results, engine.stats())
+        stats = engine.stats()
+        self._metrics.update(stats)
+        await coordinator.report.remote(self._replica_id, results, stats)
 
     def _close_row(self, batch_id: int) -> None:
         batch = self._open.get(batch_id)

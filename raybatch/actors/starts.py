@@ -12,6 +12,7 @@ class _Rank:
     num_failures: int = 0
     start_began: float | None = None
     is_ready: bool = False
+    has_been_ready: bool = False
     is_retired: bool = False
 
 
@@ -46,7 +47,7 @@ class StartLedger:
         if state.start_began is not None:
             self.longest_start_s = max(self.longest_start_s, now - state.start_began)
         state.start_began = None
-        state.is_ready = True
+        state.is_ready = state.has_been_ready = True
 
     def worked(self, rank: int) -> None:
         """Note that `rank` finished rows, so that its failures count from zero again."""
@@ -79,6 +80,14 @@ class StartLedger:
     def num_ready(self) -> int:
         """Return the number of ranks that answer."""
         return sum(state.is_ready for state in self._ranks)
+
+    def num_restarting(self) -> int:
+        """Return the number of ranks that answered once and do not answer now."""
+        return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self._ranks)
+
+    def num_retired(self) -> int:
+        """Return the number of ranks that are given up."""
+        return sum(state.is_retired for state in self._ranks)
 
     def is_exhausted(self) -> bool:
         """Return whether every rank is given up."""

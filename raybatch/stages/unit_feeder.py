@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from raybatch.durable import journal
 from raybatch.durable.journal import POS
+from raybatch.durable.units import Receipt
 from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
@@ -85,12 +86,22 @@ class UnitFeeder(PlacedFeeder):
             started = time.time()
             receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
             if receipt is None:
-                known = await asyncio.to_thread(self.writer.journal_of, unit)
-                finished = await self._finish_unit(unit, _without(rows, known), known)
-                receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
+                receipt = await self._write(unit, rows)
         if receipt is None:
             return None
         return UnitReceipt.of(receipt, started=started, ended=time.time())
+
+    async def _write(self, unit: int, rows: pa.Table) -> Receipt | None:
+        receipt = None
+        self.pool.note_unit(unit, "started", client=self.client)
+        try:
+            known = await asyncio.to_thread(self.writer.journal_of, unit)
+            finished = await self._finish_unit(unit, _without(rows, known), known)
+            receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
+        finally:
+            state = "left" if receipt is None else "written"
+            self.pool.note_unit(unit, state, client=self.client)
+        return receipt
 
     async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table:
         """Generate the rows of a unit; what is finished is kept from time to time."""

@@ -1,0 +1,107 @@
+"""Counters and gauges on the metrics ports of Ray, as `ray_raybatch_*`; no decision reads them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util import metrics
+
+from raybatch.actors.counters import ClientCounters
+from raybatch.types import ReplicaStats
+
+__all__ = ["PoolMetrics", "ReplicaMetrics"]
+
+_UNIT_SECONDS = [1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0]
+
+
+class _Rising:
+    """A counter that follows a figure which only grows; one that falls back is waited for."""
+
+    def __init__(self, registry: Any, name: str, description: str, *tags: str) -> None:  # noqa: ANN401
+        self._counter = registry.Counter(name, description=description, tag_keys=tags)
+        self._highest: dict[tuple[str, ...], int] = {}
+
+    def follow(self, total: int, **tags: str) -> None:
+        key = tuple(tags.values())
+        more = total - self._highest.get(key, 0)
+        if more > 0:
+            self._highest[key] = total
+            self._counter.inc(more, tags=tags)
+
+
+class PoolMetrics:
+    """What the coordinator of a pool knows: rows, tokens, units, restarts.
+
+    Args:
+        registry: makes counters, gauges and histograms as `ray.util.metrics` does.
+    """
+
+    def __init__(self, registry: Any = metrics) -> None:  # noqa: ANN401 - a module, or a fake of it
+        self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
+        self._tokens = {
+            name: _Rising(registry, f"raybatch_{name}_total", description, "stage")
+            for name, description in (
+                ("prompt_tokens", "Prompt tokens of the rows that are back."),
+                ("cached_tokens", "Prompt tokens with KV from another request."),
+                ("generated_tokens", "Generated tokens of the rows that are back."),
+            )
+        }
+        self._restarts = _Rising(
+            registry, "raybatch_replica_restarts_total", "Engines started again after a death."
+        )
+        self._units = registry.Counter(
+            "raybatch_units_total", description="Units of commit.", tag_keys=("state",)
+        )
+        self._unit_seconds = registry.Histogram(
+            "raybatch_unit_seconds",
+            description="From the first row of a unit to its part.",
+            boundaries=_UNIT_SECONDS,
+            tag_keys=(),
+        )
+
+    def update(self, clients: Mapping[str, ClientCounters], num_restarts: int) -> None:
+        """Bring the counters up to date."""
+        for stage, counters in clients.items():
+            failed = sum(counters.errors.values())
+            self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
+            self._rows.follow(failed, stage=stage, status="error")
+            self._tokens["prompt_tokens"].follow(counters.prompt_tokens_done, stage=stage)
+            self._tokens["cached_tokens"].follow(counters.cached_tokens, stage=stage)
+            self._tokens["generated_tokens"].follow(counters.generated_tokens, stage=stage)
+        self._restarts.follow(num_restarts)
+
+    def unit(self, state: str, seconds: float | None) -> None:
+        """Count a unit that came into a state; `seconds` it took, where that is known."""
+        self._units.inc(1, tags={"state": state})
+        if state == "written" and seconds is not None:
+            self._unit_seconds.observe(seconds)
+
+
+class ReplicaMetrics:
+    """What one engine knows of itself.
+
+    Args:
+        replica_id: of the engine.
+        registry: makes counters, gauges and histograms as `ray.util.metrics` does.
+    """
+
+    def __init__(self, replica_id: int, registry: Any = metrics) -> None:  # noqa: ANN401
+        self._replica = str(replica_id)
+        self._gauges = {
+            name: registry.Gauge(f"raybatch_{name}", description=description, tag_keys=("replica",))
+            for name, description in (
+                ("kv_usage_ratio", "Share of the KV cache that is in use."),
+                ("running_requests", "Requests that generate."),
+                ("waiting_requests", "Requests that wait in the engine."),
+            )
+        }
+        self._preemptions = _Rising(
+            registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
+        )
+
+    def update(self, stats: ReplicaStats) -> None:
+        """Show the state of the engine."""
+        tags = {"replica": self._replica}
+        self._gauges["kv_usage_ratio"].set(stats.kv_used_fraction, tags=tags)
+        self._gauges["running_requests"].set(stats.num_running, tags=tags)
+        self._gauges["waiting_requests"].set(stats.num_waiting, tags=tags)
+        self._preemptions.follow(stats.num_preemptions, replica=self._replica)
