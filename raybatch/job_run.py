@@ -138,7 +138,7 @@ class JobRun:
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
         try:
-            with shown(progress) as show:
+            with shown(progress, lambda: recorder.units) as show:
 
                 def tell(stats: PoolStats, num_rows: int) -> None:
                     recorder.observe(stats)

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
+from raybatch.history.recorder import UnitsSoFar
 from raybatch.stages.pool_watch import ProgressCallback, is_working
 from raybatch.types import PoolStats
 
@@ -30,12 +31,14 @@ class Snapshot:
     Args:
         time_s: any clock that only goes forward.
         stats: of the pool at that moment.
-        rows_total: rows of the source; None while it is not known.
+        rows_total: rows to be done in this run; None while it is not known.
+        units: how far the units of a job are; None where there are none.
     """
 
     time_s: float
     stats: PoolStats
     rows_total: int | None = None
+    units: UnitsSoFar | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,7 @@ class Progress:
     """The figures of the last snapshot and the rates since earlier ones.
 
     Args:
+        row_rate: rows per second in the recent window.
         prompt_rate: prompt tokens per second in the recent window.
         output_rate: generated tokens per second in the recent window.
         mean_prompt_rate: the same since a ready engine had rows, engine starts left out.
@@ -54,6 +58,8 @@ class Progress:
     elapsed_s: float
     stats: PoolStats
     rows_total: int | None
+    units: UnitsSoFar | None
+    row_rate: float
     prompt_rate: float
     output_rate: float
     mean_prompt_rate: float
@@ -75,6 +81,8 @@ def measure(history: Sequence[Snapshot]) -> Progress:
         elapsed_s=last.time_s - first.time_s,
         stats=stats,
         rows_total=last.rows_total,
+        units=last.units,
+        row_rate=_row_rate(recent, last),
         prompt_rate=prompt_rate,
         output_rate=output_rate,
         mean_prompt_rate=mean_prompt_rate,
@@ -133,11 +141,15 @@ class ProgressPrinter:
         elif self._history and self._last_line_s != self._history[-1].time_s:
             self._write_line()
 
-    def update(self, stats: PoolStats, rows_total: int | None) -> None:
+    def update(
+        self, stats: PoolStats, rows_total: int | None, units: UnitsSoFar | None = None
+    ) -> None:
         """Take a new state; it is shown when it is due."""
         if not self._history:
             self._begin()
-        self._history.append(Snapshot(time_s=self._clock(), stats=stats, rows_total=rows_total))
+        now_s = self._clock()
+        snapshot = Snapshot(time_s=now_s, stats=stats, rows_total=rows_total, units=units)
+        self._history.append(snapshot)
         self._forget()
         if self._live is not None:
             self._live.update(self._panel())
@@ -172,13 +184,21 @@ class ProgressPrinter:
 
 
 @contextmanager
-def shown(progress: ProgressCallback | ProgressPrinter | None) -> Iterator[ProgressCallback]:
-    """Return a callback, or that of a display that lasts as long as the context."""
+def shown(
+    progress: ProgressCallback | ProgressPrinter | None,
+    units: Callable[[], UnitsSoFar | None] = lambda: None,
+) -> Iterator[ProgressCallback]:
+    """Return a callback, or that of a display that lasts as long as the context.
+
+    Args:
+        progress: a callback, a display, or None for one of the usual kind.
+        units: says how far the units are; displays alone show it.
+    """
     if progress is not None and not isinstance(progress, ProgressPrinter):
         yield progress
         return
     with progress or ProgressPrinter() as printer:
-        yield printer.update
+        yield lambda stats, rows_total: printer.update(stats, rows_total, units())
 
 
 def _work_start(history: Sequence[Snapshot]) -> Snapshot:
@@ -194,6 +214,11 @@ def _token_rates(start: Snapshot, end: Snapshot) -> tuple[float, float]:
     prompt = end.stats.prompt_tokens_done - start.stats.prompt_tokens_done
     output = end.stats.generated_tokens - start.stats.generated_tokens
     return max(0, prompt) / seconds, max(0, output) / seconds
+
+
+def _row_rate(start: Snapshot, end: Snapshot) -> float:
+    seconds = end.time_s - start.time_s
+    return max(0, end.stats.rows_done - start.stats.rows_done) / seconds if seconds > 0 else 0.0
 
 
 def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
@@ -219,25 +244,62 @@ def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | No
 
 
 def _cells(progress: Progress) -> list[tuple[str, str]]:
-    stats = progress.stats
-    total = "?" if progress.rows_total is None else str(progress.rows_total)
+    stats, units = progress.stats, progress.units
     replicas = stats.replicas
     kv_used = max((r.kv_used_fraction for r in replicas), default=0.0)
-    starting = max(0, stats.num_replicas - stats.num_ready)
     return [
-        ("rows", f"{stats.rows_done}/{total}"),
+        *_done(progress),
         ("errors", _errors(stats)),
+        ("rows/s", f"{progress.row_rate:.1f}"),
         ("prompt tok/s", f"{progress.prompt_rate:.0f} (mean {progress.mean_prompt_rate:.0f})"),
         ("output tok/s", f"{progress.output_rate:.0f} (mean {progress.mean_output_rate:.0f})"),
-        ("cached", f"{100 * progress.cached_fraction:.0f} %"),
+        ("cached", _hit_rate(progress.cached_fraction, units)),
         ("elapsed", _duration(progress.elapsed_s)),
         ("ETA", "?" if progress.eta_s is None else _duration(progress.eta_s)),
         ("KV", f"{100 * kv_used:.0f} %"),
         ("running", str(sum(r.num_running for r in replicas))),
         ("waiting", str(sum(r.num_waiting for r in replicas))),
-        ("replicas", f"{stats.num_ready} ready, {starting} starting"),
+        ("replicas", _replicas(stats)),
         ("restarts", str(stats.num_restarts)),
+        *_slowest(stats),
     ]
+
+
+def _done(progress: Progress) -> list[tuple[str, str]]:
+    """Rows and units; those of earlier runs count as done."""
+    stats, units = progress.stats, progress.units
+    resumed = 0 if units is None else units.rows_resumed
+    total = "?" if progress.rows_total is None else str(progress.rows_total + resumed)
+    cells = [("rows", f"{stats.rows_done + resumed}/{total}")]
+    if units is not None:
+        at_work = f" ({stats.num_open_units} at work)" if stats.num_open_units else ""
+        cells.append(("units", f"{units.done}/{units.total}{at_work}"))
+        if units.resumed:
+            cells.append(("resumed", f"{units.resumed} units, {units.rows_resumed} rows"))
+    return cells
+
+
+def _hit_rate(measured: float, units: UnitsSoFar | None) -> str:
+    said = f"{100 * measured:.0f} %"
+    if units is None or units.planned_hit_rate is None:
+        return said
+    return f"{said} (plan {100 * units.planned_hit_rate:.0f} %)"
+
+
+def _replicas(stats: PoolStats) -> str:
+    missing = stats.num_replicas - stats.num_ready - stats.num_restarting - stats.num_given_up
+    said = f"{stats.num_ready} ready, {max(0, missing)} starting"
+    if stats.num_restarting:
+        said += f", {stats.num_restarting} restarting"
+    return said + (f", {stats.num_given_up} given up" if stats.num_given_up else "")
+
+
+def _slowest(stats: PoolStats) -> list[tuple[str, str]]:
+    oldest = stats.oldest_unit
+    if oldest is None:
+        return []
+    where = f"process {oldest.pid} on {oldest.host}"
+    return [("slowest unit", f"{oldest.unit} for {_duration(oldest.age_s)} ({where})")]
 
 
 def _errors(stats: PoolStats) -> str:

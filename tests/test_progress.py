@@ -4,8 +4,9 @@ import io
 
 import pytest
 
+from raybatch.history.recorder import UnitsSoFar
 from raybatch.progress import ProgressPrinter, Snapshot, measure, progress_line
-from raybatch.types import PoolStats, ReplicaStats
+from raybatch.types import OpenUnit, PoolStats, ReplicaStats
 
 
 def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):
@@ -102,10 +103,34 @@ def test_line_shows_every_figure():
         replicas=(replica, replica),
     )
     assert progress_line([snapshot(0.0), last]) == (
-        "rows 50/100 | errors 3 (2 InvalidPrompt, 1 PromptTooLong) | prompt tok/s 0 (mean 4) | "
-        "output tok/s 0 (mean 2) | cached 20 % | elapsed 2:05 | ETA 2:05 | KV 25 % | running 6 | "
-        "waiting 8 | replicas 1 ready, 1 starting | restarts 1"
+        "rows 50/100 | errors 3 (2 InvalidPrompt, 1 PromptTooLong) | rows/s 0.0 | "
+        "prompt tok/s 0 (mean 4) | output tok/s 0 (mean 2) | cached 20 % | elapsed 2:05 | "
+        "ETA 2:05 | KV 25 % | running 6 | waiting 8 | replicas 1 ready, 1 starting | restarts 1"
     )
+
+
+def test_line_counts_rows_and_units_of_earlier_runs_as_done():
+    units = UnitsSoFar(total=9, done=4, resumed=3, rows_resumed=30, planned_hit_rate=0.5)
+    last = Snapshot(
+        time_s=10.0,
+        stats=stats(rows_done=20, num_open_units=2, prompt=100, cached_tokens=40),
+        rows_total=60,
+        units=units,
+    )
+    line = progress_line([snapshot(0.0), last])
+    assert "rows 50/90 | units 4/9 (2 at work) | resumed 3 units, 30 rows | " in line
+    assert "cached 40 % (plan 50 %)" in line
+
+
+def test_line_names_the_slowest_unit():
+    oldest = OpenUnit(unit=7, age_s=61.0, host="h", pid=12)
+    line = progress_line([snapshot(0.0, oldest_unit=oldest)])
+    assert "slowest unit 7 for 1:01 (process 12 on h)" in line
+
+
+def test_line_tells_a_restart_from_a_start():
+    line = progress_line([snapshot(0.0, num_replicas=5, num_ready=2, num_restarting=1)])
+    assert "replicas 2 ready, 2 starting, 1 restarting" in line
 
 
 def test_line_of_an_empty_pool_is_ascii():
