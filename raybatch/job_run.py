@@ -17,10 +17,12 @@ from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.history.reading import read_history
 from raybatch.history.recorder import RunRecorder, new_run_id
 from raybatch.job_config import JobConfig
 from raybatch.progress import ProgressPrinter, shown
-from raybatch.report import RunReport, error_counts, installed_versions, read_report
+from raybatch.redaction import redacted
+from raybatch.report import RunReport, counted_report, installed_versions, read_report
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.fingerprint import (
     check_same,
@@ -34,7 +36,6 @@ from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import run_planned, store_input_order
 from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
-from raybatch.stages.sink import output_files
 from raybatch.stages.source import Source
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_run import FeederRunner
@@ -85,9 +86,9 @@ class JobRun:
             found = audit(store, plan_units(self.config.sink, stored))
             if not found.is_clean:
                 recorder.incomplete()
-        report = self._report(found, before, planned, rows_resumed)
+        report = self._report(stored, found, before, planned, rows_resumed)
         with told_as(f"the report cannot be written below {self.config.sink!r}"):
-            report.write()
+            report.write(self.config.sink)
         if found.is_clean:
             finish(store, plan_units(self.config.sink, stored), found)
         else:
@@ -204,43 +205,40 @@ class JobRun:
 
     def _report(
         self,
+        stored: StoredPlan,
         found: Audit,
         before: PoolStats,
         planned: PlannedInput | LargePlan | None,
         rows_resumed: int,
     ) -> RunReport:
-        counts, clock, after = found.counts, self.clock, self.stage.stats()
+        clock, after = self.clock, self.stage.stats()
         total_s = clock.elapsed_s()
         started_s = clock.started_s if clock.started_s is not None else total_s
         ended_s = max(started_s, clock.ended_s if clock.ended_s is not None else total_s)
         # an idle pool that has stopped since counts from 0 again
         restarts = max(0, after.num_restarts - before.num_restarts)
-        actual = actual_of(counts, before, after, num_restarts=restarts, wall_s=ended_s - started_s)
-        root = open_store(self.config.sink).uri + "/"
-        return RunReport(
-            source=self.config.source,
-            sink=self.config.sink,
-            model=self.config.stage.model,
-            rows_in=found.expected_rows,
-            rows_out=found.written_rows,
-            rows_lost=found.lost_rows,
-            rows_duplicated=found.duplicated_rows,
+        wall_s = ended_s - started_s
+        actual = actual_of(found.counts, before, after, num_restarts=restarts, wall_s=wall_s)
+        history = read_history(open_store(self.config.sink))
+        report = replace(
+            counted_report(self.config.sink, stored, found, history),
+            source=redacted(self.config.source),
+            model=redacted(self.config.stage.model),
             rows_resumed=rows_resumed,
-            statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
-            errors=error_counts(counts),
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            generated_tokens=counts.generated_tokens,
-            startup_s=started_s,
-            engines_s=ended_s - started_s,
-            write_s=total_s - ended_s,
-            total_s=total_s,
             replicas=after.num_replicas,
             restarts=restarts,
             versions=installed_versions(),
-            output_files=tuple(path.removeprefix(root) for path in output_files(self.config.sink)),
-            # what earlier runs took is not known here
-            plan=None if rows_resumed else self._outcome(planned, actual),
+        )
+        if rows_resumed:
+            # the times of earlier runs are in their logs, and what their engines did is not known
+            return report
+        return replace(
+            report,
+            startup_s=started_s,
+            engines_s=wall_s,
+            write_s=total_s - ended_s,
+            total_s=total_s,
+            plan=self._outcome(planned, actual),
         )
 
     def _outcome(

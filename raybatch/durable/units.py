@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ _SUMMED = (
     "num_asked",
     "num_copies",
 )
+_BINNED = ("prompt_lengths", "output_lengths")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +164,9 @@ class UnitCounts:
         generated_tokens: of all rows.
         num_asked: rows that were to reach an engine.
         num_copies: of them, those that took the result of an identical row.
+        prompt_lengths: rows that were asked in each bin of prompt tokens; the bins are the same
+            everywhere, so that those of units add up.
+        output_lengths: samples in each bin of generated tokens.
     """
 
     num_rows: int = 0
@@ -172,6 +177,8 @@ class UnitCounts:
     generated_tokens: int = 0
     num_asked: int = 0
     num_copies: int = 0
+    prompt_lengths: tuple[int, ...] = ()
+    output_lengths: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -184,6 +191,8 @@ class UnitCounts:
             "generated_tokens": self.generated_tokens,
             "num_asked": self.num_asked,
             "num_copies": self.num_copies,
+            "prompt_lengths": list(self.prompt_lengths),
+            "output_lengths": list(self.output_lengths),
         }
 
     @classmethod
@@ -193,15 +202,19 @@ class UnitCounts:
             name: ErrorCount(**{**one, "row_ids": tuple(one["row_ids"])})
             for name, one in values["errors"].items()
         }
-        return cls(**{**values, "errors": errors})
+        bins = {name: tuple(values.get(name, ())) for name in _BINNED}
+        return cls(**{**values, "errors": errors, **bins})
 
 
 def sum_counts(parts: Iterable[UnitCounts]) -> UnitCounts:
     """Return the counts of all rows of some units."""
     statuses: dict[str, int] = {}
     errors: dict[str, ErrorCount] = {}
-    totals = dict.fromkeys(_SUMMED, 0)
+    totals: dict[str, Any] = dict.fromkeys(_SUMMED, 0) | dict.fromkeys(_BINNED, ())
     for one in parts:
+        for name in _BINNED:
+            pairs = zip_longest(totals[name], getattr(one, name), fillvalue=0)
+            totals[name] = tuple(first + second for first, second in pairs)
         for name in _SUMMED:
             totals[name] += getattr(one, name)
         for status, number in one.statuses.items():

@@ -6,11 +6,13 @@ _LIGHT = (
     "--paper:#fcfcfb;--ink:#16181d;--soft:#5a606b;--line:#dfe2e6;--bar:#2a6fc9;--other:#a9b4c2;"
     "--own:#d9dce1;--l1:#1c4f94;--l2:#2f75cc;--l3:#5b9be6;--l4:#8fbdf0;--l5:#bcd8f7;"
     "--t1:#fff;--t2:#fff;--t3:#0b1b2e;--t4:#0b1b2e;--t5:#0b1b2e;"
+    "--cold:#bcd8f7;--warn:#d97a1e;--good:#2b7d4f;--bad:#c2312f;"
 )
 _DARK = (
     "--paper:#15171b;--ink:#eceef1;--soft:#a2a9b4;--line:#343941;--bar:#5a9df0;--other:#59616d;"
     "--own:#3a3f48;--l1:#b5d3f7;--l2:#86b6ef;--l3:#5a97df;--l4:#3d76bd;--l5:#2d5890;"
     "--t1:#0b1b2e;--t2:#0b1b2e;--t3:#0b1b2e;--t4:#fff;--t5:#fff;"
+    "--cold:#2d5890;--warn:#e8974a;--good:#5cc08a;--bad:#f0736c;"
 )
 
 STYLE = (
@@ -50,6 +52,17 @@ STYLE = (
         for i in range(1, 6)
     )
     + ".raybatch svg .many{opacity:.85}"
+    ".raybatch svg .area{fill:var(--bar);fill-opacity:.55;stroke:var(--bar);stroke-width:1.2}"
+    ".raybatch svg .area.other{fill:var(--other);stroke:var(--soft)}"
+    ".raybatch svg .busy{fill:var(--bar)}"
+    ".raybatch svg .cold{fill:var(--cold)}"
+    ".raybatch svg .starved{fill:var(--warn)}"
+    ".raybatch svg .tail{fill:var(--own)}"
+    ".raybatch svg .mark{stroke:var(--ink);stroke-width:1;stroke-dasharray:4 3}"
+    ".raybatch svg .card{fill:none;stroke:var(--line)}"
+    ".raybatch svg .big{font-size:26px;font-weight:600}"
+    ".raybatch svg .good{fill:var(--good)}"
+    ".raybatch svg .bad{fill:var(--bad)}"
     ".raybatch svg .inbox{font-size:11px;pointer-events:none}"
 )
 

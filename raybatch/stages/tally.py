@@ -1,9 +1,11 @@
 """What finished rows came to: statuses, errors and tokens, counted once, when they are written."""
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.durable.units import ErrorCount, UnitCounts
+from raybatch.prefix.histogram import Histogram
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, error_class, row_status
 
 __all__ = ["counted_columns", "unit_counts"]
@@ -18,7 +20,7 @@ def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
     """
     table = counted_columns(finished, output)
     asked = table.filter(pc.greater(table.column("attempts"), 0))
-    generated = table.column("num_generated_tokens")
+    generated = _per_sample(table, output)
     copied = pc.equal(asked.column("num_cached_tokens"), asked.column("num_input_tokens"))
     return UnitCounts(
         num_rows=table.num_rows,
@@ -26,10 +28,22 @@ def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
         errors=_errors(table),
         prompt_tokens=_sum(asked.column("num_input_tokens")),
         cached_tokens=_sum(asked.column("num_cached_tokens")),
-        generated_tokens=_sum(pc.list_flatten(generated) if output.num_samples > 1 else generated),
+        generated_tokens=_sum(generated),
         num_asked=asked.num_rows,
         num_copies=_sum(copied),
+        prompt_lengths=_bins(asked.column("num_input_tokens")),
+        output_lengths=_bins(_per_sample(asked, output)),
     )
+
+
+def _per_sample(table: pa.Table, output: OutputSchema) -> pa.ChunkedArray:
+    generated = table.column("num_generated_tokens")
+    return pc.list_flatten(generated) if output.num_samples > 1 else generated
+
+
+def _bins(lengths: pa.ChunkedArray) -> tuple[int, ...]:
+    known = lengths.drop_null()
+    return Histogram.of(known.to_numpy().astype(np.int64)).counts
 
 
 def _statuses(table: pa.Table) -> dict[str, int]:

@@ -1,8 +1,10 @@
 """What finished rows are counted as."""
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.units import ErrorCount, UnitCounts, sum_counts
+from raybatch.prefix.histogram import Histogram
 from raybatch.report import error_counts
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.tally import unit_counts
@@ -61,3 +63,22 @@ def test_rows_with_the_result_of_another_are_counted_as_copies():
 def test_counts_survive_json():
     found = counts(finished([("a", "stop", ""), ("d", "error", "InvalidPrompt: null")]))
     assert UnitCounts.from_json(found.to_json()) == found
+
+
+def test_lengths_of_units_add_up_bin_by_bin():
+    short = finished([("a", "stop", "")], [(3, 0, 1, 1)])
+    long = finished([("b", "stop", ""), ("c", "stop", "")], [(3, 0, 9, 1), (100, 0, 9, 1)])
+    found = counts(short, long)
+    assert Histogram.of(np.array([3, 3, 100])).counts == found.prompt_lengths
+    assert Histogram.of(np.array([1, 9, 9])).counts == found.output_lengths
+
+
+def test_rows_that_were_never_asked_have_no_length():
+    found = counts(finished([("d", "error", "InvalidPrompt: null")], [(None, None, None, 0)]))
+    assert ((), ()) == (found.prompt_lengths, found.output_lengths)
+
+
+def test_counts_without_lengths_are_read():
+    values = UnitCounts(num_rows=2).to_json()
+    del values["prompt_lengths"], values["output_lengths"]
+    assert UnitCounts.from_json(values) == UnitCounts(num_rows=2)

@@ -1,4 +1,4 @@
-"""The account of one run: what went in, what came out, what failed, how fast it was.
+"""The account of a job: what went in, what came out, what failed, how fast it was.
 
 `RunReport` is the frozen result as text, JSON and HTML. Nothing here decides whether rows are
 complete; it states what was counted (see `raybatch.stages.tally`).
@@ -18,12 +18,30 @@ from raybatch.config import from_mapping
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.pictures.document import Section, to_page
-from raybatch.pictures.wording import amount, duration, percent, printable
+from raybatch.explanation.plain import from_plain
+from raybatch.history.lanes import lanes_of
+from raybatch.history.records import History
+from raybatch.history.show import end_of, idle_facts, length_section, run_section, time_sections
+from raybatch.pictures.cards import Card, draw_cards
+from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
+from raybatch.pictures.wording import amount, duration, full, percent, printable
+from raybatch.prefix.histogram import Histogram
+
+__all__ = [
+    "PAGE_PATH",
+    "REPORT_PATH",
+    "ErrorCount",
+    "RunReport",
+    "error_counts",
+    "installed_versions",
+    "read_report",
+    "report_path",
+]
 
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
 
+_MAX_MESSAGE = 120
 _GOOD_STATUSES = ("ok", "truncated", "filtered")
 
 
@@ -55,7 +73,7 @@ def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What one run of a job did.
+    """What a job has come to: its output, counted, and all runs that made it.
 
     Args:
         source: input path or URI.
@@ -71,7 +89,8 @@ class RunReport:
         prompt_tokens: of all rows that reached the engines.
         cached_tokens: prompt tokens whose KV came from another request.
         generated_tokens: of all rows.
-        startup_s: from the call to the first row handed to a ready engine.
+        startup_s: from the call to the first row handed to a ready engine; like the other times
+            the sum over all runs, where there were several.
         engines_s: from there to the last row that came back.
         write_s: what was left to write after that.
         total_s: the whole call.
@@ -79,7 +98,15 @@ class RunReport:
         restarts: replicas started again after a death.
         versions: package to version.
         output_files: paths below the sink.
-        plan: the plan of the run and what became of it; None where there was none.
+        plan: the plan of the run and what became of it; None where there was none, or where it is
+            not known any more.
+        planned_hit_rate: share of the prompt tokens that the plan was not to compute; None where
+            there was none.
+        num_units: units of the plan.
+        problems: what the audit found wrong with the output.
+        prompt_lengths: prompt tokens of the rows that were asked.
+        output_lengths: generated tokens, of each sample.
+        history: all runs of the job.
     """
 
     source: str
@@ -104,6 +131,12 @@ class RunReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
     plan: PlanOutcome | None = None
+    planned_hit_rate: float | None = None
+    num_units: int = 0
+    problems: tuple[str, ...] = ()
+    prompt_lengths: Histogram = field(default_factory=Histogram)
+    output_lengths: Histogram = field(default_factory=Histogram)
+    history: History = field(default_factory=History)
 
     @property
     def rows_failed(self) -> int:
@@ -131,11 +164,31 @@ class RunReport:
         lines = [f"{name}: {value}" for name, value in (*_facts(self), *_plan_facts(self.plan))]
         return "\n".join(printable(line) for line in lines)
 
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        return to_fragment(self._title, self._sections())
+
     def to_html(self) -> str:
-        """Return one page that holds all it needs: the run, and its plan beside it."""
-        run = Section(title="Run", facts=tuple(_facts(self)))
+        """Return one page that holds all it needs: output, time, errors, runs, and the plan."""
         planned = () if self.plan is None else (*self.plan.sections(), *self.plan.plan.sections())
-        return to_page(f"raybatch report: {self.sink}", (run, *planned))
+        return to_page(self._title, (*self._sections(), *planned))
+
+    @property
+    def _title(self) -> str:
+        return f"raybatch report: {self.sink}"
+
+    def _sections(self) -> tuple[Section, ...]:
+        errors = () if not self.errors else (_error_section(self.errors),)
+        runs = (run_section(self.history),) if self.history.runs else ()
+        return (
+            _output_section(self),
+            *errors,
+            *time_sections(self.history),
+            *length_section(self.prompt_lengths, self.output_lengths),
+            *runs,
+        )
 
     def to_json(self) -> str:
         """Return every field and the derived rates as a JSON object."""
@@ -181,6 +234,10 @@ def read_report(sink: str) -> RunReport:
             for error in stored["errors"]
         )
         stored["output_files"] = tuple(stored["output_files"])
+        stored["problems"] = tuple(stored.get("problems", ()))
+        for name in ("prompt_lengths", "output_lengths"):
+            stored[name] = from_plain(Histogram, stored[name], where=f"{path}: {name}")
+        stored["history"] = History.from_mapping(stored["history"], where=f"{path}: history")
         if stored.get("plan") is not None:
             stored["plan"] = PlanOutcome.from_mapping(stored["plan"], where=f"{path}: plan")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -227,15 +284,54 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
     )
+    runs = report.history.runs
+    if len(runs) > 1:
+        seconds += f" in {len(runs)} runs"
     return [
         *facts,
+        *(("  problem", problem) for problem in report.problems),
         ("tokens", tokens),
+        *_hit_rates(report),
         ("speed", _speed(report)),
         ("time", seconds),
+        *idle_facts(lanes_of(report.history)),
+        *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
         ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
         ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
         ("report", report_path(report.sink)),
     ]
+
+
+def _output_section(report: RunReport) -> Section:
+    cards = (
+        Card(name="rows expected", value=full(report.rows_in)),
+        Card(
+            name="written", value=full(report.rows_out), is_good=report.rows_out == report.rows_in
+        ),
+        Card(name="lost", value=full(report.rows_lost), is_good=not report.rows_lost),
+        Card(
+            name="duplicated",
+            value=full(report.rows_duplicated),
+            is_good=not report.rows_duplicated,
+        ),
+    )
+    figure = Figure(title="Audit of the output", svg=draw_cards(cards, label="Audit"), is_wide=True)
+    shown = tuple((name, value) for name, value in _facts(report) if not name.startswith(" "))
+    return Section(title="Run", facts=shown, notes=report.problems, figures=(figure,))
+
+
+def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
+    rows = tuple(
+        (
+            error.error_class,
+            full(error.rows),
+            ", ".join(error.row_ids),
+            error.message[:_MAX_MESSAGE] + ("..." if len(error.message) > _MAX_MESSAGE else ""),
+        )
+        for error in errors
+    )
+    header = ("class", "rows", "row ids", "the first one says")
+    return Section(title="Errors", table=Table(header=header, rows=rows))
 
 
 def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
@@ -255,6 +351,14 @@ def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
         planned = duration(plan.time.wall_s)
         facts.append(("engines worked", f"{planned} planned, {duration(actual.wall_s)} actual"))
     return facts + [("  differs", said) for said in outcome.deviations()]
+
+
+def _hit_rates(report: RunReport) -> list[tuple[str, str]]:
+    if report.planned_hit_rate is None or report.plan is not None:
+        return []
+    measured = _rate(report.cached_tokens, report.prompt_tokens)
+    said = f"hit rate {percent(report.planned_hit_rate)} planned, {percent(measured)} actual"
+    return [("plan", said)]
 
 
 def _speed(report: RunReport) -> str:

@@ -1,0 +1,263 @@
+"""Figures over time, below each other on one axis, and boxes in lanes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raybatch.pictures.charts import ticks
+from raybatch.pictures.svg import drawing, element, rect, text
+from raybatch.pictures.wording import amount, count, duration, full, tick
+
+__all__ = ["Band", "Box", "LaneRow", "Step", "draw_bands", "draw_boxes", "draw_lanes"]
+
+_WIDTH, _LEFT, _RIGHT = 960, 118, 18
+_PLOT = _WIDTH - _LEFT - _RIGHT
+_BAND, _GAP = 62, 20
+_AXIS = 40
+_LANE, _LANE_GAP = 22, 5
+_BOX = 9
+_KINDS = (
+    ("busy", "at work"),
+    ("cold", "cold start"),
+    ("starved", "starvation"),
+    ("tail", "tail"),
+)
+_STEPS_S = (
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200),
+    *(14_400, 21_600, 43_200, 86_400, 172_800, 432_000, 864_000, 2_592_000),
+)
+_MAX_TIME_TICKS = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A value that held from one time to another."""
+
+    start_s: float
+    end_s: float
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """One figure over time.
+
+    Args:
+        name: what it is, in a word or two.
+        steps: in time order; where there is none, nothing is drawn.
+        top: of the axis; None takes the highest value.
+        suffix: behind the numbers of the axis.
+        is_main: drawn in the main colour.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    top: float | None = None
+    suffix: str = ""
+    is_main: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneRow:
+    """How the time of one engine was shared out.
+
+    Args:
+        name: of the engine.
+        cells: begin, end, and the seconds of each kind: at work, cold start, starvation, tail.
+    """
+
+    name: str
+    cells: tuple[tuple[float, float, tuple[float, float, float, float]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """Something that took time; those of one lane are drawn beside each other.
+
+    Args:
+        lane: name of the lane; user data.
+        start_s: begin.
+        end_s: end.
+        title: shown under the pointer; user data.
+        is_slow: drawn in the colour of a warning.
+    """
+
+    lane: str
+    start_s: float
+    end_s: float
+    title: str
+    is_slow: bool = False
+
+
+def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] = ()) -> str:
+    """Draw figures over time.
+
+    Args:
+        bands: from top to bottom.
+        total_s: length of the axis.
+        marks: times that are marked by a vertical line.
+    """
+    bottom = 8 + len(bands) * (_BAND + _GAP) - _GAP
+    x = _scale(total_s)
+    parts = _marks(marks, x, 4, bottom)
+    for i, band in enumerate(bands):
+        parts += _band(band, 8 + i * (_BAND + _GAP), x)
+    parts += _time_axis(total_s, x, bottom)
+    said = "; ".join(
+        f"{band.name} up to {amount(max((s.value for s in band.steps), default=0))}{band.suffix}"
+        for band in bands
+    )
+    return drawing(_WIDTH, bottom + _AXIS, f"Over {duration(total_s)}: {said}", parts)
+
+
+def draw_lanes(rows: Sequence[LaneRow], *, total_s: float, marks: Sequence[float] = ()) -> str:
+    """Draw how engines shared out their time: the height of a colour is its share of a moment.
+
+    Args:
+        rows: from top to bottom.
+        total_s: length of the axis.
+        marks: times that are marked by a vertical line.
+    """
+    if not rows:
+        return ""
+    bottom = 26 + len(rows) * (_LANE + _LANE_GAP)
+    x = _scale(total_s)
+    parts = _legend()
+    for i, row in enumerate(rows):
+        y = 26 + i * (_LANE + _LANE_GAP)
+        parts.append(text(_LEFT - 8, y + 15, row.name, class_="name", text_anchor="end"))
+        for start_s, end_s, seconds in row.cells:
+            parts += _cell(x(start_s), x(end_s), y, seconds)
+    parts += _marks(marks, x, 22, bottom) + _time_axis(total_s, x, bottom)
+    label = f"What {count(len(rows), 'engine')} did over {duration(total_s)}"
+    return drawing(_WIDTH, bottom + _AXIS, label, parts)
+
+
+def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float] = ()) -> str:
+    """Draw what took time, in lanes; boxes that overlap lie below each other."""
+    if not boxes:
+        return ""
+    x = _scale(total_s)
+    parts: list[str] = []
+    y = 6
+    for lane in dict.fromkeys(box.lane for box in boxes):
+        placed = _packed(sorted((b for b in boxes if b.lane == lane), key=lambda b: b.start_s))
+        height = _BOX * (1 + max(place for _, place in placed))
+        parts.append(text(_LEFT - 8, y + 10, lane, class_="name", text_anchor="end"))
+        for box, place in placed:
+            left, right = x(box.start_s), x(box.end_s)
+            kind = "starved" if box.is_slow else "bar"
+            top = y + place * _BOX
+            width = max(1.0, right - left - 1)
+            parts.append(rect(left, top, width, _BOX - 2, title=box.title, class_=kind))
+        y += max(height, 14) + 8
+    parts += _marks(marks, x, 2, y) + _time_axis(total_s, x, y)
+    return drawing(_WIDTH, y + _AXIS, f"{full(len(boxes))} boxes in time", parts)
+
+
+def _packed(boxes: Sequence[Box]) -> list[tuple[Box, int]]:
+    """Return each box with the first line in which it overlaps no other."""
+    ends: list[float] = []
+    placed = []
+    for box in boxes:
+        place = next((i for i, end in enumerate(ends) if end <= box.start_s), len(ends))
+        ends[place : place + 1] = [box.end_s]
+        placed.append((box, place))
+    return placed
+
+
+def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
+    highest = max((step.value for step in band.steps), default=0.0)
+    marks = ticks(band.top or highest, count=2)
+    top = max(band.top or 0.0, highest, marks[-1] if band.top is None else 0.0, 1e-9)
+    parts = [text(_LEFT - 50, y + 12, band.name, class_="name", text_anchor="end")]
+    for value in marks:
+        if value <= top:
+            line = y + _BAND * (1 - value / top)
+            parts.append(
+                element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=line, y2=line, class_="grid")
+            )
+            label = tick(value) + band.suffix
+            parts.append(text(_LEFT - 6, line + 4, label, class_="tick", text_anchor="end"))
+    kind = "area" if band.is_main else "area other"
+    base = y + _BAND
+    for run in _connected(band.steps):
+        points = [f"M{x(run[0].start_s):.1f} {base:.1f}"]
+        for step in run:
+            height = base - _BAND * step.value / top
+            points.append(f"L{x(step.start_s):.1f} {height:.1f}L{x(step.end_s):.1f} {height:.1f}")
+        points.append(f"L{x(run[-1].end_s):.1f} {base:.1f}Z")
+        parts.append(element("path", d="".join(points), class_=kind))
+    parts.append(element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=base, y2=base, class_="base"))
+    return parts
+
+
+def _connected(steps: Sequence[Step]) -> list[list[Step]]:
+    """Cut steps where time passes between them."""
+    runs: list[list[Step]] = []
+    for step in steps:
+        if runs and step.start_s - runs[-1][-1].end_s < 1e-6:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return runs
+
+
+def _cell(left: float, right: float, y: float, seconds: Sequence[float]) -> list[str]:
+    length = sum(seconds)
+    if length <= 0:
+        return []
+    parts, bottom = [], y + _LANE
+    # a little wider than it is, so that no line is seen between neighbours
+    width = max(0.6, right - left + 0.3)
+    for (kind, _), share in zip(_KINDS, (part / length for part in seconds), strict=True):
+        if share > 0.005:
+            height = _LANE * share
+            bottom -= height
+            parts.append(rect(left, bottom, width, height, class_=kind))
+    return parts
+
+
+def _legend() -> list[str]:
+    parts, x = [], float(_LEFT)
+    for kind, name in _KINDS:
+        parts.append(rect(x, 4, 12, 12, class_=kind))
+        parts.append(text(x + 17, 14, name, class_="tick"))
+        x += 32 + 7 * len(name)
+    return parts
+
+
+def _marks(
+    marks: Sequence[float], x: Callable[[float], float], top: float, bottom: float
+) -> list[str]:
+    return [
+        element("line", x1=x(mark), x2=x(mark), y1=top, y2=bottom, class_="mark") for mark in marks
+    ]
+
+
+def _scale(total_s: float) -> Callable[[float], float]:
+    return lambda seconds: _LEFT + _PLOT * seconds / max(total_s, 1e-9)
+
+
+def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> list[str]:
+    fitting = (step for step in _STEPS_S if total_s / step <= _MAX_TIME_TICKS)
+    step = next(fitting, _STEPS_S[-1])
+    parts = []
+    for i in range(int(total_s / step) + 1):
+        at = x(i * step)
+        parts.append(element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="base"))
+        label = _time_label(i * step)
+        parts.append(text(at, bottom + 16, label, class_="tick", text_anchor="middle"))
+    label = "time since the start, all runs one after the other"
+    axis = text(_LEFT + _PLOT / 2, bottom + 33, label, class_="axis", text_anchor="middle")
+    return [*parts, axis]
+
+
+def _time_label(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:g} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if not hours:
+        return f"{minutes} min"
+    if hours >= 48 and not minutes:
+        return f"{hours / 24:g} d"
+    return f"{hours} h {minutes:02d}" if minutes else f"{hours} h"

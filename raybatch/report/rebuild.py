@@ -1,0 +1,95 @@
+"""Makes the report of a job from what lies below its sink, whatever became of the runs."""
+
+from raybatch.durable.audit import Audit, audit
+from raybatch.durable.store import open_store
+from raybatch.history.reading import read_history
+from raybatch.history.records import History, RunRecord
+from raybatch.prefix.histogram import Histogram
+from raybatch.redaction import redacted
+from raybatch.report.record import RunReport, error_counts
+from raybatch.stages.plan.store import StoredPlan, read_plan
+from raybatch.stages.sink import output_files
+from raybatch.stages.storage import told_as
+from raybatch.stages.unit_writer import plan_units
+
+__all__ = ["counted_report", "report_of"]
+
+
+def report_of(sink: str) -> RunReport:
+    """Return the report of a job from its plan, its output and the logs of its runs.
+
+    Whatever became of the runs: the rows are counted from the output itself.
+
+    Args:
+        sink: of the job.
+
+    Raises:
+        ConfigError: there is no plan of this version below it, or it cannot be read.
+    """
+    stored = read_plan(sink)
+    with told_as(f"the output in {sink!r} cannot be read"):
+        store = open_store(sink)
+        found = audit(store, plan_units(sink, stored))
+        return counted_report(sink, stored, found, read_history(store))
+
+
+def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History) -> RunReport:
+    """Return what plan, audit and logs say of a job.
+
+    Args:
+        sink: of the job.
+        stored: its plan.
+        found: in its output.
+        history: of its runs.
+    """
+    counts = found.counts
+    spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
+    root = open_store(sink).uri + "/"
+    last = history.runs[-1] if history.runs else RunRecord(run_id="", started=0.0, seconds=0.0)
+    return RunReport(
+        source=redacted(last.source) or "not known",
+        sink=redacted(sink),
+        model=last.model or "not known",
+        rows_in=found.expected_rows,
+        rows_out=found.written_rows,
+        rows_lost=found.lost_rows,
+        rows_duplicated=found.duplicated_rows,
+        rows_resumed=last.rows_resumed,
+        statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
+        errors=error_counts(counts),
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
+        startup_s=sum(first for _, (first, _) in spans),
+        engines_s=sum(end - first for _, (first, end) in spans),
+        write_s=sum(max(0.0, seconds - end) for seconds, (_, end) in spans),
+        total_s=history.total_s,
+        replicas=max((s.num_ready for run in history.runs for s in run.samples), default=0),
+        restarts=sum(run.last.restarts for run in history.runs),
+        versions=last.versions,
+        output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
+        planned_hit_rate=_planned_hit_rate(stored),
+        num_units=found.num_units,
+        problems=_problems(found),
+        prompt_lengths=_lengths(counts.prompt_lengths, counts.prompt_tokens),
+        output_lengths=_lengths(counts.output_lengths, counts.generated_tokens),
+        history=history,
+    )
+
+
+def _planned_hit_rate(stored: StoredPlan) -> float | None:
+    if not stored.logical_tokens:
+        return None
+    return 1 - stored.computed_tokens / stored.logical_tokens
+
+
+def _lengths(counts: tuple[int, ...], total: int) -> Histogram:
+    return Histogram(counts=counts, total=total)
+
+
+def _problems(found: Audit) -> tuple[str, ...]:
+    said = found.foreign
+    if found.num_missing:
+        some = ", ".join(str(unit) for unit in found.missing)
+        said += (f"{count(found.num_missing, 'unit')} not written yet, such as {some}",)
+    return said
