@@ -229,16 +229,14 @@ class JobRun:
             restarts=restarts,
             versions=installed_versions(),
         )
-        if rows_resumed:
-            # the times of earlier runs are in their logs, and what their engines did is not known
+        # of several runs the logs know the times, and what earlier engines did is not known
+        if not rows_resumed:
+            report = replace(report, plan=self._outcome(planned, actual))
+        if len(history.runs) != 1:
             return report
+        write_s = total_s - ended_s
         return replace(
-            report,
-            startup_s=started_s,
-            engines_s=wall_s,
-            write_s=total_s - ended_s,
-            total_s=total_s,
-            plan=self._outcome(planned, actual),
+            report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
         )
 
     def _outcome(

@@ -2,17 +2,22 @@
 
 import json
 import re
+import shutil
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from raybatch.durable.commit import commit_unit
+from raybatch.durable.run_log import RunLog
+from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.report import (
-    ErrorCount,
-    RunReport,
-    read_report,
-    report_path,
-)
+from raybatch.history.records import History, RunRecord, Sample, UnitTime
+from raybatch.prefix.histogram import Histogram
+from raybatch.report import ErrorCount, RunReport, read_report, report_of, report_path
+from raybatch.stages.plan.store import StoredPlan, write_plan
+from tests.durable.support import make_plan, unit_of
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 
@@ -125,14 +130,165 @@ def test_a_page_lies_beside_the_json(planned_report, tmp_path):
     assert {"Run", "Plan and actual", "Input", "Orders"} <= set(re.findall("<h2>(.*?)</h2>", page))
 
 
-def test_a_page_without_a_plan_has_the_run_alone():
-    assert ["Run"] == re.findall("<h2>(.*?)</h2>", make_report().to_html())
+def test_a_page_without_plan_and_logs_has_audit_and_run_alone():
+    assert ["Audit of the output", "Run"] == re.findall("<h2>(.*?)</h2>", make_report().to_html())
 
 
-def test_row_ids_and_errors_are_no_markup():
-    evil = "</script><img src=x>"
+def test_nothing_of_a_report_is_markup():
+    evil = "</script><img src=x>'\"&"
     error = ErrorCount(error_class=evil, rows=1, row_ids=(evil,), message=evil)
-    assert "<img" not in make_report(errors=(error,), source=evil, sink=evil).to_html()
+    unit = UnitTime(unit=1, start_s=0, seconds=1, rows=1, host=evil, pid=1)
+    run = make_run(end=evil, host=evil, slowest=(unit,), units=(unit,), units_written=1)
+    report = make_report(
+        errors=(error,),
+        source=evil,
+        sink=evil,
+        model=evil,
+        problems=(evil,),
+        statuses={evil: 1},
+        history=History(runs=(run,)),
+    )
+    for page in (report.to_html(), report._repr_html_()):
+        assert "<img" not in page
+        assert "<script" not in page
+
+
+def make_run(**changes):
+    samples = tuple(
+        Sample(
+            end_s=float(i),
+            seconds=1.0,
+            rows=i,
+            prompt_tokens=100 * i,
+            generated_tokens=10 * i,
+            num_ready=2,
+            engines=((0, 0.5, 1.0), (1, 1.0, 1.0)),
+        )
+        for i in range(1, 5)
+    )
+    values = {"run_id": "a", "started": 1.7e9, "seconds": 5.0, "samples": samples}
+    return RunRecord(**{**values, "end": "finished", **changes})
+
+
+def test_a_report_with_a_history_is_read_as_it_was_written(tmp_path):
+    history = History(runs=(make_run(end="", versions={"ray": "2"}), make_run(run_id="b")))
+    lengths = Histogram.of(np.array([3, 30, 300]))
+    report = make_report(sink=str(tmp_path), history=history, prompt_lengths=lengths)
+    report.write()
+    assert report == read_report(str(tmp_path))
+
+
+def test_a_page_shows_time_engines_lengths_errors_and_runs():
+    lengths = Histogram.of(np.array([3, 30, 300]))
+    error = ErrorCount(error_class="X", rows=1, row_ids=("a",), message="m")
+    unit = UnitTime(unit=1, start_s=0, seconds=1, rows=1, host="h", pid=1)
+    run = make_run(slowest=(unit,), units=(unit,), units_written=1)
+    report = make_report(
+        errors=(error,), prompt_lengths=lengths, history=History(runs=(run, make_run()))
+    )
+    assert re.findall("<h2>(.*?)</h2>", report.to_html()) == [
+        "Audit of the output",
+        "Run",
+        "Errors",
+        "Timeline",
+        "Engines",
+        "Units",
+        "Lengths",
+        "Runs",
+    ]
+
+
+def test_a_page_is_well_formed_and_needs_nothing_from_elsewhere():
+    report = make_report(history=History(runs=(make_run(), make_run(end=""))))
+    page = report.to_html()
+    svgs = re.findall("<svg.*?</svg>", page)
+    assert len(svgs) >= 3
+    for svg in svgs:
+        ElementTree.fromstring(svg)
+    assert not re.search(r"(?i)<script|<link|src=|href=|url\(|@import|http", page)
+
+
+def test_text_tells_every_run_where_there_were_several():
+    report = make_report(history=History(runs=(make_run(end=""), make_run(run_id="b"))))
+    text = report.to_text()
+    assert "  run: 5.0 s, no end in its log: killed, or still running" in text.splitlines()
+    assert "in 2 runs" in text
+
+
+def test_text_tells_what_is_wrong_with_the_output():
+    text = make_report(problems=("x is no part of the plan",)).to_text()
+    assert "  problem: x is no part of the plan" in text.splitlines()
+
+
+def test_printing_a_report_shows_its_text():
+    assert str(make_report()) == make_report().to_text()
+
+
+def test_a_notebook_gets_the_tables_without_wide_drawings():
+    fragment = make_report(history=History(runs=(make_run(),)))._repr_html_()
+    assert fragment.startswith('<div class="raybatch">')
+    assert "<svg" not in fragment
+    assert "Runs" in fragment
+
+
+UNITS = [[0, 1], [2, 3], [4]]
+
+
+@pytest.fixture
+def crashed(tmp_path):
+    """A sink of a run that was killed after the first of three units."""
+    sink = str(tmp_path / "out")
+    plan = make_plan(UNITS)
+    stored = StoredPlan(
+        hash=plan.hash,
+        num_rows=5,
+        num_units=3,
+        num_groups=1,
+        is_reordered=True,
+        logical_tokens=100,
+        computed_tokens=40,
+        block_size=8,
+        options={},
+        files=(),
+        shards=(),
+        fingerprint={},
+    )
+    write_plan(sink, stored, plan)
+    store = open_store(sink)
+    commit_unit(store, **unit_of(plan, UNITS, 0))
+    log = RunLog(store, "run-a", lambda: 1000.0)
+    log.write("run_started", source="s3://k:Zq7RvW2k@in", model="m", versions={"ray": "2"})
+    log.flush()
+    return sink
+
+
+def test_a_report_is_made_of_what_a_crash_left(crashed):
+    report = report_of(crashed)
+    assert (5, 2, 3, 0) == (
+        report.rows_in,
+        report.rows_out,
+        report.rows_lost,
+        report.rows_duplicated,
+    )
+    assert ("m", 0.6, 1) == (report.model, report.planned_hit_rate, report.exit_code())
+    assert report.problems == ("2 units not written yet, such as 1, 2",)
+    assert [""] == [run.end for run in report.history.runs]
+
+
+def test_a_report_of_a_crash_holds_no_secret(crashed):
+    report = report_of(crashed)
+    assert "Zq7RvW2k" not in report.to_html() + report.to_text() + report.to_json()
+
+
+def test_a_report_of_an_output_without_logs_says_what_it_knows(crashed):
+    shutil.rmtree(f"{crashed}/_raybatch/runs")
+    report = report_of(crashed)
+    assert (2, "not known") == (report.rows_out, report.model)
+
+
+def test_a_report_of_a_folder_without_a_plan_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"plan\.json cannot be read"):
+        report_of(str(tmp_path))
 
 
 def test_a_plan_of_another_version_is_a_config_error(planned_report):

@@ -28,7 +28,7 @@ class Figure:
     """A drawing with a heading and a sentence on how to read it.
 
     Args:
-        title: heading.
+        title: heading; "" where that of the section says it.
         svg: escaped already.
         caption: below it.
         is_wide: takes the whole width.
@@ -132,4 +132,5 @@ def _table_html(table: Table) -> str:
 def _figure_html(figure: Figure) -> str:
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
     kind = "wide" if figure.is_wide else "narrow"
-    return f'<figure class="{kind}"><h3>{escape(figure.title)}</h3>{figure.svg}{caption}</figure>'
+    title = f"<h3>{escape(figure.title)}</h3>" if figure.title else ""
+    return f'<figure class="{kind}">{title}{figure.svg}{caption}</figure>'

@@ -4,6 +4,7 @@ from raybatch.durable.audit import Audit, audit
 from raybatch.durable.store import open_store
 from raybatch.history.reading import read_history
 from raybatch.history.records import History, RunRecord
+from raybatch.pictures.wording import count
 from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.record import RunReport, error_counts
@@ -29,8 +30,8 @@ def report_of(sink: str) -> RunReport:
     stored = read_plan(sink)
     with told_as(f"the output in {sink!r} cannot be read"):
         store = open_store(sink)
-        found = audit(store, plan_units(sink, stored))
-        return counted_report(sink, stored, found, read_history(store))
+        found, history = audit(store, plan_units(sink, stored)), read_history(store)
+        return counted_report(sink, stored, found, history)
 
 
 def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History) -> RunReport:

@@ -183,7 +183,8 @@ class RunReport:
         errors = () if not self.errors else (_error_section(self.errors),)
         runs = (run_section(self.history),) if self.history.runs else ()
         return (
-            _output_section(self),
+            _audit_section(self),
+            _run_facts(self),
             *errors,
             *time_sections(self.history),
             *length_section(self.prompt_lengths, self.output_lengths),
@@ -302,7 +303,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     ]
 
 
-def _output_section(report: RunReport) -> Section:
+def _audit_section(report: RunReport) -> Section:
     cards = (
         Card(name="rows expected", value=full(report.rows_in)),
         Card(
@@ -315,9 +316,15 @@ def _output_section(report: RunReport) -> Section:
             is_good=not report.rows_duplicated,
         ),
     )
-    figure = Figure(title="Audit of the output", svg=draw_cards(cards, label="Audit"), is_wide=True)
-    shown = tuple((name, value) for name, value in _facts(report) if not name.startswith(" "))
-    return Section(title="Run", facts=shown, notes=report.problems, figures=(figure,))
+    figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
+    problems = tuple((f"problem {i}", said) for i, said in enumerate(report.problems, 1))
+    return Section(title="Audit of the output", facts=problems, figures=(figure,))
+
+
+def _run_facts(report: RunReport) -> Section:
+    # what begins with a blank has a table of its own
+    shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
+    return Section(title="Run", facts=shown)
 
 
 def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
