@@ -276,6 +276,7 @@ class PoolStats:
         first_row_s: seconds from the first row received to the first row back; None before.
         replicas: counters of each live engine.
         ranks: of these engines.
+        num_units_written: units of commit that feeders have written.
         num_open_units: units of commit that are at work.
         oldest_unit: the one among them that has taken longest; None where there is none.
     """
@@ -299,5 +300,6 @@ class PoolStats:
     first_row_s: float | None = None
     replicas: tuple[ReplicaStats, ...] = ()
     ranks: tuple[int, ...] = ()
+    num_units_written: int = 0
     num_open_units: int = 0
     oldest_unit: OpenUnit | None = None

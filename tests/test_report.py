@@ -271,7 +271,7 @@ def test_a_report_is_made_of_what_a_crash_left(crashed):
         report.rows_duplicated,
     )
     assert ("m", 0.6, 1) == (report.model, report.planned_hit_rate, report.exit_code())
-    assert report.problems == ("2 units not written yet, such as 1, 2",)
+    assert report.problems == ("2 units not written yet, such as 1, 2; run the job again to go on",)
     assert [""] == [run.end for run in report.history.runs]
 
 

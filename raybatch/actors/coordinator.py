@@ -142,7 +142,8 @@ class Coordinator:
             counters.unit_opened(unit, host, pid, now)
             self._metrics.unit(state, None)
         else:
-            self._metrics.unit(state, counters.unit_closed(unit, now))
+            seconds = counters.unit_closed(unit, now, is_written=state == "written")
+            self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
         """Return the counters of a client and the state of the pool."""

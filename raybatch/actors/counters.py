@@ -28,6 +28,7 @@ class ClientCounters:
     first_received: float | None = None
     first_done: float | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    units_written: int = 0
     # number to begin, host and process
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
@@ -75,8 +76,9 @@ class ClientCounters:
         """Note a unit whose rows a feeder begins to hand over; one that is begun again is young."""
         self.open_units[unit] = now, host, pid
 
-    def unit_closed(self, unit: int, now: float) -> float | None:
+    def unit_closed(self, unit: int, now: float, *, is_written: bool = True) -> float | None:
         """Note that a unit is at work no more; return its seconds, None where they are unknown."""
+        self.units_written += is_written
         began, _, _ = self.open_units.pop(unit, (None, "", 0))
         return None if began is None else now - began
 
@@ -123,6 +125,7 @@ class ClientCounters:
             first_row_s=first_row_s,
             replicas=tuple(replicas),
             ranks=tuple(ranks),
+            num_units_written=self.units_written,
             num_open_units=len(self.open_units),
             oldest_unit=self._oldest_unit(now),
         )

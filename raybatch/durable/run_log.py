@@ -20,7 +20,7 @@ __all__ = ["RunLog", "read_events", "run_ids"]
 
 logger = logging.getLogger(__name__)
 
-_MIN_WAIT_S, _MAX_WAIT_S = 10.0, 300.0
+_MIN_WAIT_S, _MAX_WAIT_S = 2.0, 300.0
 _SHARE = 20
 _MAX_LINES = 10_000
 

@@ -3,6 +3,7 @@
 import heapq
 from array import array
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from raybatch.durable.protocols import Store
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.history.records import History, RunRecord, Sample, UnitTime, merged
 
-__all__ = ["read_history", "run_of"]
+__all__ = ["read_history", "run_of", "with_unlogged"]
 
 _MAX_SAMPLES = 240
 _NUM_SLOWEST = 5
@@ -26,6 +27,24 @@ def read_history(store: Store) -> History:
     runs = (run_of(read_events(store, run_id)) for run_id in run_ids(store))
     found = [run for run in runs if run is not None]
     return History(runs=tuple(sorted(found, key=lambda run: (run.started, run.run_id))))
+
+
+def with_unlogged(history: History, *, num_units: int, num_rows: int) -> History:
+    """Return the runs with what those that were killed have written and could not log.
+
+    Args:
+        history: of all runs.
+        num_units: units that are there now.
+        num_rows: rows of these.
+    """
+    runs = []
+    after = [(run.units_resumed, run.rows_resumed) for run in history.runs[1:]]
+    for run, (units, rows) in zip(history.runs, [*after, (num_units, num_rows)], strict=False):
+        units, rows = units - run.units_resumed, rows - run.rows_resumed
+        if not run.end and units > run.units_written:
+            run = replace(run, units_written=units, rows_written=max(rows, run.rows_written))
+        runs.append(run)
+    return History(runs=tuple(runs))
 
 
 def run_of(events: Iterable[Event]) -> RunRecord | None:

@@ -90,6 +90,7 @@ class RunRecorder:
         self._began_s = clock()
         self._next_beat_s = self._began_s
         self._sampler = Sampler()
+        self._num_receipts = 0
         self._end = "finished"
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="raybatch-run-log", daemon=True)
@@ -156,7 +157,8 @@ class RunRecorder:
     def unit_done(self, receipt: UnitReceipt) -> None:
         """Hear of a unit that is written."""
         if self.units is not None:
-            self.units = replace(self.units, done=min(self.units.done + 1, self.units.total))
+            self._num_receipts += 1
+            self._note_done(max(self.units.done, self.units.resumed + self._num_receipts))
         self._log.write(
             "unit_done",
             unit=receipt.unit,
@@ -174,12 +176,20 @@ class RunRecorder:
 
     def observe(self, stats: PoolStats) -> None:
         """Take a state of the pool; a sample of it is written when it is due."""
+        if self.units is not None:
+            # receipts come with the last unit of a block
+            done = self.units.resumed + stats.num_units_written
+            self._note_done(max(self.units.done, done))
         found = self._sampler.observe(self._elapsed_s(), stats)
         for event in found.events:
             level = "info" if event["state"] == "ready" else "warning"
             self._log.write("replica", level=level, **event)
         if found.sample is not None:
             self._log.write("sample", **found.sample)
+
+    def _note_done(self, done: int) -> None:
+        if self.units is not None:
+            self.units = replace(self.units, done=min(done, self.units.total))
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s

@@ -26,6 +26,8 @@ _STEPS_S = (
     *(14_400, 21_600, 43_200, 86_400, 172_800, 432_000, 864_000, 2_592_000),
 )
 _MAX_TIME_TICKS = 9
+# logs hold milliseconds
+_SAME_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +197,7 @@ def _connected(steps: Sequence[Step]) -> list[list[Step]]:
     """Cut steps where time passes between them."""
     runs: list[list[Step]] = []
     for step in steps:
-        if runs and step.start_s - runs[-1][-1].end_s < 1e-6:
+        if runs and step.start_s - runs[-1][-1].end_s < _SAME_S:
             runs[-1].append(step)
         else:
             runs.append([step])

@@ -2,7 +2,7 @@
 
 from raybatch.durable.audit import Audit, audit
 from raybatch.durable.store import open_store
-from raybatch.history.reading import read_history
+from raybatch.history.reading import read_history, with_unlogged
 from raybatch.history.records import History, RunRecord
 from raybatch.pictures.wording import count
 from raybatch.prefix.histogram import Histogram
@@ -44,6 +44,11 @@ def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History
         history: of its runs.
     """
     counts = found.counts
+    history = with_unlogged(
+        history,
+        num_units=found.num_units - found.num_missing,
+        num_rows=found.written_rows,
+    )
     spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
     root = open_store(sink).uri + "/"
     last = history.runs[-1] if history.runs else RunRecord(run_id="", started=0.0, seconds=0.0)
@@ -92,5 +97,6 @@ def _problems(found: Audit) -> tuple[str, ...]:
     said = found.foreign
     if found.num_missing:
         some = ", ".join(str(unit) for unit in found.missing)
-        said += (f"{count(found.num_missing, 'unit')} not written yet, such as {some}",)
+        units = count(found.num_missing, "unit")
+        said += (f"{units} not written yet, such as {some}; run the job again to go on",)
     return said

@@ -10,8 +10,9 @@ from raybatch.durable.heartbeat import beat, live_runs
 from raybatch.durable.run_log import read_events
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError, RowError
-from raybatch.history.reading import read_history, run_of
+from raybatch.history.reading import read_history, run_of, with_unlogged
 from raybatch.history.recorder import RunRecorder, new_run_id
+from raybatch.history.records import History, RunRecord
 from raybatch.history.sampling import Sampler
 from raybatch.stages.plan.store import StoredPlan
 from raybatch.stages.receipts import UnitReceipt
@@ -139,6 +140,28 @@ def test_units_count_from_those_that_were_there(store):
         assert recorder.units.planned_hit_rate == 0.75
         recorder.unit_done(receipt(1))
         assert 2 == recorder.units.done
+
+
+def test_units_count_as_soon_as_feeders_say_so(store):
+    with recorder_of(store) as recorder:
+        recorder.planned(stored_plan(num_units=5), np.array([False, True, True, True, True]))
+        recorder.observe(PoolStats(num_units_written=3))
+        recorder.unit_done(receipt(1))
+        assert 4 == recorder.units.done
+
+
+def test_a_killed_run_has_written_what_the_next_one_found():
+    killed = RunRecord(run_id="a", started=1.0, seconds=1.0, units_written=1, rows_written=10)
+    last = RunRecord(run_id="b", started=2.0, seconds=1.0, units_resumed=3, rows_resumed=30)
+    found = with_unlogged(History(runs=(killed, last)), num_units=4, num_rows=45)
+    written = [(run.units_written, run.rows_written) for run in found.runs]
+    assert [(3, 30), (1, 15)] == written
+
+
+def test_a_run_with_an_end_has_logged_what_it_wrote():
+    run = RunRecord(run_id="a", started=1.0, seconds=1.0, units_written=1, end="interrupted")
+    history = History(runs=(run,))
+    assert history == with_unlogged(history, num_units=4, num_rows=45)
 
 
 def test_a_unit_is_read_back_with_its_time_and_place(store):
