@@ -47,7 +47,7 @@ class Job:
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
-        >>> print(Job("prompts/", "answers/", stage).run().to_text())  # doctest: +SKIP
+        >>> print(Job("prompts/", "answers/", stage).run())  # doctest: +SKIP
     """
 
     def __init__(

@@ -271,7 +271,7 @@ def _done(progress: Progress) -> list[tuple[str, str]]:
     resumed = 0 if units is None else units.rows_resumed
     total = "?" if progress.rows_total is None else str(progress.rows_total + resumed)
     cells = [("rows", f"{stats.rows_done + resumed}/{total}")]
-    if units is not None:
+    if units is not None and units.total:
         at_work = f" ({stats.num_open_units} at work)" if stats.num_open_units else ""
         cells.append(("units", f"{units.done}/{units.total}{at_work}"))
         if units.resumed:

@@ -122,6 +122,12 @@ def test_line_counts_rows_and_units_of_earlier_runs_as_done():
     assert "cached 40 % (plan 50 %)" in line
 
 
+def test_line_before_the_plan_counts_rows_of_earlier_runs():
+    units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=30)
+    line = progress_line([Snapshot(time_s=0.0, stats=stats(), rows_total=60, units=units)])
+    assert line.startswith("rows 30/90 | errors 0")
+
+
 def test_line_names_the_slowest_unit():
     oldest = OpenUnit(unit=7, age_s=61.0, host="h", pid=12)
     line = progress_line([snapshot(0.0, oldest_unit=oldest)])

@@ -37,7 +37,7 @@ class UnitsSoFar:
     """How far the units of a run are.
 
     Args:
-        total: units of the plan.
+        total: units of the plan; 0 while there is none.
         done: units that are written, those of earlier runs among them.
         resumed: units that earlier runs had written.
         rows_resumed: rows of these.
@@ -70,7 +70,7 @@ class RunRecorder:
 
     Attributes:
         run_id: name of the run.
-        units: how far they are; None while there is no plan.
+        units: how far they are; none of them are known while there is no plan.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class RunRecorder:
         about: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.units: UnitsSoFar | None = None
         self._store = store
         self.run_id = run_id
         self._about = about
+        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=self.rows_resumed)
         self._clock = clock
         self._log = RunLog(store, run_id, clock)
         self._began_s = clock()
@@ -156,9 +156,8 @@ class RunRecorder:
 
     def unit_done(self, receipt: UnitReceipt) -> None:
         """Hear of a unit that is written."""
-        if self.units is not None:
-            self._num_receipts += 1
-            self._note_done(max(self.units.done, self.units.resumed + self._num_receipts))
+        self._num_receipts += 1
+        self._note_done(self.units.resumed + self._num_receipts)
         self._log.write(
             "unit_done",
             unit=receipt.unit,
@@ -176,10 +175,8 @@ class RunRecorder:
 
     def observe(self, stats: PoolStats) -> None:
         """Take a state of the pool; a sample of it is written when it is due."""
-        if self.units is not None:
-            # receipts come with the last unit of a block
-            done = self.units.resumed + stats.num_units_written
-            self._note_done(max(self.units.done, done))
+        # receipts come with the last unit of a block
+        self._note_done(self.units.resumed + stats.num_units_written)
         found = self._sampler.observe(self._elapsed_s(), stats)
         for event in found.events:
             level = "info" if event["state"] == "ready" else "warning"
@@ -188,8 +185,8 @@ class RunRecorder:
             self._log.write("sample", **found.sample)
 
     def _note_done(self, done: int) -> None:
-        if self.units is not None:
-            self.units = replace(self.units, done=min(done, self.units.total))
+        done = min(max(done, self.units.done), self.units.total)
+        self.units = replace(self.units, done=done)
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s
