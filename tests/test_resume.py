@@ -17,7 +17,7 @@ from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.store import open_store
 from raybatch.job import Job
-from raybatch.report import RunReport
+from raybatch.report import RunReport, report_of
 from raybatch.types import PoolStats
 from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
 
@@ -111,6 +111,10 @@ def test_second_run_goes_on_where_the_first_stopped(model, tmp_path, plan):
     assert {name: after[name] for name in before} == before
     num_before = sum(pq.read_metadata(io.BytesIO(part)).num_rows for part in before.values())
     assert report.rows_resumed >= num_before
+    assert [run.end for run in report.history.runs] == ["interrupted", "finished"]
+    made = report_of(str(sink))
+    assert made.history == report.history
+    assert (made.rows_out, made.prompt_tokens) == (NUM_ROWS, report.prompt_tokens)
 
 
 def test_the_log_of_a_run_has_every_unit_and_no_text_of_a_row(model, tmp_path):
