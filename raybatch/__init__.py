@@ -18,6 +18,7 @@ from raybatch.errors import (
 )
 
 if TYPE_CHECKING:
+    from raybatch.composed import read_parquet, write_parquet
     from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
     from raybatch.explanation.record import Explanation
     from raybatch.job import Job
@@ -46,7 +47,9 @@ __all__ = [
     "Sampling",
     "__version__",
     "build_processor",
+    "read_parquet",
     "vLLMEngineProcessorConfig",
+    "write_parquet",
 ]
 
 __version__: str
@@ -63,7 +66,9 @@ _HOMES = {
     "RunReport": "raybatch.report",
     "Sampling": "raybatch.types",
     "build_processor": "raybatch.processor",
+    "read_parquet": "raybatch.composed",
     "vLLMEngineProcessorConfig": "raybatch.processor",
+    "write_parquet": "raybatch.composed",
 }
 
 
