@@ -1,9 +1,9 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import ray
 
@@ -24,7 +24,7 @@ from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
-from raybatch.stages.sink import prepare_sink
+from raybatch.stages.sink import check_partitions, prepare_sink
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
 
 
@@ -44,6 +44,8 @@ class Job:
         overwrite: remove the output of an earlier run and begin again.
         flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
             so that a run that dies loses minutes of long rows at most.
+        partition_by: columns of the source by whose values the output is laid out, as in
+            data/lang=en/part-000000.parquet; they are not repeated inside the files.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -59,6 +61,7 @@ class Job:
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
         flush_every_s: float = 60.0,
+        partition_by: Sequence[str] = (),
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -75,6 +78,7 @@ class Job:
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
             flush_every_s=flush_every_s,
+            partition_by=cast("tuple[str, ...]", partition_by),
         )
         self._stage = stage
 
@@ -108,6 +112,7 @@ class Job:
             plan=config.plan,
             overwrite=config.overwrite,
             flush_every_s=config.flush_every_s,
+            partition_by=config.partition_by,
         )
 
     @classmethod
@@ -184,6 +189,7 @@ class Job:
         output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
         check_names(source.schema)
+        check_partitions(source.schema, self.config.partition_by)
         if self.config.plan.mode != "off":
             check_expected(source.schema, self.config.plan.expected_tokens_column)
         if stage.id_column is not None:

@@ -26,6 +26,7 @@ class JobConfig:
         plan: of the whole input, made before anything is generated.
         overwrite: remove an earlier output and begin again.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
+        partition_by: columns of the source by whose values the output is laid out.
     """
 
     source: str
@@ -34,10 +35,15 @@ class JobConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     overwrite: bool = False
     flush_every_s: float = 60.0
+    partition_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.flush_every_s > 0:
             raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
+        names = self.partition_by
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"partition_by must be a list of columns, got {names!r}")
+        object.__setattr__(self, "partition_by", tuple(names))
 
 
 def plan_config(plan: object, *, where: str) -> PlanConfig:

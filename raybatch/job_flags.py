@@ -23,7 +23,15 @@ _DEMO_NOTE = (
     "documents and nothing else"
 )
 # every other option belongs to the stage
-JOB_OPTIONS = ("source", "sink", "stage", "plan", "overwrite")
+JOB_OPTIONS = (
+    "source",
+    "sink",
+    "stage",
+    "plan",
+    "overwrite",
+    "flush_every_s",
+    "partition_by",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +70,8 @@ def read_job_flags(
     replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
     on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier output of raybatch.")
+        bool,
+        typer.Option("--overwrite", help="Remove an earlier output of raybatch and begin again."),
     ] = False,
     settings: Annotated[
         list[str] | None,

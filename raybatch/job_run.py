@@ -5,15 +5,13 @@ import uuid
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.audit import Audit, audit, finish, is_finished
-from raybatch.durable.commit import commit_unit, committed
+from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
-from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
@@ -69,7 +67,9 @@ class JobRun:
         schema = output_schema(self.source.schema, self.config.stage)
         job = replace(
             planned_run(self.config, self.source),
-            fingerprint=fingerprint(self.config.stage, schema),
+            fingerprint=fingerprint(
+                self.config.stage, schema, partition_by=self.config.partition_by
+            ),
             files=input_files(self.source),
         )
         stored = self._stored(store, job)
@@ -113,7 +113,7 @@ class JobRun:
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
         if not self.source.num_rows:
-            self._write_nothing(store_input_order(job), schema)
+            self._runner(self.stage, schema).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
         num_rows = self.source.num_rows - rows_resumed
@@ -127,19 +127,6 @@ class JobRun:
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
-
-    def _write_nothing(self, stored: StoredPlan, schema: pa.Schema) -> None:
-        """Write the one part of an input without rows, so that readers find the columns."""
-        commit_unit(
-            open_store(self.config.sink),
-            plan_units(self.config.sink, stored).unit(0),
-            schema.empty_table(),
-            pos=np.zeros(0, np.int64),
-            row=np.zeros(0, np.int64),
-            counts=UnitCounts(),
-            plan_hash=stored.hash,
-            attempt="empty",
-        )
 
     def _runner(self, stage: type[StageFeeder], schema: pa.Schema) -> FeederRunner:
         return FeederRunner(
@@ -242,4 +229,5 @@ def planned_run(config: JobConfig, source: Source) -> PlannedRun:
         plan=config.plan,
         sink=config.sink,
         row_id_column=row_id_column,
+        partition_by=config.partition_by,
     )

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.report import RunReport
 from raybatch.types import PoolStats
@@ -153,3 +154,30 @@ def test_two_drivers_at_once_write_every_row_once(model, tmp_path):
     assert len(reports) == 2
     for report in reports:
         check_output(tmp_path / "out", report)
+
+
+def test_output_is_laid_out_by_columns_of_the_source(model, tmp_path):
+    write_source(tmp_path, lengths=[2 + i % 3 for i in range(NUM_ROWS)])
+    sink = tmp_path / "out"
+    job = make_job(tmp_path, model, PLANS["small"], partition_by=["most"])
+    run_until(job, lambda: any(sink.glob("_raybatch/done/*.json")))
+    report = make_job(tmp_path, model, PLANS["small"], partition_by=["most"]).run()
+    check_output(sink, report)
+    assert {path.name for path in (sink / "data").iterdir()} == {"most=2", "most=3", "most=4"}
+    for path in sink.glob("data/most=3/*"):
+        numbers = pq.ParquetFile(path).read().column("number").to_pylist()
+        assert {number % 3 for number in numbers} == {1}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["mots"], r"no column 'mots' \(did you mean 'most'\?\)"),
+        (["generated_text"], "not by generated ones"),
+        ("most", "must be a list of columns"),
+    ],
+)
+def test_columns_that_cannot_lay_out_the_output_are_refused(model, tmp_path, columns, message):
+    write_source(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        make_job(tmp_path, model, PLANS["off"], partition_by=columns).run()

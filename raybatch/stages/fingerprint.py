@@ -45,7 +45,9 @@ _THREADS = 16
 InputFile = tuple[str, int, str]
 
 
-def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
+def fingerprint(
+    config: StageConfig, schema: pa.Schema, *, partition_by: Sequence[str] = ()
+) -> dict[str, str]:
     """Return what decides the answers beside the input files, name to text.
 
     Long texts and functions are there as digests.
@@ -53,6 +55,7 @@ def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
     Args:
         config: of the stage, as the user gave it.
         schema: of the output.
+        partition_by: columns by which it is laid out.
     """
     found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
     for field in dataclasses.fields(config):
@@ -64,6 +67,7 @@ def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
     found["backend"] = dataclasses.asdict(config.backend)
+    found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
     return {name: _as_text(value) for name, value in found.items()}
 

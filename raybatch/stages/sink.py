@@ -3,16 +3,25 @@
 import json
 import posixpath
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import fsspec
+import pyarrow as pa
 
 from raybatch.durable.layout import DATA, SUCCESS, part_unit
 from raybatch.durable.store import open_store
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import told_as
 
-__all__ = ["output_files", "prepare_sink"]
+__all__ = ["check_partitions", "output_files", "prepare_sink"]
+
+_PARTITION_TYPES = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_integer,
+    pa.types.is_boolean,
+    pa.types.is_date,
+)
 
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
@@ -69,6 +78,24 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
         _check_layout(sink, store.read(_MARKER))
     said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
     store.create(_MARKER, said)
+
+
+def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
+    """Raise ConfigError where the output cannot be laid out by the values of these columns."""
+    for name in columns:
+        if name not in source.names:
+            raise ConfigError(
+                f"partition_by: the source has no column {name!r}{did_you_mean(name, source.names)}"
+                "; the output is laid out by columns of the source, not by generated ones"
+            )
+        kind = source.field(name).type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not any(is_kind(kind) for is_kind in _PARTITION_TYPES):
+            raise ConfigError(
+                f"partition_by: column {name!r} is {kind}; take one of texts, whole numbers, "
+                "booleans or dates"
+            )
 
 
 def _is_ours(name: str) -> bool:

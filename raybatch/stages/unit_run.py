@@ -58,6 +58,11 @@ class FeederRunner:
             if writer.receipt_of(unit) is None:
                 writer.deliver(unit, writer.joined([finished.filter(pa.array(units == unit))]))
 
+    def write_nothing(self, stored: StoredPlan) -> None:
+        """Write the one part of an input without rows, so that readers find the columns."""
+        writer = self._writer(stored)
+        writer.deliver(0, writer.journal_of(0))
+
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
         own = {"config": stage.config, "pool": stage.pool, "client": stage.client}

@@ -4,12 +4,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import pyarrow as pa
 
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, write_fragment
 from raybatch.durable.layout import SCHEMA
+from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
@@ -43,7 +45,8 @@ class UnitWriter:
 
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
-        return receipt_of(self._store, self._plan.unit(unit), self.stored.hash)
+        of = partitioned_receipt_of if self.stored.partition_by else receipt_of
+        return of(self._store, self._plan.unit(unit), self.stored.hash)
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
@@ -83,17 +86,21 @@ class UnitWriter:
                 finished = self._read_journal(unit)
                 if finished.num_rows < num_rows:
                     return None
-            rows = finished.drop_columns([POS, ROW])
-            return commit_unit(
-                self._store,
-                self._plan.unit(unit),
-                rows,
-                pos=finished.column(POS).to_numpy(),
-                row=finished.column(ROW).to_numpy(),
-                counts=self._counts(rows),
-                plan_hash=self.stored.hash,
-                attempt=self.attempt,
-            )
+            return self._commit(unit, finished)
+
+    def _commit(self, unit: int, finished: pa.Table) -> Receipt:
+        rows = finished.drop_columns([POS, ROW])
+        options: dict[str, Any] = {
+            "pos": finished.column(POS).to_numpy(),
+            "row": finished.column(ROW).to_numpy(),
+            "plan_hash": self.stored.hash,
+            "attempt": self.attempt,
+        }
+        target = self._store, self._plan.unit(unit), rows
+        if self.stored.partition_by:
+            by = self.stored.partition_by
+            return commit_partitioned(*target, by=by, count=self._counts, **options)
+        return commit_unit(*target, counts=self._counts(rows), **options)
 
     def _read_journal(self, unit: int) -> pa.Table:
         return read_fragments(

@@ -285,6 +285,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         files=tuple(job.files),
         shards=tuple(zip(written, firsts, strict=False)),
         fingerprint=job.fingerprint,
+        partition_by=job.partition_by,
     )
     return write_plan(job.sink, stored, units)
 

@@ -44,7 +44,12 @@ def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | La
 def store_input_order(job: PlannedRun) -> StoredPlan:
     """Write a plan that reads no row: units are stretches of the input, one after the other."""
     return store_stretches(
-        job.source, job.sink, job.plan, fingerprint=job.fingerprint, files=job.files
+        job.source,
+        job.sink,
+        job.plan,
+        fingerprint=job.fingerprint,
+        files=job.files,
+        partition_by=job.partition_by,
     )
 
 
@@ -55,6 +60,7 @@ def store_stretches(
     *,
     fingerprint: Mapping[str, str],
     files: Sequence[InputFile],
+    partition_by: tuple[str, ...] = (),
 ) -> StoredPlan:
     """Write such a plan of a source, and return the one that holds.
 
@@ -64,6 +70,7 @@ def store_stretches(
         plan: options.
         fingerprint: what decides the answers.
         files: of the source.
+        partition_by: columns by which the output is laid out.
     """
     rows = [
         sum(part.num_rows for part in source.slices[slices.start : slices.stop])
@@ -85,6 +92,7 @@ def store_stretches(
         files=tuple(files),
         shards=(),
         fingerprint=fingerprint,
+        partition_by=partition_by,
     )
     return write_plan(sink, stored, stretches(name, unit_rows))
 

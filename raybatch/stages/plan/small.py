@@ -209,6 +209,7 @@ def store_plan(
         files=tuple(job.files),
         shards=((write_shard(job.sink, name, 0, shard), 0),),
         fingerprint=job.fingerprint,
+        partition_by=job.partition_by,
     )
     sums = row_sums(shard.column("unit").to_numpy(), np.arange(whole.num_rows), whole.num_units)
     units = UnitPlan(hash=name, unit_rows=np.diff(whole.unit_starts), row_sums=sums)
