@@ -1,6 +1,6 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +11,7 @@ from raybatch.config import PlanConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.job_config import JobConfig, plan_config, read_job_file
+from raybatch.job_config import JobConfig, column_names, plan_config, read_job_file
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
@@ -24,6 +24,7 @@ from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
+from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
 
@@ -36,7 +37,7 @@ class Job:
     source; it does not depend on blocks, order or cluster size.
 
     Args:
-        source: Parquet or JSONL: a file, a folder or a glob, local or with a protocol.
+        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob, local or with a protocol.
         sink: folder for the output. The job goes on where an earlier run of it has stopped; a
             folder with other files, or with the output of another job, is refused.
         stage: what `LLMStage(...)` returned.
@@ -44,6 +45,12 @@ class Job:
         overwrite: remove the output of an earlier run and begin again.
         flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
             so that a run that dies loses minutes of long rows at most.
+        columns: of the source that are read and written, in this order; None takes all.
+        schema_policy: what to do with files whose schemas differ: "strict" refuses them, "cast"
+            takes the narrowest types that hold all values exactly.
+        skip_bad_files: leave out files that cannot be read (empty, cut, of another kind), in place
+            of refusing the source; they are logged and reported.
+        max_row_group_bytes: that a row group or record batch may take in memory.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -59,6 +66,10 @@ class Job:
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
         flush_every_s: float = 60.0,
+        columns: Sequence[str] | str | None = None,
+        schema_policy: SchemaPolicy = "strict",
+        skip_bad_files: bool = False,
+        max_row_group_bytes: int = 2 << 30,
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -75,6 +86,10 @@ class Job:
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
             flush_every_s=flush_every_s,
+            columns=column_names(columns, where="columns"),
+            schema_policy=schema_policy,
+            skip_bad_files=skip_bad_files,
+            max_row_group_bytes=max_row_group_bytes,
         )
         self._stage = stage
 
@@ -99,7 +114,8 @@ class Job:
         options = {name: value for name, value in stage.items() if name != "model"}
         stage_config = build_stage_config(stage["model"], options, where=f"{where}: stage")
         plan = plan_config(mapping.get("plan"), where=f"{where}: plan")
-        nested = {**mapping, "stage": stage_config, "plan": plan}
+        columns = column_names(mapping.get("columns"), where=f"{where}: columns")
+        nested = {**mapping, "stage": stage_config, "plan": plan, "columns": columns}
         config = from_mapping(JobConfig, nested, where=where)
         return cls(
             config.source,
@@ -108,6 +124,10 @@ class Job:
             plan=config.plan,
             overwrite=config.overwrite,
             flush_every_s=config.flush_every_s,
+            columns=config.columns,
+            schema_policy=config.schema_policy,
+            skip_bad_files=config.skip_bad_files,
+            max_row_group_bytes=config.max_row_group_bytes,
         )
 
     @classmethod
@@ -135,7 +155,7 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        source = scan_source(self.config.source)
+        source = self._scan()
         self._check(source, self.config.stage.output)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(
@@ -166,7 +186,7 @@ class Job:
         Raises:
             ConfigError: found before any work starts, where it can be.
         """
-        source = scan_source(self.config.source)
+        source = self._scan()
         self._check(source, self.config.stage.output)
         return explain_source(
             Question(
@@ -177,6 +197,16 @@ class Job:
                 price_per_engine_hour=price_per_engine_hour,
                 measure=measure,
             )
+        )
+
+    def _scan(self) -> Source:
+        self.config.check_columns()
+        return scan_source(
+            self.config.source,
+            columns=self.config.columns,
+            schema_policy=self.config.schema_policy,
+            skip_bad_files=self.config.skip_bad_files,
+            max_row_group_bytes=self.config.max_row_group_bytes,
         )
 
     def _check(self, source: Source, output: OutputSchema) -> None:

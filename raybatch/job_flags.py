@@ -23,7 +23,18 @@ _DEMO_NOTE = (
     "documents and nothing else"
 )
 # every other option belongs to the stage
-JOB_OPTIONS = ("source", "sink", "stage", "plan", "overwrite")
+JOB_OPTIONS = (
+    "source",
+    "sink",
+    "stage",
+    "plan",
+    "overwrite",
+    "flush_every_s",
+    "columns",
+    "schema_policy",
+    "skip_bad_files",
+    "max_row_group_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +55,7 @@ def read_job_flags(
         str | None, typer.Argument(help="YAML job file; the options below win over it.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--input", help="Parquet or JSONL: a file, a folder or a glob.")
+        str | None, typer.Option("--input", help="Parquet, JSONL, Arrow: a file, folder or glob.")
     ] = None,
     sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
     model: Annotated[
@@ -61,6 +72,9 @@ def read_job_flags(
     id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
     on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to read and write, such as id,document; all.")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier output of raybatch.")
     ] = False,
@@ -82,6 +96,7 @@ def read_job_flags(
         "stage.pool.replicas": replicas,
         "stage.on_error": on_error,
         "overwrite": overwrite or None,
+        "columns": columns,
     }
     given = {path: value for path, value in flags.items() if value is not None}
     return job_mapping(job_file, {**given, **parse_settings(settings or [])})
