@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import ray
 
@@ -11,7 +11,7 @@ from raybatch.config import PlanConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.job_config import JobConfig, plan_config, read_job_file
+from raybatch.job_config import JobConfig, column_names, plan_config, read_job_file
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
@@ -24,6 +24,7 @@ from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
+from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, prepare_sink
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
 
@@ -36,7 +37,7 @@ class Job:
     source; it does not depend on blocks, order or cluster size.
 
     Args:
-        source: Parquet or JSONL: a file, a folder or a glob, local or with a protocol.
+        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob, local or with a protocol.
         sink: folder for the output. The job goes on where an earlier run of it has stopped; a
             folder with other files, or with the output of another job, is refused.
         stage: what `LLMStage(...)` returned.
@@ -46,6 +47,12 @@ class Job:
             so that a run that dies loses minutes of long rows at most.
         partition_by: columns of the source by whose values the output is laid out, as in
             data/lang=en/part-000000.parquet; they are not repeated inside the files.
+        columns: of the source that are read and written, in this order; None takes all.
+        schema_policy: what to do with files whose schemas differ: "strict" refuses them, "cast"
+            takes the narrowest types that hold all values exactly.
+        skip_bad_files: leave out files that cannot be read (empty, cut, of another kind), in place
+            of refusing the source; they are logged and reported.
+        max_row_group_bytes: that a row group or record batch may take in memory.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -61,7 +68,11 @@ class Job:
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
         flush_every_s: float = 60.0,
-        partition_by: Sequence[str] = (),
+        partition_by: Sequence[str] | str = (),
+        columns: Sequence[str] | str | None = None,
+        schema_policy: SchemaPolicy = "strict",
+        skip_bad_files: bool = False,
+        max_row_group_bytes: int = 2 << 30,
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -78,7 +89,11 @@ class Job:
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
             flush_every_s=flush_every_s,
-            partition_by=cast("tuple[str, ...]", partition_by),
+            partition_by=column_names(partition_by, where="partition_by") or (),
+            columns=column_names(columns, where="columns"),
+            schema_policy=schema_policy,
+            skip_bad_files=skip_bad_files,
+            max_row_group_bytes=max_row_group_bytes,
         )
         self._stage = stage
 
@@ -103,7 +118,8 @@ class Job:
         options = {name: value for name, value in stage.items() if name != "model"}
         stage_config = build_stage_config(stage["model"], options, where=f"{where}: stage")
         plan = plan_config(mapping.get("plan"), where=f"{where}: plan")
-        nested = {**mapping, "stage": stage_config, "plan": plan}
+        columns = column_names(mapping.get("columns"), where=f"{where}: columns")
+        nested = {**mapping, "stage": stage_config, "plan": plan, "columns": columns}
         config = from_mapping(JobConfig, nested, where=where)
         return cls(
             config.source,
@@ -113,6 +129,10 @@ class Job:
             overwrite=config.overwrite,
             flush_every_s=config.flush_every_s,
             partition_by=config.partition_by,
+            columns=config.columns,
+            schema_policy=config.schema_policy,
+            skip_bad_files=config.skip_bad_files,
+            max_row_group_bytes=config.max_row_group_bytes,
         )
 
     @classmethod
@@ -140,7 +160,7 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        source = scan_source(self.config.source)
+        source = self._scan()
         self._check(source, self.config.stage.output)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(
@@ -171,7 +191,7 @@ class Job:
         Raises:
             ConfigError: found before any work starts, where it can be.
         """
-        source = scan_source(self.config.source)
+        source = self._scan()
         self._check(source, self.config.stage.output)
         return explain_source(
             Question(
@@ -182,6 +202,16 @@ class Job:
                 price_per_engine_hour=price_per_engine_hour,
                 measure=measure,
             )
+        )
+
+    def _scan(self) -> Source:
+        self.config.check_columns()
+        return scan_source(
+            self.config.source,
+            columns=self.config.columns,
+            schema_policy=self.config.schema_policy,
+            skip_bad_files=self.config.skip_bad_files,
+            max_row_group_bytes=self.config.max_row_group_bytes,
         )
 
     def _check(self, source: Source, output: OutputSchema) -> None:

@@ -31,6 +31,10 @@ JOB_OPTIONS = (
     "overwrite",
     "flush_every_s",
     "partition_by",
+    "columns",
+    "schema_policy",
+    "skip_bad_files",
+    "max_row_group_bytes",
 )
 
 
@@ -52,7 +56,7 @@ def read_job_flags(
         str | None, typer.Argument(help="YAML job file; the options below win over it.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--input", help="Parquet or JSONL: a file, a folder or a glob.")
+        str | None, typer.Option("--input", help="Parquet, JSONL, Arrow: a file, folder or glob.")
     ] = None,
     sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
     model: Annotated[
@@ -69,6 +73,9 @@ def read_job_flags(
     id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
     on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to read and write, such as id,document; all.")
+    ] = None,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Remove an earlier output of raybatch and begin again."),
@@ -91,6 +98,7 @@ def read_job_flags(
         "stage.pool.replicas": replicas,
         "stage.on_error": on_error,
         "overwrite": overwrite or None,
+        "columns": columns,
     }
     given = {path: value for path, value in flags.items() if value is not None}
     return job_mapping(job_file, {**given, **parse_settings(settings or [])})

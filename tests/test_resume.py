@@ -174,7 +174,7 @@ def test_output_is_laid_out_by_columns_of_the_source(model, tmp_path):
     [
         (["mots"], r"no column 'mots' \(did you mean 'most'\?\)"),
         (["generated_text"], "not by generated ones"),
-        ("most", "must be a list of columns"),
+        ([3], "must be a list of names"),
     ],
 )
 def test_columns_that_cannot_lay_out_the_output_are_refused(model, tmp_path, columns, message):

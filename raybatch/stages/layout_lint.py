@@ -17,6 +17,7 @@ from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.stages.file_slices import ROWS_PER_TABLE, read_slice
 from raybatch.stages.options import StageConfig
+from raybatch.stages.schemas import in_common_schema
 from raybatch.stages.source import Source
 from raybatch.stages.template import PromptTemplate
 
@@ -130,6 +131,7 @@ def sample_tables(
     Of Parquet, a slice is read from its beginning until it has given its share; a JSONL file is
     read as a whole in any case and gives rows from all over.
     """
+    schema = pa.schema([source.schema.field(name) for name in columns])
     num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
     chosen = np.linspace(0, len(source.slices) - 1, num_slices).astype(np.int64)
     for i, index in enumerate(chosen.tolist()):
@@ -137,7 +139,8 @@ def sample_tables(
         wanted = max_rows * (i + 1) // num_slices - max_rows * i // num_slices
         share = 1.0 if part.row_groups is not None else min(1.0, wanted / part.num_rows)
         taken = 0
-        for table in read_slice(part, columns=list(columns)):
+        for table in read_slice(part, columns=columns):
+            table = in_common_schema(table, schema)
             rows = table.slice(0, min(math.ceil(share * table.num_rows), wanted - taken))
             taken += rows.num_rows
             yield rows

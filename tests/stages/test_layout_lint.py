@@ -10,7 +10,7 @@ from raybatch.errors import ConfigError
 from raybatch.stages.layout_lint import lint_layout, lint_source, sample_tables, token_counter
 from raybatch.stages.options import build_stage_config
 from raybatch.stages.source import scan_source
-from tests.stages.support import make_tokenizer
+from tests.stages.support import make_tokenizer, write_parquet
 
 
 def config(**options):
@@ -176,3 +176,11 @@ def test_a_source_without_a_column_of_the_template_is_a_config_error(tmp_path):
     source = scan_source(str(tmp_path / "rows.parquet"))
     with pytest.raises(ConfigError, match=r"no column 'documnet' .did you mean 'document'"):
         lint_source(source, config(prompt="{question}{documnet}"), tokenizer)
+
+
+def test_sample_has_every_column_where_a_file_lacks_one(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": ["a"], "y": ["b"]}))
+    write_parquet(tmp_path / "b.parquet", pa.table({"x": ["c"]}))
+    source = scan_source(str(tmp_path), schema_policy="cast")
+    found = pa.concat_tables(sample_tables(source, ["y", "x"]))
+    assert found.to_pylist() == [{"y": "b", "x": "a"}, {"y": None, "x": "c"}]
