@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.report import RunReport
@@ -140,6 +141,8 @@ def test_results_of_a_probe_are_kept(model, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_two_drivers_at_once_write_every_row_once(model, tmp_path):
     write_source(tmp_path)
+    # transformers cannot be imported by two threads at once
+    Tokenizer.load(model)
     plan = PLANS["small"]
     jobs = [make_job(tmp_path, model, plan) for _ in range(2)]
     reports: list[RunReport] = []

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import fsspec
 import pyarrow as pa
 
-from raybatch.durable.layout import DATA, SUCCESS, part_unit
+from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import told_as
@@ -65,16 +65,18 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     names = (
         [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
     )
-    if names and _MARKER not in names:
+    # another run that begins at this moment may be about to write its mark
+    foreign = [name for name in names if not name.startswith(f"{STAGING}/")]
+    if foreign and _MARKER not in names and not fs.exists(posixpath.join(root, _MARKER)):
         raise ConfigError(
-            f"sink {sink!r} holds {len(names)} files, for example {names[0]}, and no {_MARKER} of "
-            "an earlier run, so nothing is written there; choose another folder"
+            f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
+            "of an earlier run, so nothing is written there; choose another folder"
         )
     if is_overwrite:
         # what says that units are done goes before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
-    elif names:
+    elif foreign:
         _check_layout(sink, store.read(_MARKER))
     said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
     store.create(_MARKER, said)
