@@ -19,7 +19,7 @@ from raybatch.errors import (
 
 if TYPE_CHECKING:
     from raybatch.composed import read_parquet, write_parquet
-    from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
+    from raybatch.config import BackendConfig, EngineConfig, LimitConfig, PlanConfig, PoolConfig
     from raybatch.explanation.record import Explanation
     from raybatch.job import Job
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
@@ -36,6 +36,7 @@ __all__ = [
     "Explanation",
     "Job",
     "LLMStage",
+    "LimitConfig",
     "MissingDependency",
     "PlanConfig",
     "PoolConfig",
@@ -60,6 +61,7 @@ _HOMES = {
     "Explanation": "raybatch.explanation.record",
     "Job": "raybatch.job",
     "LLMStage": "raybatch.stages.llm_stage",
+    "LimitConfig": "raybatch.config",
     "PlanConfig": "raybatch.config",
     "PoolConfig": "raybatch.config",
     "ProcessorConfig": "raybatch.processor",

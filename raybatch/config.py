@@ -176,6 +176,43 @@ class BackendConfig:
         check_choice(self, "kind", ("native", "fake"))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitConfig:
+    """What ends a run early: no unit starts, and the finished rows of open ones are kept.
+
+    A run that was stopped goes on when the job is started again, with the same limits afresh.
+
+    Args:
+        max_wall_s: seconds by the clock.
+        max_tokens: prompt tokens of finished rows and generated tokens, together.
+        max_engine_hours: hours that engines worked, summed over replicas.
+        max_cost: in the currency of `price_per_engine_hour`; all replicas count, idle or not.
+        price_per_engine_hour: of one replica.
+        max_error_rate: share of error rows among finished ones.
+        min_rows_for_error_rate: finished rows before that share is looked at.
+    """
+
+    max_wall_s: float | None = None
+    max_tokens: int | None = None
+    max_engine_hours: float | None = None
+    max_cost: float | None = None
+    price_per_engine_hour: float | None = None
+    max_error_rate: float | None = None
+    min_rows_for_error_rate: int = 100
+
+    def __post_init__(self) -> None:
+        for field_ in dataclasses.fields(self):
+            if getattr(self, field_.name) is not None:
+                check_min(self, field_.name, 0)
+        if self.max_error_rate is not None and self.max_error_rate > 1:
+            raise ConfigError(
+                "LimitConfig.max_error_rate is a share from 0 to 1, such as 0.05, got "
+                f"{self.max_error_rate!r}"
+            )
+        if self.max_cost is not None and self.price_per_engine_hour is None:
+            raise ConfigError("LimitConfig.max_cost needs price_per_engine_hour")
+
+
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
     """Build the config dataclass `cls` from `mapping`.
 

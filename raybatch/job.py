@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import ray
 
-from raybatch.config import PlanConfig, from_mapping
+from raybatch.config import LimitConfig, PlanConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.job_config import JobConfig, column_names, plan_config, read_job_file
+from raybatch.job_config import JobConfig, column_names, limit_config, plan_config, read_job_file
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
@@ -47,6 +47,8 @@ class Job:
             so that a run that dies loses minutes of long rows at most.
         partition_by: columns of the source by whose values the output is laid out, as in
             data/lang=en/part-000000.parquet; they are not repeated inside the files.
+        limits: budgets, a deadline and a share of errors that end a run early; finished rows are
+            kept, and the same job started again goes on.
         columns: of the source that are read and written, in this order; None takes all.
         schema_policy: what to do with files whose schemas differ: "strict" refuses them, "cast"
             takes the narrowest types that hold all values exactly.
@@ -69,6 +71,7 @@ class Job:
         overwrite: bool = False,
         flush_every_s: float = 60.0,
         partition_by: Sequence[str] | str = (),
+        limits: LimitConfig | Mapping[str, Any] | None = None,
         columns: Sequence[str] | str | None = None,
         schema_policy: SchemaPolicy = "strict",
         skip_bad_files: bool = False,
@@ -90,6 +93,7 @@ class Job:
             overwrite=overwrite,
             flush_every_s=flush_every_s,
             partition_by=column_names(partition_by, where="partition_by") or (),
+            limits=limit_config(limits, where="limits"),
             columns=column_names(columns, where="columns"),
             schema_policy=schema_policy,
             skip_bad_files=skip_bad_files,
@@ -119,7 +123,17 @@ class Job:
         stage_config = build_stage_config(stage["model"], options, where=f"{where}: stage")
         plan = plan_config(mapping.get("plan"), where=f"{where}: plan")
         columns = column_names(mapping.get("columns"), where=f"{where}: columns")
-        nested = {**mapping, "stage": stage_config, "plan": plan, "columns": columns}
+        nested = {
+            **mapping,
+            "stage": stage_config,
+            "plan": plan,
+            "columns": columns,
+            "partition_by": column_names(
+                mapping.get("partition_by"), where=f"{where}: partition_by"
+            )
+            or (),
+            "limits": limit_config(mapping.get("limits"), where=f"{where}: limits"),
+        }
         config = from_mapping(JobConfig, nested, where=where)
         return cls(
             config.source,
@@ -129,6 +143,7 @@ class Job:
             overwrite=config.overwrite,
             flush_every_s=config.flush_every_s,
             partition_by=config.partition_by,
+            limits=config.limits,
             columns=config.columns,
             schema_policy=config.schema_policy,
             skip_bad_files=config.skip_bad_files,

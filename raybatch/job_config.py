@@ -8,13 +8,13 @@ from typing import Any, get_args
 import fsspec
 import yaml
 
-from raybatch.config import PlanConfig, check_choice, check_min, from_mapping
+from raybatch.config import LimitConfig, PlanConfig, check_choice, check_min, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.stages.inputs import referenced_columns
 from raybatch.stages.options import StageConfig
 from raybatch.stages.schemas import SchemaPolicy
 
-__all__ = ["JobConfig", "column_names", "plan_config", "read_job_file"]
+__all__ = ["JobConfig", "column_names", "limit_config", "plan_config", "read_job_file"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class JobConfig:
         overwrite: remove an earlier output and begin again.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         partition_by: columns of the source by whose values the output is laid out.
+        limits: what ends a run early.
         columns: of the source that are read and written; None takes all.
         schema_policy: "strict" refuses files whose schemas differ, "cast" widens without loss.
         skip_bad_files: leave out files that cannot be read.
@@ -42,6 +43,7 @@ class JobConfig:
     overwrite: bool = False
     flush_every_s: float = 60.0
     partition_by: tuple[str, ...] = ()
+    limits: LimitConfig = field(default_factory=LimitConfig)
     columns: tuple[str, ...] | None = None
     schema_policy: SchemaPolicy = "strict"
     skip_bad_files: bool = False
@@ -89,6 +91,19 @@ def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where} must be a list of names, got {columns!r}")
     return tuple(names)
+
+
+def limit_config(limits: object, *, where: str) -> LimitConfig:
+    """Return limits from any form in which users give them.
+
+    Raises:
+        ConfigError: they are of no such form, or a limit is unknown or wrong.
+    """
+    if limits is None or isinstance(limits, LimitConfig):
+        return limits or LimitConfig()
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f"{where} must be limits such as max_tokens, got {limits!r}")
+    return from_mapping(LimitConfig, limits, where=where)
 
 
 def plan_config(plan: object, *, where: str) -> PlanConfig:

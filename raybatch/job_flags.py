@@ -31,6 +31,7 @@ JOB_OPTIONS = (
     "overwrite",
     "flush_every_s",
     "partition_by",
+    "limits",
     "columns",
     "schema_policy",
     "skip_bad_files",

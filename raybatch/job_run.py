@@ -32,6 +32,7 @@ from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.sink import output_files
 from raybatch.stages.source import Source
+from raybatch.stages.stopping import LimitWatch
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_run import FeederRunner
 from raybatch.stages.unit_writer import plan_units
@@ -120,10 +121,13 @@ class JobRun:
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
         try:
-            with shown(progress) as callback, watch_with(callback=callback) as watch:
-                # engines load their weights while the plan is made and Ray starts feeders
-                stage.pool.start()
-                return run_planned(replace(job, units=self._runner(stage, schema)), stored)
+            with shown(progress) as callback:
+                limits = LimitWatch(self.config.limits, stage.stats(), callback)
+                runner = replace(self._runner(stage, schema), stop_flag=limits.flag)
+                with watch_with(callback=limits) as watch:
+                    # engines load their weights while the plan is made and Ray starts feeders
+                    stage.pool.start()
+                    return run_planned(replace(job, units=runner), stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
+from raybatch.config import BackendConfig, EngineConfig, LimitConfig, PlanConfig, PoolConfig
 from raybatch.job import Job
 from raybatch.job_config import JobConfig
 from raybatch.stages.llm_stage import LLMStage
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SECTIONS = {
     "Job": JobConfig,
+    "LimitConfig": LimitConfig,
     "PlanConfig": PlanConfig,
     "LLMStage": StageConfig,
     "Sampling": Sampling,

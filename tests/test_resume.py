@@ -184,3 +184,16 @@ def test_columns_that_cannot_lay_out_the_output_are_refused(model, tmp_path, col
     write_source(tmp_path)
     with pytest.raises(ConfigError, match=message):
         make_job(tmp_path, model, PLANS["off"], partition_by=columns).run()
+
+
+def test_a_run_that_meets_its_limit_ends_between_units_and_goes_on_later(model, tmp_path, caplog):
+    write_source(tmp_path, lengths=[20] * NUM_ROWS)
+    sink = tmp_path / "out"
+    plan = {"unit_rows": 8, "max_unit_rows": 8, "min_saved_fraction": 1}
+    job = make_job(tmp_path, model, plan, limits={"max_error_rate": 0, "max_tokens": 1})
+    report = job.run(progress=lambda *_: None)
+    assert "limits.max_tokens" in caplog.text
+    assert report.rows_out < NUM_ROWS
+    assert report.exit_code() == 1
+    assert not (sink / "_SUCCESS").exists()
+    check_output(sink, make_job(tmp_path, model, plan).run(progress=lambda *_: None))

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.errors import ConfigError, encodable
+from raybatch.stages.file_errors import safe_text
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import find_model
 from raybatch.stages.source import Source
@@ -139,7 +140,7 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
 
 
 def _digest(path: str) -> str:
-    with told_as(f"source file {path} cannot be read"):
+    with told_as(f"source file {safe_text(path)} cannot be read"):
         fs, name = fsspec.core.url_to_fs(path)
         size = fs.size(name)
         tail = fs.cat_file(name, start=max(0, size - _TAIL_BYTES), end=size)
@@ -183,5 +184,6 @@ def _different_files(stored: Sequence[InputFile], files: Sequence[InputFile]) ->
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             said.append(f"the input file {names[0]}{more} {what}")
-    # where rows stand follows from the order of the files, which follows from their names
+    if not said and [name for name, *_ in stored] != [name for name, *_ in files]:
+        said.append("the input files are read in another order")
     return said

@@ -27,6 +27,8 @@ _UNITS_IN_FLIGHT = 16
 # rows of a unit that are asked for together: finished ones can be kept before the unit is complete
 _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
+# an open unit looks so often whether finished rows are to be kept, or the run has to stop
+_WAKE_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -51,14 +53,17 @@ class UnitFeeder(PlacedFeeder):
     Attributes:
         writer: of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
+        stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
     writer: ClassVar[UnitWriter]
     flush_every_s: ClassVar[float]
+    stop_flag: ClassVar[Any] = None
 
     def __init__(self) -> None:
         super().__init__()
         self._slots = asyncio.Semaphore(_UNITS_IN_FLIGHT)
+        self._is_stopped = False
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         """Answer the units of a block, write them, and return a receipt for each.
@@ -81,31 +86,46 @@ class UnitFeeder(PlacedFeeder):
 
     async def _run(self, unit: int, rows: pa.Table) -> dict[str, Any] | None:
         async with self._slots:
+            if await self._has_to_stop():
+                return None
             receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
             if receipt is None:
                 known = await asyncio.to_thread(self.writer.journal_of, unit)
                 finished = await self._finish_unit(unit, _without(rows, known), known)
+                if finished is None:
+                    return None
                 receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         if receipt is None:
             return None
         return {"unit": receipt.unit, "num_rows": receipt.num_rows, "won": receipt.won}
 
-    async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table:
-        """Generate the rows of a unit; what is finished is kept from time to time."""
+    async def _has_to_stop(self) -> bool:
+        if not self._is_stopped and self.stop_flag is not None:
+            self._is_stopped = await self.stop_flag.is_set.remote()
+        return self._is_stopped
+
+    async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table | None:
+        """Generate the rows of a unit; what is finished is kept from time to time.
+
+        Returns:
+            All rows; None where the run stops before, and finished rows are in the journal.
+        """
         kept, kept_s = [known], time.monotonic()
         new: list[pa.Table] = []
         pending = {asyncio.ensure_future(self._answer_placed(call)) for call in _calls(rows)}
         try:
             while pending:
-                # with nothing new to keep, there is nothing to wake up for
-                left_s = max(0.0, kept_s + self.flush_every_s - time.monotonic()) if new else None
                 done, pending = await asyncio.wait(
-                    pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                    pending, timeout=_WAKE_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 new += [call.result() for call in done]
-                if new and pending and time.monotonic() >= kept_s + self.flush_every_s:
+                stops = bool(pending) and await self._has_to_stop()
+                is_due = time.monotonic() >= kept_s + self.flush_every_s
+                if new and pending and (is_due or stops):
                     await asyncio.to_thread(self.writer.flush, unit, self.writer.joined(new))
                     kept, new, kept_s = kept + new, [], time.monotonic()
+                if stops:
+                    return None
         finally:
             for call in pending:
                 call.cancel()

@@ -30,6 +30,7 @@ class FeederRunner:
         schema: of every part.
         attempt: name of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
+        stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
     stage: type[StageFeeder]
@@ -37,6 +38,7 @@ class FeederRunner:
     schema: pa.Schema
     attempt: str
     flush_every_s: float
+    stop_flag: Any = None
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
@@ -44,8 +46,12 @@ class FeederRunner:
         return ~done
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
-        options = {"writer": self._writer(stored), "flush_every_s": self.flush_every_s}
-        feeder = self._feeder(UnitFeeder, **options)
+        feeder = self._feeder(
+            UnitFeeder,
+            writer=self._writer(stored),
+            flush_every_s=self.flush_every_s,
+            stop_flag=self.stop_flag,
+        )
         for _ in _results(dataset, feeder):
             pass
 
