@@ -19,7 +19,14 @@ from raybatch.errors import (
 
 if TYPE_CHECKING:
     from raybatch.composed import read_parquet, write_parquet
-    from raybatch.config import BackendConfig, EngineConfig, LimitConfig, PlanConfig, PoolConfig
+    from raybatch.config import (
+        BackendConfig,
+        EngineConfig,
+        LimitConfig,
+        PlanConfig,
+        PoolConfig,
+        WaveConfig,
+    )
     from raybatch.explanation.record import Explanation
     from raybatch.job import Job
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
@@ -46,6 +53,7 @@ __all__ = [
     "RowError",
     "RunReport",
     "Sampling",
+    "WaveConfig",
     "__version__",
     "build_processor",
     "read_parquet",
@@ -64,6 +72,7 @@ _HOMES = {
     "LimitConfig": "raybatch.config",
     "PlanConfig": "raybatch.config",
     "PoolConfig": "raybatch.config",
+    "WaveConfig": "raybatch.config",
     "ProcessorConfig": "raybatch.processor",
     "RunReport": "raybatch.report",
     "Sampling": "raybatch.types",

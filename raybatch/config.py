@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from raybatch.errors import ConfigError, did_you_mean
+from raybatch.types import Sampling
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OnError = Literal["row", "raise"]
@@ -211,6 +212,39 @@ class LimitConfig:
             )
         if self.max_cost is not None and self.price_per_engine_hour is None:
             raise ConfigError("LimitConfig.max_cost needs price_per_engine_hour")
+
+
+# of rows that other sampling options may help
+_ASKED_STATUSES = ("truncated", "too_long", "error", "crashed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaveConfig:
+    """A rule by which rows of some status are asked once more, with other options.
+
+    Args:
+        on: statuses, such as "truncated" or "error".
+        sampling: options that win over those of the stage and the row, such as
+            {"max_tokens": 2048}.
+    """
+
+    on: tuple[str, ...]
+    sampling: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.on or not set(self.on) <= set(_ASKED_STATUSES):
+            raise ConfigError(
+                f"WaveConfig.on must name statuses of {', '.join(_ASKED_STATUSES)}, got "
+                f"{list(self.on)!r}"
+            )
+        # one value of these decides the type of a column
+        names = {f.name for f in dataclasses.fields(Sampling)} - {"n", "logprobs"}
+        if not self.sampling or not set(self.sampling) <= names:
+            raise ConfigError(
+                f"WaveConfig.sampling must set sampling options other than n and logprobs, got "
+                f"{dict(self.sampling)!r}"
+            )
+        dataclasses.replace(Sampling(), **self.sampling)
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:

@@ -7,11 +7,18 @@ from typing import Any, Self
 
 import ray
 
-from raybatch.config import LimitConfig, PlanConfig, from_mapping
+from raybatch.config import LimitConfig, PlanConfig, WaveConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.job_config import JobConfig, column_names, limit_config, plan_config, read_job_file
+from raybatch.job_config import (
+    JobConfig,
+    column_names,
+    limit_config,
+    plan_config,
+    read_job_file,
+    wave_configs,
+)
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
@@ -49,6 +56,8 @@ class Job:
             data/lang=en/part-000000.parquet; they are not repeated inside the files.
         limits: budgets, a deadline and a share of errors that end a run early; finished rows are
             kept, and the same job started again goes on.
+        waves: rules by which rows of some status are asked once more before they are written, such
+            as [{"on": "truncated", "sampling": {"max_tokens": 2048}}].
         columns: of the source that are read and written, in this order; None takes all.
         schema_policy: what to do with files whose schemas differ: "strict" refuses them, "cast"
             takes the narrowest types that hold all values exactly.
@@ -72,6 +81,7 @@ class Job:
         flush_every_s: float = 60.0,
         partition_by: Sequence[str] | str = (),
         limits: LimitConfig | Mapping[str, Any] | None = None,
+        waves: Sequence[WaveConfig | Mapping[str, Any]] = (),
         columns: Sequence[str] | str | None = None,
         schema_policy: SchemaPolicy = "strict",
         skip_bad_files: bool = False,
@@ -94,6 +104,7 @@ class Job:
             flush_every_s=flush_every_s,
             partition_by=column_names(partition_by, where="partition_by") or (),
             limits=limit_config(limits, where="limits"),
+            waves=wave_configs(waves, where="waves"),
             columns=column_names(columns, where="columns"),
             schema_policy=schema_policy,
             skip_bad_files=skip_bad_files,
@@ -132,6 +143,7 @@ class Job:
                 mapping.get("partition_by"), where=f"{where}: partition_by"
             )
             or (),
+            "waves": wave_configs(mapping.get("waves"), where=f"{where}: waves"),
             "limits": limit_config(mapping.get("limits"), where=f"{where}: limits"),
         }
         config = from_mapping(JobConfig, nested, where=where)
@@ -144,6 +156,7 @@ class Job:
             flush_every_s=config.flush_every_s,
             partition_by=config.partition_by,
             limits=config.limits,
+            waves=config.waves,
             columns=config.columns,
             schema_policy=config.schema_policy,
             skip_bad_files=config.skip_bad_files,

@@ -8,13 +8,27 @@ from typing import Any, get_args
 import fsspec
 import yaml
 
-from raybatch.config import LimitConfig, PlanConfig, check_choice, check_min, from_mapping
+from raybatch.config import (
+    LimitConfig,
+    PlanConfig,
+    WaveConfig,
+    check_choice,
+    check_min,
+    from_mapping,
+)
 from raybatch.errors import ConfigError
 from raybatch.stages.inputs import referenced_columns
 from raybatch.stages.options import StageConfig
 from raybatch.stages.schemas import SchemaPolicy
 
-__all__ = ["JobConfig", "column_names", "limit_config", "plan_config", "read_job_file"]
+__all__ = [
+    "JobConfig",
+    "column_names",
+    "limit_config",
+    "plan_config",
+    "read_job_file",
+    "wave_configs",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +44,7 @@ class JobConfig:
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         partition_by: columns of the source by whose values the output is laid out.
         limits: what ends a run early.
+        waves: rules by which rows of some status are asked once more, in this order.
         columns: of the source that are read and written; None takes all.
         schema_policy: "strict" refuses files whose schemas differ, "cast" widens without loss.
         skip_bad_files: leave out files that cannot be read.
@@ -44,6 +59,7 @@ class JobConfig:
     flush_every_s: float = 60.0
     partition_by: tuple[str, ...] = ()
     limits: LimitConfig = field(default_factory=LimitConfig)
+    waves: tuple[WaveConfig, ...] = ()
     columns: tuple[str, ...] | None = None
     schema_policy: SchemaPolicy = "strict"
     skip_bad_files: bool = False
@@ -104,6 +120,29 @@ def limit_config(limits: object, *, where: str) -> LimitConfig:
     if not isinstance(limits, Mapping):
         raise ConfigError(f"{where} must be limits such as max_tokens, got {limits!r}")
     return from_mapping(LimitConfig, limits, where=where)
+
+
+def wave_configs(waves: object, *, where: str) -> tuple[WaveConfig, ...]:
+    """Return waves from any form in which users give them.
+
+    Raises:
+        ConfigError: they are of no such form, or an option is unknown or wrong.
+    """
+    if waves is None:
+        return ()
+    if not isinstance(waves, list | tuple):
+        raise ConfigError(f"{where} must be a list of rules, got {waves!r}")
+    found = []
+    for number, wave in enumerate(waves):
+        if isinstance(wave, WaveConfig):
+            found.append(wave)
+            continue
+        if not isinstance(wave, Mapping):
+            raise ConfigError(f"{where}: rule {number} must have 'on' and 'sampling', got {wave!r}")
+        on = wave.get("on", ())
+        listed = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
+        found.append(from_mapping(WaveConfig, listed, where=f"{where}: rule {number}"))
+    return tuple(found)
 
 
 def plan_config(plan: object, *, where: str) -> PlanConfig:

@@ -32,6 +32,7 @@ JOB_OPTIONS = (
     "flush_every_s",
     "partition_by",
     "limits",
+    "waves",
     "columns",
     "schema_policy",
     "skip_bad_files",

@@ -69,7 +69,10 @@ class JobRun:
         job = replace(
             planned_run(self.config, self.source),
             fingerprint=fingerprint(
-                self.config.stage, schema, partition_by=self.config.partition_by
+                self.config.stage,
+                schema,
+                partition_by=self.config.partition_by,
+                waves=self.config.waves,
             ),
             files=input_files(self.source),
         )
@@ -139,6 +142,7 @@ class JobRun:
             schema=schema,
             attempt=uuid.uuid4().hex[:12],
             flush_every_s=self.config.flush_every_s,
+            waves=self.config.waves,
         )
 
     def _rows_done(self, store: Store, stored: StoredPlan) -> int:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raybatch.config import BackendConfig, EngineConfig, LimitConfig, PlanConfig, PoolConfig
+from raybatch.config import (
+    BackendConfig,
+    EngineConfig,
+    LimitConfig,
+    PlanConfig,
+    PoolConfig,
+    WaveConfig,
+)
 from raybatch.job import Job
 from raybatch.job_config import JobConfig
 from raybatch.stages.llm_stage import LLMStage
@@ -20,6 +27,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SECTIONS = {
     "Job": JobConfig,
     "LimitConfig": LimitConfig,
+    "WaveConfig": WaveConfig,
     "PlanConfig": PlanConfig,
     "LLMStage": StageConfig,
     "Sampling": Sampling,

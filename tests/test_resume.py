@@ -197,3 +197,32 @@ def test_a_run_that_meets_its_limit_ends_between_units_and_goes_on_later(model, 
     assert report.exit_code() == 1
     assert not (sink / "_SUCCESS").exists()
     check_output(sink, make_job(tmp_path, model, plan).run(progress=lambda *_: None))
+
+
+def test_cut_rows_are_asked_again_with_more_tokens(model, tmp_path):
+    write_source(tmp_path, lengths=[2 + i % 3 for i in range(NUM_ROWS)])
+    waves = [
+        {"on": "truncated", "sampling": {"max_tokens": 5}},
+        {"on": ["truncated", "error"], "sampling": {"max_tokens": 6}},
+    ]
+    report = make_job(tmp_path, model, PLANS["small"], waves=waves).run(progress=lambda *_: None)
+    check_output(tmp_path / "out", report)
+    table = pq.read_table(tmp_path / "out")
+    # the fake engine always generates as many as it may
+    assert set(table.column("num_generated_tokens").to_pylist()) == {6}
+    assert set(table.column("attempts").to_pylist()) == {3}
+
+
+@pytest.mark.parametrize(
+    ("waves", "message"),
+    [
+        ([{"on": "tired", "sampling": {"max_tokens": 5}}], "must name statuses of truncated"),
+        ([{"on": "truncated", "sampling": {"n": 2}}], "other than n and logprobs"),
+        ([{"on": "truncated", "sampling": {"max_tokens": 0}}], "max_tokens"),
+        ([{"on": "truncated", "samplng": {}}], r"rule 0: unknown option 'samplng'"),
+        ("truncated", "must be a list of rules"),
+    ],
+)
+def test_wrong_waves_are_refused_by_name(model, tmp_path, waves, message):
+    with pytest.raises(ConfigError, match=message):
+        make_job(tmp_path, model, PLANS["off"], waves=waves)

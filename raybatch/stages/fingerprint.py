@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from raybatch.config import WaveConfig
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.errors import ConfigError, encodable
 from raybatch.stages.file_errors import safe_text
@@ -47,7 +48,11 @@ InputFile = tuple[str, int, str]
 
 
 def fingerprint(
-    config: StageConfig, schema: pa.Schema, *, partition_by: Sequence[str] = ()
+    config: StageConfig,
+    schema: pa.Schema,
+    *,
+    partition_by: Sequence[str] = (),
+    waves: Sequence[WaveConfig] = (),
 ) -> dict[str, str]:
     """Return what decides the answers beside the input files, name to text.
 
@@ -57,6 +62,7 @@ def fingerprint(
         config: of the stage, as the user gave it.
         schema: of the output.
         partition_by: columns by which it is laid out.
+        waves: rules by which rows are asked again.
     """
     found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
     for field in dataclasses.fields(config):
@@ -68,6 +74,7 @@ def fingerprint(
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
     found["backend"] = dataclasses.asdict(config.backend)
+    found["waves"] = [dataclasses.asdict(wave) for wave in waves]
     found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
     return {name: _as_text(value) for name, value in found.items()}

@@ -53,6 +53,7 @@ def prepare(
     max_model_len: int | None,
     input_errors: Sequence[str] | None = None,
     planned: PlannedRows | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Render, tokenize and check every row; what is wrong with a row is in its prompt.
 
@@ -63,6 +64,7 @@ def prepare(
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
         planned: what the plan of a job says of the rows.
+        changes: sampling options that win over all others.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
@@ -76,6 +78,8 @@ def prepare(
         overrides=config.overrides,
         sampling_column=config.sampling_column,
     )
+    if changes is not None:
+        samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
     prompts = [
         _checked(prompt, sampling, config, max_model_len)
         for prompt, sampling in zip(prompts, samplings, strict=True)

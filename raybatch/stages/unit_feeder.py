@@ -10,13 +10,16 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from raybatch.config import WaveConfig
 from raybatch.durable import journal
 from raybatch.durable.journal import POS
 from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.stages.ray_errors import message_kept
+from raybatch.stages.tally import row_statuses
 from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["RECEIPT_SCHEMA", "PlacedFeeder", "UnitFeeder"]
@@ -34,7 +37,13 @@ _T = TypeVar("_T")
 
 
 class PlacedFeeder(StageFeeder):
-    """A stage that says of finished rows where they belong, as the journal does."""
+    """A stage that says of finished rows where they belong, as the journal does.
+
+    Attributes:
+        waves: rules by which rows are asked again, one after the other.
+    """
+
+    waves: ClassVar[tuple[WaveConfig, ...]] = ()
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         self._no_cpu_hint.stop()
@@ -44,7 +53,26 @@ class PlacedFeeder(StageFeeder):
     async def _answer_placed(self, table: pa.Table) -> pa.Table:
         _, positions = places(table)
         columns = {POS: pa.array(positions), journal.ROW: table.column(ROW)}
-        return with_columns(await self._answer(table), columns)
+        finished = await self._answer(table)
+        for wave in self.waves:
+            finished = await self._ask_again(table, finished, wave)
+        return with_columns(finished, columns)
+
+    async def _ask_again(self, table: pa.Table, finished: pa.Table, wave: WaveConfig) -> pa.Table:
+        """Return finished rows where those that the rule is for have a new result."""
+        statuses = row_statuses(finished, self.config.output)
+        chosen = np.array([i for i, status in enumerate(statuses) if status in wave.on], np.int64)
+        if not len(chosen):
+            return finished
+        again = await self._answer(table.take(chosen), changes=wave.sampling)
+        name = self.config.output_prefix + "attempts"
+        place = again.column_names.index(name)
+        before = finished.column(name).take(chosen)
+        attempts = pc.add(again.column(name), before).cast(pa.int32())
+        again = again.set_column(place, again.schema.field(name), attempts)
+        source = np.arange(finished.num_rows)
+        source[chosen] = finished.num_rows + np.arange(len(chosen))
+        return pa.concat_tables([finished, again]).take(source)
 
 
 class UnitFeeder(PlacedFeeder):

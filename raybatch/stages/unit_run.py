@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.layout import FRAGMENTS
 from raybatch.durable.store import open_store
@@ -30,6 +31,7 @@ class FeederRunner:
         schema: of every part.
         attempt: name of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
+        waves: rules by which rows are asked again.
         stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
@@ -38,6 +40,7 @@ class FeederRunner:
     schema: pa.Schema
     attempt: str
     flush_every_s: float
+    waves: tuple[WaveConfig, ...] = ()
     stop_flag: Any = None
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
@@ -71,7 +74,12 @@ class FeederRunner:
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
-        own = {"config": stage.config, "pool": stage.pool, "client": stage.client}
+        own = {
+            "config": stage.config,
+            "pool": stage.pool,
+            "client": stage.client,
+            "waves": self.waves,
+        }
         return type(base.__name__, (base,), own | attributes)
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:

@@ -175,8 +175,13 @@ def local_ray() -> Iterator[None]:
     make_data_context()
     is_mine = not ray.is_initialized()
     if is_mine:
+        # another cluster on this machine is none of ours
         ray.init(
-            num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            log_to_driver=False,
         )
     yield
     release_pools()
