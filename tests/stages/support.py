@@ -176,6 +176,7 @@ def local_ray() -> Iterator[None]:
     is_mine = not ray.is_initialized()
     if is_mine:
         # another cluster on this machine is none of ours
+        # another cluster on this machine is none of ours
         ray.init(
             address="local",
             num_cpus=4,
