@@ -158,7 +158,7 @@ def test_overwriting_removes_the_earlier_plan(source, model, tmp_path):
     [
         ({"order": "ration"}, "did you mean 'ratio'"),
         ({"unit_row": 3}, "did you mean 'unit_rows'"),
-        ({"unit_rows": 10, "max_unit_rows": 5}, "max_unit_rows must be a number of at least 10"),
+        ({"max_unit_rows": 10}, "max_unit_rows is 10 and unit_rows 1024.* raise max_unit_rows or"),
         ({"probe_fraction": 0}, "above 0 and at most 1"),
         ({"lengths": "probe", "expected_tokens_column": "n"}, "give one of them"),
         (3, "must be 'auto', 'off' or options of the plan"),

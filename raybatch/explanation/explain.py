@@ -13,7 +13,7 @@ from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import MeasureError, error_text
+from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
     SpeedAndPrice,
@@ -60,7 +60,7 @@ class Question:
         lint: look for a better order of the template's fields.
 
     Raises:
-        ConfigError: the price is negative or not finite.
+        ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
     """
 
     job: PlannedRun
@@ -74,6 +74,12 @@ class Question:
     lint: bool = True
 
     def __post_init__(self) -> None:
+        kv_tokens = self.kv_tokens
+        if kv_tokens is not None and (not isinstance(kv_tokens, int) or kv_tokens < 1):
+            raise ConfigError(
+                f"kv_tokens must be a whole number of at least 1, got {kv_tokens!r}; leave it out "
+                "for the KV cache of the engine"
+            )
         if self.price_per_engine_hour is not None:
             # a wrong price is told before the work, not when it is shown
             money(0.0, 1, self.price_per_engine_hour)

@@ -63,6 +63,12 @@ def test_a_negative_price_is_refused_before_any_work(job_of):
         job_of(TEXTS).explain(measure=False, price_per_engine_hour=-1)
 
 
+@pytest.mark.parametrize("kv_tokens", [-5, 0, 2.5])
+def test_a_kv_cache_that_cannot_be_is_refused_before_any_work(job_of, kv_tokens):
+    with pytest.raises(ConfigError, match=f"kv_tokens must be a whole .* got {kv_tokens}; leave"):
+        job_of(TEXTS).explain(measure=False, kv_tokens=kv_tokens)
+
+
 def test_a_probe_that_has_not_run_tells_no_lengths(explain):
     assert "max_tokens" == explain(TEXTS, lengths="probe").lengths_from
 
