@@ -1,5 +1,6 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,13 @@ from raybatch.config import PlanConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.job_config import JobConfig, column_names, plan_config, read_job_file
+from raybatch.job_config import (
+    JobConfig,
+    column_names,
+    plan_config,
+    read_job_file,
+    without_effect,
+)
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
@@ -27,6 +34,8 @@ from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, prepare_sink
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -220,6 +229,11 @@ class Job:
         check_inputs(source.schema, stage)
         check_names(source.schema)
         check_partitions(source.schema, self.config.partition_by)
+        if ignored := without_effect(self.config.plan):
+            names = ", ".join(f"plan.{name}" for name in ignored)
+            logger.warning(
+                "the plan is off, so %s changes nothing; set plan.mode=auto, or leave it out", names
+            )
         if self.config.plan.mode != "off":
             check_expected(source.schema, self.config.plan.expected_tokens_column)
         if stage.id_column is not None:

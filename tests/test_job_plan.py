@@ -175,6 +175,19 @@ def test_a_plan_can_be_switched_off(plan):
     assert PlanConfig(mode="off") == job.config.plan
 
 
+def test_options_that_a_plan_that_is_off_ignores_are_named(source, model, caplog):
+    options = {"mode": "off", "order": "shuffle", "lengths": "probe", "unit_rows": 8}
+    Job(source, "out", fake_stage(model, prompt="{text}"), plan=options).explain(measure=False)
+    said = "the plan is off, so plan.order, plan.lengths changes nothing; set plan.mode=auto"
+    assert any(said in message for message in caplog.messages)
+
+
+def test_a_plan_that_is_only_off_is_not_spoken_of(source, model, caplog):
+    job = Job(source, "out", fake_stage(model, prompt="{text}"), plan={"mode": "off"})
+    job.explain(measure=False)
+    assert "the plan is off" not in caplog.text
+
+
 def test_a_job_file_holds_the_options_of_the_plan(tmp_path):
     (tmp_path / "job.yaml").write_text(
         "source: in\nsink: out\nplan: {order: shuffle}\nstage: {model: m, prompt: '{x}'}\n"
