@@ -116,6 +116,7 @@ def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSi
     return CacheSize(
         num_blocks=kv_tokens // block_size,
         concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
+        finds_blocks=engine.enable_prefix_caching,
     )
 
 

@@ -101,6 +101,14 @@ def test_parts_of_a_large_source_add_up_to_the_whole(explain):
 
 
 @pytest.mark.ray
+def test_orders_of_a_large_source_of_few_rows_are_those_of_a_small_one(explain):
+    texts = [f"document {i % 3} that several rows have in common, {i}" for i in range(40)]
+    with local_ray():
+        large, small = (explain(texts, max_driver_bytes=size) for size in (0, 1 << 20))
+    assert large.orders == small.orders
+
+
+@pytest.mark.ray
 def test_after_a_run_of_a_large_plan_its_cache_is_known(job_of):
     question = question_of(job_of(TEXTS, max_driver_bytes=0))
     with local_ray():

@@ -221,10 +221,14 @@ def forecast_large(
     is_reordered = is_worth_ordering(large.saved_fraction, job.plan)
     share = max(share, NUM_WINDOWS)
     by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
-    num_windows = min(NUM_WINDOWS, len(large.tables))
-    chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
-    windows = [hits.remote(large.tables[i], size, max_rows // num_windows) for i in chosen]
-    return merge_forecasts(_get(by_part), _get(windows))
+    if is_whole := large.num_rows <= max_rows:
+        windows = [hits.remote(size, max_rows, True, *large.tables)]
+    else:
+        num_windows = min(NUM_WINDOWS, len(large.tables))
+        chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
+        each = max_rows // num_windows
+        windows = [hits.remote(size, each, False, large.tables[i]) for i in chosen]
+    return merge_forecasts(_get(by_part), _get(windows), is_whole=is_whole)
 
 
 def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
