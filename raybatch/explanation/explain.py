@@ -103,23 +103,18 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     tokenizer = Tokenizer.load(find_model(job.config))
     hint = lint_source(job.source, job.config, tokenizer) if question.lint else None
     costs, why_not = _cost_model(question)
-    time = None
-    if costs is not None:
-        time = _time(costs, _work(question, planned), num_replicas(spec))
     common: dict[str, Any] = {
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
         "speed": SpeedAndPrice(
-            time=time,
-            no_time=why_not,
-            price_per_engine_hour=question.price_per_engine_hour,
+            no_time=why_not, price_per_engine_hour=question.price_per_engine_hour
         ),
         "layout": "" if hint is None else hint.text,
     }
     kv = _kv_size(question, costs)
     if isinstance(planned, PlannedInput):
-        return explain_plan(
+        explanation = explain_plan(
             planned,
             engine=spec.engine,
             kv=kv,
@@ -127,7 +122,19 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
             max_rows=question.max_rows,
             **common,
         )
-    return _explain_large(question, planned, kv, common)
+    else:
+        explanation = _explain_large(question, planned, kv, common)
+    explanation = replace(
+        explanation,
+        has_cache=spec.engine.enable_prefix_caching,
+        ends_at_error=job.config.on_error == "raise",
+    )
+    if costs is None:
+        return explanation
+    work = _work(question, planned)
+    if explanation.own_order is not None and not explanation.is_reordered:
+        work = work.with_cache(explanation.own_order.computed_tokens)
+    return replace(explanation, time=_time(costs, work, num_replicas(spec)))
 
 
 def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:
