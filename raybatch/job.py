@@ -24,6 +24,7 @@ from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
+from raybatch.stages.layout_lint import without_columns
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.plan.sidecar import check_expected
@@ -229,6 +230,12 @@ class Job:
         check_inputs(source.schema, stage)
         check_names(source.schema)
         check_partitions(source.schema, self.config.partition_by)
+        if template := without_columns(stage):
+            logger.warning(
+                "the template %a names no column, so every row asks the same; write {column} "
+                "where the text of a column belongs",
+                template,
+            )
         if ignored := without_effect(self.config.plan):
             names = ", ".join(f"plan.{name}" for name in ignored)
             logger.warning(

@@ -31,7 +31,7 @@ from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
-from raybatch.stages.layout_lint import lint_source
+from raybatch.stages.layout_lint import lint_source, told_of_templates
 from raybatch.stages.plan.large import LargePlan, forecast_large, plan_large
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import fit_units, is_small
@@ -110,7 +110,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         "speed": SpeedAndPrice(
             no_time=why_not, price_per_engine_hour=question.price_per_engine_hour
         ),
-        "layout": "" if hint is None else hint.text,
+        "layout": told_of_templates(job.config) if hint is None else hint.text,
     }
     kv = _kv_size(question, costs)
     if isinstance(planned, PlannedInput):

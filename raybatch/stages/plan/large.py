@@ -22,6 +22,7 @@ from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
+from raybatch.stages.layout_lint import can_change_layout
 from raybatch.stages.plan import parts, pieces
 from raybatch.stages.plan.dataset import (
     ordered_dataset,
@@ -139,7 +140,8 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
             large, probed = _after_probe(job, large)
             probe_s = time.monotonic() - probe_began
         stored = store_large_plan(job, large)
-        log_plan(stored, time.monotonic() - began - probe_s)
+        seconds = time.monotonic() - began - probe_s
+        log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
         # what is known of the rows would fill the object store beside the rows themselves
         large = replace(large, tables=(), rows=(), arranged=())
         if probed is not None:
