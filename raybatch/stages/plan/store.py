@@ -303,8 +303,8 @@ def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = Fa
     )
     if can_change_layout and not stored.is_reordered:
         logger.info(
-            "sharing saves too little to reorder rows; `raybatch explain` says whether another order "
-            "of the template's fields would share more"
+            "sharing saves too little to reorder rows; `raybatch explain` says whether another "
+            "order of the template's fields would share more"
         )
 
 
