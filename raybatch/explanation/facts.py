@@ -78,12 +78,13 @@ def input_section(
 
 def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str) -> Section:
     """Say what prompts have in common, and draw their prefix tree."""
-    tree = profile.tree
+    tree, has_copies = profile.tree, profile.num_generated < profile.num_asked
     if tree.num_nodes:
         shared = (
             f"{count(tree.num_nodes, 'prefix', 'prefixes')}; a row has "
             f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} of "
             f"its own; {tree.mean_sharing_degree:.1f} rows share a token"
+            f"{', copies counted' if has_copies else ''}"
         )
     else:
         shared = "no two prompts begin with the same block of tokens"
@@ -96,6 +97,8 @@ def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str
         "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
         "a box for its numbers and its text."
     )
+    if has_copies:
+        caption += " Copies of a row are drawn like other rows, and nothing of them is computed."
     drawn = draw_icicle(boxes, num_rows=tree.num_rows) if tree.num_nodes else ""
     figure = Figure(title="Prefix tree", svg=drawn, caption=caption, is_wide=True)
     return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
@@ -110,12 +113,15 @@ def group_section(
         why = "the plan is off" if is_off else "sharing saves too little to reorder them"
         said = f"rows keep the order of the input: {why}"
         return Section(title="Groups", facts=(("plan", said),))
-    alone = profile.num_asked - rows.total
+    alone = count(profile.num_asked - rows.total, "row")
+    # a group shares between rows that are generated
+    if not profile.num_groups and profile.num_generated < profile.num_asked:
+        alone += f", {full(profile.num_generated)} of them generated and the others copies,"
     facts = (
         (
             "plan",
             f"{count(profile.num_groups, 'group')} in order {order!r}, "
-            f"{count(profile.num_units, 'unit')} of commit, {count(alone, 'row')} in no group",
+            f"{count(profile.num_units, 'unit')} of commit, {alone} in no group",
         ),
         ("group size", _sizes(rows)),
     )
