@@ -132,7 +132,8 @@ def can_change_layout(config: StageConfig) -> bool:
 
 def told_of_templates(config: StageConfig) -> str:
     """Return why no order of the fields is tried where there are several; "" for no reason."""
-    if not (repeated := _repeated(config)):
+    repeated = _repeated(config)
+    if not repeated or len(set(_occurrences(config))) < 2:
         return ""
     names = ", ".join(f"{{{name}}}" for name in repeated)
     return f"no other order of the fields was tried, because {names} stands more than once"

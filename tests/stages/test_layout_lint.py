@@ -98,18 +98,20 @@ def test_an_order_within_one_message_moves_no_text_to_another(system):
     "options",
     [
         {"prompt": "{question}{question} {document}"},
-        {"messages": [{"role": r, "content": "{question}"} for r in ("system", "user")]},
+        {"messages": [{"role": r, "content": "{question} {lang}"} for r in ("system", "user")]},
     ],
     ids=["template", "messages"],
 )
 def test_a_field_that_stands_twice_is_said_to_be_in_the_way(options):
-    said = "no other order of the fields was tried, because {question} stands more than once"
-    assert said == told_of_templates(config(**options))
+    said = told_of_templates(config(**options))
+    assert said.startswith("no other order of the fields was tried, because {question}")
+    assert said.endswith(" stands more than once")
 
 
 def test_nothing_is_in_the_way_of_other_templates():
     assert "" == told_of_templates(config(prompt="{question} {document}"))
     assert "" == told_of_templates(config(messages="question"))
+    assert "" == told_of_templates(config(prompt="{question}{question}"))
 
 
 @pytest.mark.parametrize(
