@@ -101,7 +101,6 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     """Explain a source that has been planned."""
     job, spec = question.job, question.spec
     tokenizer = Tokenizer.load(find_model(job.config))
-    hint = lint_source(job.source, job.config, tokenizer) if question.lint else None
     costs, why_not = _cost_model(question)
     common: dict[str, Any] = {
         "source": question.name,
@@ -110,7 +109,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         "speed": SpeedAndPrice(
             no_time=why_not, price_per_engine_hour=question.price_per_engine_hour
         ),
-        "layout": told_of_templates(job.config) if hint is None else hint.text,
+        "layout": _layout(job, tokenizer) if question.lint else "",
     }
     kv = _kv_size(question, costs)
     if isinstance(planned, PlannedInput):
@@ -135,6 +134,12 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
     return replace(explanation, time=_time(costs, work, num_replicas(spec)))
+
+
+def _layout(job: PlannedRun, tokenizer: Tokenizer) -> str:
+    """Return a better order of the template's fields, or why none is looked for."""
+    hint = lint_source(job.source, job.config, tokenizer)
+    return told_of_templates(job.config) if hint is None else hint.text
 
 
 def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:
