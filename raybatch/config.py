@@ -58,7 +58,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
-            check_min(self, name, 1)
+            check_whole(self, name, 1)
         for name in ("kv_cache_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 check_min(self, name, 1)
@@ -144,16 +144,16 @@ class PlanConfig:
         check_choice(self, "order", get_args(OrderName))
         check_choice(self, "sharing", ("single_level", "multi_level"))
         check_choice(self, "lengths", ("auto", "probe"))
-        check_min(self, "min_saved_fraction", 0)
-        check_min(self, "unit_rows", 1)
-        check_min(self, "max_unit_rows", self.unit_rows)
-        check_min(self, "max_driver_bytes", 0)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ConfigError(f"PlanConfig.seed must be a whole number from 0, got {self.seed!r}")
-        if not 0 < self.probe_fraction <= 1:
+        check_fraction(self, "min_saved_fraction")
+        check_fraction(self, "probe_fraction", is_zero_allowed=False)
+        for name, minimum in (("unit_rows", 1), ("max_unit_rows", 1), ("max_driver_bytes", 0)):
+            check_whole(self, name, minimum)
+        check_whole(self, "seed", 0)
+        if self.max_unit_rows < self.unit_rows:
             raise ConfigError(
-                f"PlanConfig.probe_fraction must be above 0 and at most 1, got "
-                f"{self.probe_fraction!r}"
+                f"PlanConfig.max_unit_rows is {self.max_unit_rows} and unit_rows "
+                f"{self.unit_rows}, but a unit may not be larger than the largest; raise "
+                "max_unit_rows or lower unit_rows"
             )
         if self.lengths == "probe" and self.expected_tokens_column is not None:
             raise ConfigError(
@@ -271,9 +271,30 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
 def check_min(config: object, name: str, minimum: float) -> None:
     """Raise ConfigError unless the field is a number of at least `minimum`."""
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
+    # also NaN, of which nothing is true
+    if not _is_number(value) or not value >= minimum:
         raise ConfigError(
             f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}"
+        )
+
+
+def check_whole(config: object, name: str, minimum: int) -> None:
+    """Raise ConfigError unless the field is a whole number of at least `minimum`."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}, got "
+            f"{value!r}"
+        )
+
+
+def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -> None:
+    """Raise ConfigError unless the field is a number between 0 and 1."""
+    value = getattr(config, name)
+    if not _is_number(value) or not 0 <= value <= 1 or not (value or is_zero_allowed):
+        lowest = "from 0 to 1" if is_zero_allowed else "above 0 and at most 1"
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a number {lowest}, such as 0.01, got {value!r}"
         )
 
 
@@ -286,6 +307,10 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
             f"{type(config).__name__}.{name} must be one of {', '.join(choices)}, "
             f"got {value!r}{hint}"
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_hub_offline() -> bool:

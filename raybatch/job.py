@@ -1,5 +1,6 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,12 +19,14 @@ from raybatch.job_config import (
     plan_config,
     read_job_file,
     wave_configs,
+    without_effect,
 )
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
+from raybatch.stages.layout_lint import without_columns
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.plan.sidecar import check_expected
@@ -34,6 +37,8 @@ from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, prepare_sink
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -248,6 +253,17 @@ class Job:
         check_inputs(source.schema, stage)
         check_names(source.schema)
         check_partitions(source.schema, self.config.partition_by)
+        if template := without_columns(stage):
+            logger.warning(
+                "the template %a names no column, so every row asks the same; write {column} "
+                "where the text of a column belongs",
+                template,
+            )
+        if ignored := without_effect(self.config.plan):
+            names = ", ".join(f"plan.{name}" for name in ignored)
+            logger.warning(
+                "the plan is off, so %s changes nothing; set plan.mode=auto, or leave it out", names
+            )
         if self.config.plan.mode != "off":
             check_expected(source.schema, self.config.plan.expected_tokens_column)
         if stage.id_column is not None:

@@ -1,7 +1,7 @@
 """The options of a job as a frozen, validated record, and where they are read from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,7 +28,11 @@ __all__ = [
     "plan_config",
     "read_job_file",
     "wave_configs",
+    "without_effect",
 ]
+
+# what the units of a run without a plan take as well; explaining such a run takes the memory
+_WITHOUT_A_PLAN = ("mode", "unit_rows", "max_unit_rows", "max_driver_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,9 +165,20 @@ def plan_config(plan: object, *, where: str) -> PlanConfig:
     if not isinstance(plan, Mapping):
         raise ConfigError(f"{where} must be 'auto', 'off' or options of the plan, got {plan!r}")
     values = dict(plan)
-    if values.get("mode") is False:
-        values["mode"] = "off"
+    if isinstance(values.get("mode"), bool):
+        values["mode"] = "auto" if values["mode"] else "off"
     return from_mapping(PlanConfig, values, where=where)
+
+
+def without_effect(plan: PlanConfig) -> list[str]:
+    """Return the options that were given to a plan that is off, and that only a plan heeds."""
+    if plan.mode != "off":
+        return []
+    return [
+        field.name
+        for field in fields(PlanConfig)
+        if field.name not in _WITHOUT_A_PLAN and getattr(plan, field.name) != field.default
+    ]
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:

@@ -22,6 +22,8 @@ _DEMO_NOTE = (
     "no --model given: taking the embedded demo model, which answers questions about the demo "
     "documents and nothing else"
 )
+# options that may be a single value, and which of their options that value is
+_SHORT_FORMS = {"plan": "mode", "stage.backend": "kind"}
 # every other option belongs to the stage
 JOB_OPTIONS = (
     "source",
@@ -177,7 +179,11 @@ def _put(mapping: dict[str, Any], path: str, value: object) -> None:
     """Set the dotted option `path`, making the mappings on the way."""
     *parents, last = path.split(".")
     for depth, name in enumerate(parents):
-        mapping = mapping.setdefault(name, {})
-        if not isinstance(mapping, dict):
-            raise ConfigError(f"option {'.'.join(parents[: depth + 1])!r} holds no options: {path}")
+        above, inner = ".".join(parents[: depth + 1]), mapping.get(name)
+        if not isinstance(inner, dict):
+            if name in mapping and above not in _SHORT_FORMS:
+                raise ConfigError(f"option {above!r} holds no options: {path}")
+            inner = {} if inner is None else {_SHORT_FORMS[above]: inner}
+        mapping[name] = inner
+        mapping = inner
     mapping[last] = value

@@ -19,7 +19,7 @@ from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.document import Section, to_page
-from raybatch.pictures.wording import amount, duration, percent, printable
+from raybatch.pictures.wording import amount, percent, printable
 
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
@@ -252,8 +252,11 @@ def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
         )
     ]
     if plan.time is not None:
-        planned = duration(plan.time.wall_s)
-        facts.append(("engines worked", f"{planned} planned, {duration(actual.wall_s)} actual"))
+        facts += [
+            (name, f"{planned} planned, {took} actual")
+            for name, planned, took in outcome.rows()
+            if "time" in name
+        ]
     return facts + [("  differs", said) for said in outcome.deviations()]
 
 

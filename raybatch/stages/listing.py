@@ -121,7 +121,11 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
         for index, path in enumerate(data_files):
             places[root.name_of(f"{folder}/{index:09d}")] = path
     if not places:
-        raise ConfigError(f"source {source!r} holds no file that ends in {', '.join(suffixes)}")
+        told = ", which was read as a pattern because there is no such file or folder,"
+        raise ConfigError(
+            f"source {source!r}{told if root.is_glob else ''} holds no file that ends in "
+            f"{', '.join(suffixes)}"
+        )
     return [_listed(root, path) for _, path in sorted(places.items())]
 
 

@@ -14,7 +14,6 @@ import ray
 
 from raybatch.durable.layout import part_name
 from raybatch.errors import ConfigError
-from raybatch.stages.batches import python_values
 from raybatch.stages.file_errors import BadFileError, safe_text
 from raybatch.stages.file_slices import (
     ROWS_PER_TABLE,
@@ -26,6 +25,7 @@ from raybatch.stages.file_slices import (
     scan_file,
 )
 from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files
+from raybatch.stages.repeated_ids import first_repeated
 from raybatch.stages.row_sizes import row_bytes_of, sampled
 from raybatch.stages.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 from raybatch.stages.storage import told_as
@@ -252,6 +252,5 @@ def check_unique_ids(source: Source, column: str) -> None:
     if len(repeated):
         raise ConfigError(
             f"id_column {column!r} has {len(repeated)} ids on more than one row, for example "
-            f"{', '.join(map(str, python_values(repeated[:3])))}; leave id_column out to use file "
-            "and position"
+            f"{first_repeated(ids, source.slices)}; leave id_column out to use file and position"
         )

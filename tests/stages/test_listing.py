@@ -163,3 +163,11 @@ def test_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
 def test_source_without_files_names_the_endings(tmp_path):
     with pytest.raises(ConfigError, match=re.escape("ends in .parquet, .pq, .jsonl")):
         scan_source(str(tmp_path))
+
+
+def test_a_name_that_was_read_as_a_pattern_is_said_to_be_one(tmp_path):
+    with pytest.raises(ConfigError, match="was read as a pattern because there is no such file"):
+        scan_source(str(tmp_path / "data[1]"))
+    with pytest.raises(ConfigError, match=r"(?<!folder,) holds no file") as caught:
+        scan_source(str(tmp_path))
+    assert "pattern" not in str(caught.value)

@@ -283,8 +283,14 @@ def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
     return make_shard(unit.astype(np.int32), pos.astype(np.int32), alone, nothing, unknown)
 
 
-def log_plan(stored: StoredPlan, seconds: float) -> None:
-    """Say in the log what was planned."""
+def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
+    """Say in the log what was planned.
+
+    Args:
+        stored: the plan.
+        seconds: that it took.
+        can_change_layout: the fields of the template could stand in another order.
+    """
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
     logger.info(
@@ -295,6 +301,11 @@ def log_plan(stored: StoredPlan, seconds: float) -> None:
         100 * saved,
         stored.logical_tokens,
     )
+    if can_change_layout and not stored.is_reordered:
+        logger.info(
+            "sharing saves too little to reorder rows; `raybatch explain` says whether another "
+            "order of the template's fields would share more"
+        )
 
 
 def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
