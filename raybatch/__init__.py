@@ -18,7 +18,15 @@ from raybatch.errors import (
 )
 
 if TYPE_CHECKING:
-    from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
+    from raybatch.composed import read_parquet, write_parquet
+    from raybatch.config import (
+        BackendConfig,
+        EngineConfig,
+        LimitConfig,
+        PlanConfig,
+        PoolConfig,
+        WaveConfig,
+    )
     from raybatch.explanation.record import Explanation
     from raybatch.job import Job
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
@@ -35,6 +43,7 @@ __all__ = [
     "Explanation",
     "Job",
     "LLMStage",
+    "LimitConfig",
     "MissingDependency",
     "PlanConfig",
     "PoolConfig",
@@ -44,9 +53,12 @@ __all__ = [
     "RowError",
     "RunReport",
     "Sampling",
+    "WaveConfig",
     "__version__",
     "build_processor",
+    "read_parquet",
     "vLLMEngineProcessorConfig",
+    "write_parquet",
 ]
 
 __version__: str
@@ -57,13 +69,17 @@ _HOMES = {
     "Explanation": "raybatch.explanation.record",
     "Job": "raybatch.job",
     "LLMStage": "raybatch.stages.llm_stage",
+    "LimitConfig": "raybatch.config",
     "PlanConfig": "raybatch.config",
     "PoolConfig": "raybatch.config",
+    "WaveConfig": "raybatch.config",
     "ProcessorConfig": "raybatch.processor",
     "RunReport": "raybatch.report",
     "Sampling": "raybatch.types",
     "build_processor": "raybatch.processor",
+    "read_parquet": "raybatch.composed",
     "vLLMEngineProcessorConfig": "raybatch.processor",
+    "write_parquet": "raybatch.composed",
 }
 
 

@@ -25,10 +25,18 @@ app = typer.Typer(
 )
 
 
+# the exit code of a command that Ctrl-C has ended
+_INTERRUPTED = 130
+
+
 def main() -> None:
     """Run the command line; an error of raybatch is one line and exit code 1."""
     try:
         app()
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        raise
     except RaybatchError as error:
         typer.echo(redacted(f"error: {error}"), err=True)
         raise SystemExit(1) from None
@@ -157,7 +165,11 @@ add_cluster_commands(app)
 
 def _check_page(path: str | None) -> None:
     """Refuse a page that could not be written, before any work."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ConfigError(f"--html {path}: this is a folder; name a file, such as {path}/page.html")
+    if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--html {path}: there is no such folder; make it, or choose another")
 
 

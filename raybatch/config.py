@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from raybatch.errors import ConfigError, did_you_mean
+from raybatch.types import Sampling
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OnError = Literal["row", "raise"]
@@ -57,7 +58,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
-            check_min(self, name, 1)
+            check_whole(self, name, 1)
         for name in ("kv_cache_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 check_min(self, name, 1)
@@ -143,16 +144,16 @@ class PlanConfig:
         check_choice(self, "order", get_args(OrderName))
         check_choice(self, "sharing", ("single_level", "multi_level"))
         check_choice(self, "lengths", ("auto", "probe"))
-        check_min(self, "min_saved_fraction", 0)
-        check_min(self, "unit_rows", 1)
-        check_min(self, "max_unit_rows", self.unit_rows)
-        check_min(self, "max_driver_bytes", 0)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ConfigError(f"PlanConfig.seed must be a whole number from 0, got {self.seed!r}")
-        if not 0 < self.probe_fraction <= 1:
+        check_fraction(self, "min_saved_fraction")
+        check_fraction(self, "probe_fraction", is_zero_allowed=False)
+        for name, minimum in (("unit_rows", 1), ("max_unit_rows", 1), ("max_driver_bytes", 0)):
+            check_whole(self, name, minimum)
+        check_whole(self, "seed", 0)
+        if self.max_unit_rows < self.unit_rows:
             raise ConfigError(
-                f"PlanConfig.probe_fraction must be above 0 and at most 1, got "
-                f"{self.probe_fraction!r}"
+                f"PlanConfig.max_unit_rows is {self.max_unit_rows} and unit_rows "
+                f"{self.unit_rows}, but a unit may not be larger than the largest; raise "
+                "max_unit_rows or lower unit_rows"
             )
         if self.lengths == "probe" and self.expected_tokens_column is not None:
             raise ConfigError(
@@ -174,6 +175,76 @@ class BackendConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "kind", ("native", "fake"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitConfig:
+    """What ends a run early: no unit starts, and the finished rows of open ones are kept.
+
+    A run that was stopped goes on when the job is started again, with the same limits afresh.
+
+    Args:
+        max_wall_s: seconds by the clock.
+        max_tokens: prompt tokens of finished rows and generated tokens, together.
+        max_engine_hours: hours that engines worked, summed over replicas.
+        max_cost: in the currency of `price_per_engine_hour`; all replicas count, idle or not.
+        price_per_engine_hour: of one replica.
+        max_error_rate: share of error rows among finished ones.
+        min_rows_for_error_rate: finished rows before that share is looked at.
+    """
+
+    max_wall_s: float | None = None
+    max_tokens: int | None = None
+    max_engine_hours: float | None = None
+    max_cost: float | None = None
+    price_per_engine_hour: float | None = None
+    max_error_rate: float | None = None
+    min_rows_for_error_rate: int = 100
+
+    def __post_init__(self) -> None:
+        for field_ in dataclasses.fields(self):
+            if getattr(self, field_.name) is not None:
+                check_min(self, field_.name, 0)
+        if self.max_error_rate is not None and self.max_error_rate > 1:
+            raise ConfigError(
+                "LimitConfig.max_error_rate is a share from 0 to 1, such as 0.05, got "
+                f"{self.max_error_rate!r}"
+            )
+        if self.max_cost is not None and self.price_per_engine_hour is None:
+            raise ConfigError("LimitConfig.max_cost needs price_per_engine_hour")
+
+
+# of rows that other sampling options may help
+_ASKED_STATUSES = ("truncated", "too_long", "error", "crashed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaveConfig:
+    """A rule by which rows of some status are asked once more, with other options.
+
+    Args:
+        on: statuses, such as "truncated" or "error".
+        sampling: options that win over those of the stage and the row, such as
+            {"max_tokens": 2048}.
+    """
+
+    on: tuple[str, ...]
+    sampling: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.on or not set(self.on) <= set(_ASKED_STATUSES):
+            raise ConfigError(
+                f"WaveConfig.on must name statuses of {', '.join(_ASKED_STATUSES)}, got "
+                f"{list(self.on)!r}"
+            )
+        # one value of these decides the type of a column
+        names = {f.name for f in dataclasses.fields(Sampling)} - {"n", "logprobs"}
+        if not self.sampling or not set(self.sampling) <= names:
+            raise ConfigError(
+                f"WaveConfig.sampling must set sampling options other than n and logprobs, got "
+                f"{dict(self.sampling)!r}"
+            )
+        dataclasses.replace(Sampling(), **self.sampling)
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
@@ -200,9 +271,30 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
 def check_min(config: object, name: str, minimum: float) -> None:
     """Raise ConfigError unless the field is a number of at least `minimum`."""
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
+    # also NaN, of which nothing is true
+    if not _is_number(value) or not value >= minimum:
         raise ConfigError(
             f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}"
+        )
+
+
+def check_whole(config: object, name: str, minimum: int) -> None:
+    """Raise ConfigError unless the field is a whole number of at least `minimum`."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}, got "
+            f"{value!r}"
+        )
+
+
+def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -> None:
+    """Raise ConfigError unless the field is a number between 0 and 1."""
+    value = getattr(config, name)
+    if not _is_number(value) or not 0 <= value <= 1 or not (value or is_zero_allowed):
+        lowest = "from 0 to 1" if is_zero_allowed else "above 0 and at most 1"
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a number {lowest}, such as 0.01, got {value!r}"
         )
 
 
@@ -215,6 +307,10 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
             f"{type(config).__name__}.{name} must be one of {', '.join(choices)}, "
             f"got {value!r}{hint}"
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_hub_offline() -> bool:

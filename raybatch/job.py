@@ -1,22 +1,32 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 
-from raybatch.config import PlanConfig, from_mapping
+from raybatch.config import LimitConfig, PlanConfig, WaveConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.job_config import JobConfig, plan_config, read_job_file
+from raybatch.job_config import (
+    JobConfig,
+    column_names,
+    limit_config,
+    plan_config,
+    read_job_file,
+    wave_configs,
+    without_effect,
+)
 from raybatch.job_run import JobRun, planned_run
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
+from raybatch.stages.layout_lint import without_columns
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.plan.sidecar import check_expected
@@ -24,8 +34,11 @@ from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
-from raybatch.stages.sink import prepare_sink
+from raybatch.stages.schemas import SchemaPolicy
+from raybatch.stages.sink import check_partitions, prepare_sink
 from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -36,7 +49,7 @@ class Job:
     source; it does not depend on blocks, order or cluster size.
 
     Args:
-        source: Parquet or JSONL: a file, a folder or a glob, local or with a protocol.
+        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob, local or with a protocol.
         sink: folder for the output. The job goes on where an earlier run of it has stopped; a
             folder with other files, or with the output of another job, is refused.
         stage: what `LLMStage(...)` returned.
@@ -44,6 +57,18 @@ class Job:
         overwrite: remove the output of an earlier run and begin again.
         flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
             so that a run that dies loses minutes of long rows at most.
+        partition_by: columns of the source by whose values the output is laid out, as in
+            data/lang=en/part-000000.parquet; they are not repeated inside the files.
+        limits: budgets, a deadline and a share of errors that end a run early; finished rows are
+            kept, and the same job started again goes on.
+        waves: rules by which rows of some status are asked once more before they are written, such
+            as [{"on": "truncated", "sampling": {"max_tokens": 2048}}].
+        columns: of the source that are read and written, in this order; None takes all.
+        schema_policy: what to do with files whose schemas differ: "strict" refuses them, "cast"
+            takes the narrowest types that hold all values exactly.
+        skip_bad_files: leave out files that cannot be read (empty, cut, of another kind), in place
+            of refusing the source; they are logged and reported.
+        max_row_group_bytes: that a row group or record batch may take in memory.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -59,6 +84,13 @@ class Job:
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
         flush_every_s: float = 60.0,
+        partition_by: Sequence[str] | str = (),
+        limits: LimitConfig | Mapping[str, Any] | None = None,
+        waves: Sequence[WaveConfig | Mapping[str, Any]] = (),
+        columns: Sequence[str] | str | None = None,
+        schema_policy: SchemaPolicy = "strict",
+        skip_bad_files: bool = False,
+        max_row_group_bytes: int = 2 << 30,
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -75,6 +107,13 @@ class Job:
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
             flush_every_s=flush_every_s,
+            partition_by=column_names(partition_by, where="partition_by") or (),
+            limits=limit_config(limits, where="limits"),
+            waves=wave_configs(waves, where="waves"),
+            columns=column_names(columns, where="columns"),
+            schema_policy=schema_policy,
+            skip_bad_files=skip_bad_files,
+            max_row_group_bytes=max_row_group_bytes,
         )
         self._stage = stage
 
@@ -99,7 +138,19 @@ class Job:
         options = {name: value for name, value in stage.items() if name != "model"}
         stage_config = build_stage_config(stage["model"], options, where=f"{where}: stage")
         plan = plan_config(mapping.get("plan"), where=f"{where}: plan")
-        nested = {**mapping, "stage": stage_config, "plan": plan}
+        columns = column_names(mapping.get("columns"), where=f"{where}: columns")
+        nested = {
+            **mapping,
+            "stage": stage_config,
+            "plan": plan,
+            "columns": columns,
+            "partition_by": column_names(
+                mapping.get("partition_by"), where=f"{where}: partition_by"
+            )
+            or (),
+            "waves": wave_configs(mapping.get("waves"), where=f"{where}: waves"),
+            "limits": limit_config(mapping.get("limits"), where=f"{where}: limits"),
+        }
         config = from_mapping(JobConfig, nested, where=where)
         return cls(
             config.source,
@@ -108,6 +159,13 @@ class Job:
             plan=config.plan,
             overwrite=config.overwrite,
             flush_every_s=config.flush_every_s,
+            partition_by=config.partition_by,
+            limits=config.limits,
+            waves=config.waves,
+            columns=config.columns,
+            schema_policy=config.schema_policy,
+            skip_bad_files=config.skip_bad_files,
+            max_row_group_bytes=config.max_row_group_bytes,
         )
 
     @classmethod
@@ -135,7 +193,7 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        source = scan_source(self.config.source)
+        source = self._scan()
         self._check(source, self.config.stage.output)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(
@@ -166,7 +224,7 @@ class Job:
         Raises:
             ConfigError: found before any work starts, where it can be.
         """
-        source = scan_source(self.config.source)
+        source = self._scan()
         self._check(source, self.config.stage.output)
         return explain_source(
             Question(
@@ -179,11 +237,33 @@ class Job:
             )
         )
 
+    def _scan(self) -> Source:
+        self.config.check_columns()
+        return scan_source(
+            self.config.source,
+            columns=self.config.columns,
+            schema_policy=self.config.schema_policy,
+            skip_bad_files=self.config.skip_bad_files,
+            max_row_group_bytes=self.config.max_row_group_bytes,
+        )
+
     def _check(self, source: Source, output: OutputSchema) -> None:
         stage = self.config.stage
         output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
         check_names(source.schema)
+        check_partitions(source.schema, self.config.partition_by)
+        if template := without_columns(stage):
+            logger.warning(
+                "the template %a names no column, so every row asks the same; write {column} "
+                "where the text of a column belongs",
+                template,
+            )
+        if ignored := without_effect(self.config.plan):
+            names = ", ".join(f"plan.{name}" for name in ignored)
+            logger.warning(
+                "the plan is off, so %s changes nothing; set plan.mode=auto, or leave it out", names
+            )
         if self.config.plan.mode != "off":
             check_expected(source.schema, self.config.plan.expected_tokens_column)
         if stage.id_column is not None:

@@ -1,18 +1,38 @@
 """The options of a job as a frozen, validated record, and where they are read from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import fsspec
 import yaml
 
-from raybatch.config import PlanConfig, from_mapping
+from raybatch.config import (
+    LimitConfig,
+    PlanConfig,
+    WaveConfig,
+    check_choice,
+    check_min,
+    from_mapping,
+)
 from raybatch.errors import ConfigError
+from raybatch.stages.inputs import referenced_columns
 from raybatch.stages.options import StageConfig
+from raybatch.stages.schemas import SchemaPolicy
 
-__all__ = ["JobConfig", "plan_config", "read_job_file"]
+__all__ = [
+    "JobConfig",
+    "column_names",
+    "limit_config",
+    "plan_config",
+    "read_job_file",
+    "wave_configs",
+    "without_effect",
+]
+
+# what the units of a run without a plan take as well; explaining such a run takes the memory
+_WITHOUT_A_PLAN = ("mode", "unit_rows", "max_unit_rows", "max_driver_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +40,19 @@ class JobConfig:
     """What one job reads, does and writes.
 
     Args:
-        source: Parquet or JSONL: a file, a folder or a glob.
+        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
         sink: folder for the output.
         stage: model, prompt and options.
         plan: of the whole input, made before anything is generated.
         overwrite: remove an earlier output and begin again.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
+        partition_by: columns of the source by whose values the output is laid out.
+        limits: what ends a run early.
+        waves: rules by which rows of some status are asked once more, in this order.
+        columns: of the source that are read and written; None takes all.
+        schema_policy: "strict" refuses files whose schemas differ, "cast" widens without loss.
+        skip_bad_files: leave out files that cannot be read.
+        max_row_group_bytes: that a row group or record batch may take in memory.
     """
 
     source: str
@@ -34,10 +61,92 @@ class JobConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     overwrite: bool = False
     flush_every_s: float = 60.0
+    partition_by: tuple[str, ...] = ()
+    limits: LimitConfig = field(default_factory=LimitConfig)
+    waves: tuple[WaveConfig, ...] = ()
+    columns: tuple[str, ...] | None = None
+    schema_policy: SchemaPolicy = "strict"
+    skip_bad_files: bool = False
+    max_row_group_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
         if not self.flush_every_s > 0:
             raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
+        check_choice(self, "schema_policy", get_args(SchemaPolicy))
+        check_min(self, "max_row_group_bytes", 1)
+        if not isinstance(self.skip_bad_files, bool):
+            raise ConfigError(
+                f"JobConfig.skip_bad_files must be true or false, got {self.skip_bad_files!r}"
+            )
+        if self.columns is not None and not (
+            self.columns and len(set(self.columns)) == len(self.columns)
+        ):
+            raise ConfigError(
+                f"JobConfig.columns must name each column once, and at least one, got "
+                f"{list(self.columns)!r}; leave it out to take all"
+            )
+
+    def check_columns(self) -> None:
+        """Raise ConfigError where `columns` leaves out a column that an option names."""
+        needed = [*referenced_columns(self.stage), *self.partition_by]
+        if self.plan.mode != "off" and self.plan.expected_tokens_column is not None:
+            needed.append(self.plan.expected_tokens_column)
+        for name in needed:
+            if self.columns is not None and name not in self.columns:
+                raise ConfigError(
+                    f"columns leaves out {name!r}, which the job reads; add it, as in columns: "
+                    f"[{', '.join([*self.columns, name])}]"
+                )
+
+
+def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
+    """Return the names of columns from any form in which users give them.
+
+    Raises:
+        ConfigError: they are of no such form.
+    """
+    if columns is None:
+        return None
+    names = columns.split(",") if isinstance(columns, str) else columns
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{where} must be a list of names, got {columns!r}")
+    return tuple(names)
+
+
+def limit_config(limits: object, *, where: str) -> LimitConfig:
+    """Return limits from any form in which users give them.
+
+    Raises:
+        ConfigError: they are of no such form, or a limit is unknown or wrong.
+    """
+    if limits is None or isinstance(limits, LimitConfig):
+        return limits or LimitConfig()
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f"{where} must be limits such as max_tokens, got {limits!r}")
+    return from_mapping(LimitConfig, limits, where=where)
+
+
+def wave_configs(waves: object, *, where: str) -> tuple[WaveConfig, ...]:
+    """Return waves from any form in which users give them.
+
+    Raises:
+        ConfigError: they are of no such form, or an option is unknown or wrong.
+    """
+    if waves is None:
+        return ()
+    if not isinstance(waves, list | tuple):
+        raise ConfigError(f"{where} must be a list of rules, got {waves!r}")
+    found = []
+    for number, wave in enumerate(waves):
+        if isinstance(wave, WaveConfig):
+            found.append(wave)
+            continue
+        if not isinstance(wave, Mapping):
+            raise ConfigError(f"{where}: rule {number} must have 'on' and 'sampling', got {wave!r}")
+        on = wave.get("on", ())
+        listed = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
+        found.append(from_mapping(WaveConfig, listed, where=f"{where}: rule {number}"))
+    return tuple(found)
 
 
 def plan_config(plan: object, *, where: str) -> PlanConfig:
@@ -56,9 +165,20 @@ def plan_config(plan: object, *, where: str) -> PlanConfig:
     if not isinstance(plan, Mapping):
         raise ConfigError(f"{where} must be 'auto', 'off' or options of the plan, got {plan!r}")
     values = dict(plan)
-    if values.get("mode") is False:
-        values["mode"] = "off"
+    if isinstance(values.get("mode"), bool):
+        values["mode"] = "auto" if values["mode"] else "off"
     return from_mapping(PlanConfig, values, where=where)
+
+
+def without_effect(plan: PlanConfig) -> list[str]:
+    """Return the options that were given to a plan that is off, and that only a plan heeds."""
+    if plan.mode != "off":
+        return []
+    return [
+        field.name
+        for field in fields(PlanConfig)
+        if field.name not in _WITHOUT_A_PLAN and getattr(plan, field.name) != field.default
+    ]
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:

@@ -22,8 +22,24 @@ _DEMO_NOTE = (
     "no --model given: taking the embedded demo model, which answers questions about the demo "
     "documents and nothing else"
 )
+# options that may be a single value, and which of their options that value is
+_SHORT_FORMS = {"plan": "mode", "stage.backend": "kind"}
 # every other option belongs to the stage
-JOB_OPTIONS = ("source", "sink", "stage", "plan", "overwrite")
+JOB_OPTIONS = (
+    "source",
+    "sink",
+    "stage",
+    "plan",
+    "overwrite",
+    "flush_every_s",
+    "partition_by",
+    "limits",
+    "waves",
+    "columns",
+    "schema_policy",
+    "skip_bad_files",
+    "max_row_group_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +60,7 @@ def read_job_flags(
         str | None, typer.Argument(help="YAML job file; the options below win over it.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--input", help="Parquet or JSONL: a file, a folder or a glob.")
+        str | None, typer.Option("--input", help="Parquet, JSONL, Arrow: a file, folder or glob.")
     ] = None,
     sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
     model: Annotated[
@@ -61,8 +77,12 @@ def read_job_flags(
     id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
     on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to read and write, such as id,document; all.")
+    ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier output of raybatch.")
+        bool,
+        typer.Option("--overwrite", help="Remove an earlier output of raybatch and begin again."),
     ] = False,
     settings: Annotated[
         list[str] | None,
@@ -82,6 +102,7 @@ def read_job_flags(
         "stage.pool.replicas": replicas,
         "stage.on_error": on_error,
         "overwrite": overwrite or None,
+        "columns": columns,
     }
     given = {path: value for path, value in flags.items() if value is not None}
     return job_mapping(job_file, {**given, **parse_settings(settings or [])})
@@ -158,7 +179,11 @@ def _put(mapping: dict[str, Any], path: str, value: object) -> None:
     """Set the dotted option `path`, making the mappings on the way."""
     *parents, last = path.split(".")
     for depth, name in enumerate(parents):
-        mapping = mapping.setdefault(name, {})
-        if not isinstance(mapping, dict):
-            raise ConfigError(f"option {'.'.join(parents[: depth + 1])!r} holds no options: {path}")
+        above, inner = ".".join(parents[: depth + 1]), mapping.get(name)
+        if not isinstance(inner, dict):
+            if name in mapping and above not in _SHORT_FORMS:
+                raise ConfigError(f"option {above!r} holds no options: {path}")
+            inner = {} if inner is None else {_SHORT_FORMS[above]: inner}
+        mapping[name] = inner
+        mapping = inner
     mapping[last] = value

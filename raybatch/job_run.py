@@ -5,15 +5,13 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.audit import Audit, audit, finish, is_finished
-from raybatch.durable.commit import commit_unit, committed
+from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
-from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
@@ -37,6 +35,7 @@ from raybatch.stages.plan.run import run_planned, store_input_order
 from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.source import Source
+from raybatch.stages.stopping import LimitWatch
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_run import FeederRunner
 from raybatch.stages.unit_writer import plan_units
@@ -72,7 +71,12 @@ class JobRun:
         schema = output_schema(self.source.schema, self.config.stage)
         job = replace(
             planned_run(self.config, self.source),
-            fingerprint=fingerprint(self.config.stage, schema),
+            fingerprint=fingerprint(
+                self.config.stage,
+                schema,
+                partition_by=self.config.partition_by,
+                waves=self.config.waves,
+            ),
             files=input_files(self.source),
         )
         stored = self._stored(store, job)
@@ -132,7 +136,7 @@ class JobRun:
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
         if not self.source.num_rows:
-            self._write_nothing(store_input_order(job), schema)
+            self._runner(self.stage, schema, recorder).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
         num_rows = self.source.num_rows - recorder.rows_resumed
@@ -145,27 +149,16 @@ class JobRun:
                     recorder.observe(stats)
                     show(stats, num_rows)
 
-                with watch_with(callback=tell) as watch:
+                limits = LimitWatch(self.config.limits, stage.stats(), tell)
+                runner = self._runner(stage, schema, recorder)
+                with watch_with(callback=limits) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
-                    units = self._runner(stage, schema, recorder)
+                    units = replace(runner, stop_flag=limits.flag)
                     return run_planned(replace(job, units=units), stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
-
-    def _write_nothing(self, stored: StoredPlan, schema: pa.Schema) -> None:
-        """Write the one part of an input without rows, so that readers find the columns."""
-        commit_unit(
-            open_store(self.config.sink),
-            plan_units(self.config.sink, stored).unit(0),
-            schema.empty_table(),
-            pos=np.zeros(0, np.int64),
-            row=np.zeros(0, np.int64),
-            counts=UnitCounts(),
-            plan_hash=stored.hash,
-            attempt="empty",
-        )
 
     def _runner(
         self, stage: type[StageFeeder], schema: pa.Schema, recorder: RunRecorder
@@ -177,6 +170,7 @@ class JobRun:
             attempt=recorder.run_id,
             flush_every_s=self.config.flush_every_s,
             observer=recorder,
+            waves=self.config.waves,
         )
 
     def _rows_done(self, store: Store, stored: StoredPlan) -> int:
@@ -266,4 +260,5 @@ def planned_run(config: JobConfig, source: Source) -> PlannedRun:
         plan=config.plan,
         sink=config.sink,
         row_id_column=row_id_column,
+        partition_by=config.partition_by,
     )

@@ -62,6 +62,24 @@ def test_option_below_a_plain_value_is_a_config_error(job_file):
         job_mapping(job_file, {"stage.model.name": "x"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["plan=off", "plan.order=shuffle"], {"plan": {"mode": False, "order": "shuffle"}}),
+        (["plan=auto", "plan.seed=3"], {"plan": {"mode": "auto", "seed": 3}}),
+        (["plan=null", "plan.seed=3"], {"plan": {"seed": 3}}),
+        (
+            ["backend=fake", "backend.options={a: 1}"],
+            {"stage": {"backend": {"kind": "fake", "options": {"a": 1}}}},
+        ),
+    ],
+    ids=str,
+)
+def test_the_short_form_of_an_option_can_be_given_with_long_ones(settings, expected):
+    found = job_mapping(None, {"source": "in", **parse_settings(settings)})
+    assert {"source": "in", **expected} == found
+
+
 def test_model_defaults_to_the_embedded_one_and_says_so():
     mapping = job_mapping(None, {"source": "in"})
     assert "embedded demo model" in with_model(mapping)
@@ -173,6 +191,25 @@ def test_explain_prints_json_and_writes_a_page(monkeypatch, capsys, job_file, ex
     run_main(monkeypatch, "explain", job_file, "--json", "--html", str(page))
     assert capsys.readouterr().out == f"{explained[0].to_json()}\n"
     assert explained[0].to_html() == page.read_text()
+
+
+def test_a_page_that_is_a_folder_is_refused_before_the_plan(
+    monkeypatch, capsys, job_file, explained, tmp_path
+):
+    code = run_main(monkeypatch, "explain", job_file, "--html", str(tmp_path))
+    assert (code, explained[1]) == (1, [])
+    assert f"{tmp_path}: this is a folder; name a file" in capsys.readouterr().err
+
+
+def test_a_command_that_is_interrupted_before_it_works_says_so(
+    monkeypatch, capsys, job_file, explained
+):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "explain", interrupt)
+    code = run_main(monkeypatch, "explain", job_file)
+    assert (code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
 def test_explain_names_itself_in_errors(monkeypatch, capsys):

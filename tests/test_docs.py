@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
+from raybatch.config import (
+    BackendConfig,
+    EngineConfig,
+    LimitConfig,
+    PlanConfig,
+    PoolConfig,
+    WaveConfig,
+)
 from raybatch.job import Job
 from raybatch.job_config import JobConfig
 from raybatch.stages.llm_stage import LLMStage
@@ -19,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SECTIONS = {
     "Job": JobConfig,
+    "LimitConfig": LimitConfig,
+    "WaveConfig": WaveConfig,
     "PlanConfig": PlanConfig,
     "LLMStage": StageConfig,
     "Sampling": Sampling,

@@ -144,6 +144,25 @@ def test_the_results_of_a_probe_are_kept(source, model, tmp_path, max_driver_byt
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("max_driver_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(("prompt", "is_told"), [("{label}{text}", True), ("{text}", False)])
+def test_a_run_that_shares_too_little_names_explain_where_fields_could_move(
+    model, tmp_path, caplog, max_driver_bytes, prompt, is_told
+):
+    caplog.set_level("INFO", logger="raybatch")
+    pq.write_table(
+        pa.table({"text": ["x"] * 20, "label": [f"{i} and more" for i in range(20)]}),
+        tmp_path / "in.parquet",
+    )
+    options = {"max_driver_bytes": max_driver_bytes, "min_saved_fraction": 1.0}
+    stage = fake_stage(model, prompt=prompt, engine={"block_size_tokens": 8}, dedup=False)
+    Job(tmp_path / "in.parquet", tmp_path / "out", stage, plan=options).run(
+        progress=lambda stats, num_rows: None
+    )
+    assert is_told == ("`raybatch explain` says whether another order" in caplog.text)
+
+
+@pytest.mark.ray
 def test_overwriting_removes_the_earlier_plan(source, model, tmp_path):
     run(source, tmp_path / "out", model, SMALL)
     stage = fake_stage(model, prompt="{text} again", engine={"block_size_tokens": 8})
@@ -158,7 +177,7 @@ def test_overwriting_removes_the_earlier_plan(source, model, tmp_path):
     [
         ({"order": "ration"}, "did you mean 'ratio'"),
         ({"unit_row": 3}, "did you mean 'unit_rows'"),
-        ({"unit_rows": 10, "max_unit_rows": 5}, "max_unit_rows must be a number of at least 10"),
+        ({"max_unit_rows": 10}, "max_unit_rows is 10 and unit_rows 1024.* raise max_unit_rows or"),
         ({"probe_fraction": 0}, "above 0 and at most 1"),
         ({"lengths": "probe", "expected_tokens_column": "n"}, "give one of them"),
         (3, "must be 'auto', 'off' or options of the plan"),
@@ -173,6 +192,24 @@ def test_wrong_options_of_a_plan_are_refused(plan, message):
 def test_a_plan_can_be_switched_off(plan):
     job = Job("in", "out", LLMStage("m", prompt="{x}"), plan=plan)
     assert PlanConfig(mode="off") == job.config.plan
+
+
+def test_options_that_a_plan_that_is_off_ignores_are_named(source, model, caplog):
+    options = {"mode": "off", "order": "shuffle", "lengths": "probe", "unit_rows": 8}
+    Job(source, "out", fake_stage(model, prompt="{text}"), plan=options).explain(measure=False)
+    said = "the plan is off, so plan.order, plan.lengths changes nothing; set plan.mode=auto"
+    assert any(said in message for message in caplog.messages)
+
+
+def test_a_template_without_a_column_is_named(source, model, caplog):
+    Job(source, "out", fake_stage(model, prompt="text")).explain(measure=False)
+    assert "the template 'text' names no column, so every row asks the same" in caplog.text
+
+
+def test_a_plan_that_is_only_off_is_not_spoken_of(source, model, caplog):
+    job = Job(source, "out", fake_stage(model, prompt="{text}"), plan={"mode": "off"})
+    job.explain(measure=False)
+    assert "the plan is off" not in caplog.text
 
 
 def test_a_job_file_holds_the_options_of_the_plan(tmp_path):

@@ -12,7 +12,9 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.run_log import RunLog
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
+from raybatch.explanation.build import SpeedAndPrice
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.time import TimeEstimate
 from raybatch.history.records import History, RunRecord, Sample, UnitTime
 from raybatch.prefix.histogram import Histogram
 from raybatch.report import ErrorCount, RunReport, read_report, report_of, report_path
@@ -99,7 +101,12 @@ def test_speed_of_a_run_too_short_to_be_measured_is_not_zero():
 
 @pytest.fixture
 def planned_report(tmp_path, rng):
-    plan = explain_prompts(grouped_prompts(rng, groups=6, size=5, prefix=32, own=8), kv_tokens=400)
+    time = TimeEstimate(engine_s=100, wall_s=50, low_s=40, high_s=60, num_replicas=2)
+    plan = explain_prompts(
+        grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
+        kv_tokens=400,
+        speed=SpeedAndPrice(time=time),
+    )
     actual = RunActual(
         prompt_tokens=1200,
         computed_tokens=600,
@@ -107,6 +114,8 @@ def planned_report(tmp_path, rng):
         num_rows=30,
         num_generated=30,
         kv_tokens=200,
+        engine_s=90.0,
+        wall_s=50.0,
     )
     outcome = PlanOutcome(plan=plan, actual=actual)
     return make_report(sink=str(tmp_path / "out"), plan=outcome)
@@ -116,6 +125,8 @@ def test_text_puts_plan_and_actual_side_by_side(planned_report):
     text = planned_report.to_text()
     assert "plan: order ratio; hit rate 64.0 % planned, 50.0 % actual" in text
     assert "the KV cache was 50 % smaller than planned" in text
+    assert "engine time: 1 min 40 s planned, 90 s actual" in text
+    assert "time by the clock: 50 s planned, 50 s actual" in text
 
 
 def test_a_report_with_a_plan_is_read_as_it_was_written(planned_report):

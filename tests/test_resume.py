@@ -16,6 +16,8 @@ import pytest
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.store import open_store
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.report import RunReport, report_of
 from raybatch.types import PoolStats
@@ -163,6 +165,8 @@ def test_results_of_a_probe_are_kept(model, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_two_drivers_at_once_write_every_row_once(model, tmp_path):
     write_source(tmp_path)
+    # transformers cannot be imported by two threads at once
+    Tokenizer.load(model)
     plan = PLANS["small"]
     jobs = [make_job(tmp_path, model, plan) for _ in range(2)]
     reports: list[RunReport] = []
@@ -177,3 +181,72 @@ def test_two_drivers_at_once_write_every_row_once(model, tmp_path):
     assert len(reports) == 2
     for report in reports:
         check_output(tmp_path / "out", report)
+
+
+def test_output_is_laid_out_by_columns_of_the_source(model, tmp_path):
+    write_source(tmp_path, lengths=[2 + i % 3 for i in range(NUM_ROWS)])
+    sink = tmp_path / "out"
+    job = make_job(tmp_path, model, PLANS["small"], partition_by=["most"])
+    run_until(job, lambda: any(sink.glob("_raybatch/done/*.json")))
+    report = make_job(tmp_path, model, PLANS["small"], partition_by=["most"]).run()
+    check_output(sink, report)
+    assert {path.name for path in (sink / "data").iterdir()} == {"most=2", "most=3", "most=4"}
+    for path in sink.glob("data/most=3/*"):
+        numbers = pq.ParquetFile(path).read().column("number").to_pylist()
+        assert {number % 3 for number in numbers} == {1}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["mots"], r"no column 'mots' \(did you mean 'most'\?\)"),
+        (["generated_text"], "not by generated ones"),
+        ([3], "must be a list of names"),
+    ],
+)
+def test_columns_that_cannot_lay_out_the_output_are_refused(model, tmp_path, columns, message):
+    write_source(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        make_job(tmp_path, model, PLANS["off"], partition_by=columns).run()
+
+
+def test_a_run_that_meets_its_limit_ends_between_units_and_goes_on_later(model, tmp_path, caplog):
+    write_source(tmp_path, lengths=[20] * NUM_ROWS)
+    sink = tmp_path / "out"
+    plan = {"unit_rows": 8, "max_unit_rows": 8, "min_saved_fraction": 1}
+    job = make_job(tmp_path, model, plan, limits={"max_error_rate": 0, "max_tokens": 1})
+    report = job.run(progress=lambda *_: None)
+    assert "limits.max_tokens" in caplog.text
+    assert report.rows_out < NUM_ROWS
+    assert report.exit_code() == 1
+    assert not (sink / "_SUCCESS").exists()
+    check_output(sink, make_job(tmp_path, model, plan).run(progress=lambda *_: None))
+
+
+def test_cut_rows_are_asked_again_with_more_tokens(model, tmp_path):
+    write_source(tmp_path, lengths=[2 + i % 3 for i in range(NUM_ROWS)])
+    waves = [
+        {"on": "truncated", "sampling": {"max_tokens": 5}},
+        {"on": ["truncated", "error"], "sampling": {"max_tokens": 6}},
+    ]
+    report = make_job(tmp_path, model, PLANS["small"], waves=waves).run(progress=lambda *_: None)
+    check_output(tmp_path / "out", report)
+    table = pq.read_table(tmp_path / "out")
+    # the fake engine always generates as many as it may
+    assert set(table.column("num_generated_tokens").to_pylist()) == {6}
+    assert set(table.column("attempts").to_pylist()) == {3}
+
+
+@pytest.mark.parametrize(
+    ("waves", "message"),
+    [
+        ([{"on": "tired", "sampling": {"max_tokens": 5}}], "must name statuses of truncated"),
+        ([{"on": "truncated", "sampling": {"n": 2}}], "other than n and logprobs"),
+        ([{"on": "truncated", "sampling": {"max_tokens": 0}}], "max_tokens"),
+        ([{"on": "truncated", "samplng": {}}], r"rule 0: unknown option 'samplng'"),
+        ("truncated", "must be a list of rules"),
+    ],
+)
+def test_wrong_waves_are_refused_by_name(model, tmp_path, waves, message):
+    with pytest.raises(ConfigError, match=message):
+        make_job(tmp_path, model, PLANS["off"], waves=waves)

@@ -15,6 +15,7 @@ __all__ = [
     "FRAGMENTS",
     "PLAN",
     "RUNS",
+    "SCHEMA",
     "STAGING",
     "SUCCESS",
     "attempt_name",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 PLAN = "_raybatch/plan.json"
+SCHEMA = "_raybatch/schema.arrow"
 SUCCESS = "_SUCCESS"
 DATA = "data"
 DONE = "_raybatch/done"

@@ -43,6 +43,7 @@ def actual_of(
         cut_tokens=max(0, after.cut_tokens - before.cut_tokens),
         engine_s=max(0.0, after.busy_s - before.busy_s),
         wall_s=wall_s,
+        is_warm=before.busy_s > 0 and before.num_ready > 0,
     )
 
 

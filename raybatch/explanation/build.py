@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from raybatch.config import EngineConfig, PlanConfig
-from raybatch.explanation.record import Explanation, KVSize
+from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.pictures.wording import full
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
@@ -116,6 +116,7 @@ def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSi
     return CacheSize(
         num_blocks=kv_tokens // block_size,
         concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
+        finds_blocks=engine.enable_prefix_caching,
     )
 
 
@@ -185,7 +186,7 @@ def with_orders(
 
 def _lengths_from(plan: PlanConfig, *, is_probed: bool) -> str:
     if plan.lengths == "probe" and is_probed:
-        return "a probe"
+        return PROBE
     column = plan.expected_tokens_column
     return "max_tokens" if column is None else f"column {column!r}"
 

@@ -13,7 +13,7 @@ from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import MeasureError, error_text
+from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
     SpeedAndPrice,
@@ -31,7 +31,7 @@ from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
-from raybatch.stages.layout_lint import lint_source
+from raybatch.stages.layout_lint import lint_source, told_of_templates
 from raybatch.stages.plan.large import LargePlan, forecast_large, plan_large
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import fit_units, is_small
@@ -60,7 +60,7 @@ class Question:
         lint: look for a better order of the template's fields.
 
     Raises:
-        ConfigError: the price is negative or not finite.
+        ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
     """
 
     job: PlannedRun
@@ -74,6 +74,12 @@ class Question:
     lint: bool = True
 
     def __post_init__(self) -> None:
+        kv_tokens = self.kv_tokens
+        if kv_tokens is not None and (not isinstance(kv_tokens, int) or kv_tokens < 1):
+            raise ConfigError(
+                f"kv_tokens must be a whole number of at least 1, got {kv_tokens!r}; leave it out "
+                "for the KV cache of the engine"
+            )
         if self.price_per_engine_hour is not None:
             # a wrong price is told before the work, not when it is shown
             money(0.0, 1, self.price_per_engine_hour)
@@ -95,25 +101,19 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     """Explain a source that has been planned."""
     job, spec = question.job, question.spec
     tokenizer = Tokenizer.load(find_model(job.config))
-    hint = lint_source(job.source, job.config, tokenizer) if question.lint else None
     costs, why_not = _cost_model(question)
-    time = None
-    if costs is not None:
-        time = _time(costs, _work(question, planned), num_replicas(spec))
     common: dict[str, Any] = {
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
         "speed": SpeedAndPrice(
-            time=time,
-            no_time=why_not,
-            price_per_engine_hour=question.price_per_engine_hour,
+            no_time=why_not, price_per_engine_hour=question.price_per_engine_hour
         ),
-        "layout": "" if hint is None else hint.text,
+        "layout": _layout(job, tokenizer) if question.lint else "",
     }
     kv = _kv_size(question, costs)
     if isinstance(planned, PlannedInput):
-        return explain_plan(
+        explanation = explain_plan(
             planned,
             engine=spec.engine,
             kv=kv,
@@ -121,7 +121,25 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
             max_rows=question.max_rows,
             **common,
         )
-    return _explain_large(question, planned, kv, common)
+    else:
+        explanation = _explain_large(question, planned, kv, common)
+    explanation = replace(
+        explanation,
+        has_cache=spec.engine.enable_prefix_caching,
+        ends_at_error=job.config.on_error == "raise",
+    )
+    if costs is None:
+        return explanation
+    work = _work(question, planned)
+    if explanation.own_order is not None and not explanation.is_reordered:
+        work = work.with_cache(explanation.own_order.computed_tokens)
+    return replace(explanation, time=_time(costs, work, num_replicas(spec)))
+
+
+def _layout(job: PlannedRun, tokenizer: Tokenizer) -> str:
+    """Return a better order of the template's fields, or why none is looked for."""
+    hint = lint_source(job.source, job.config, tokenizer)
+    return told_of_templates(job.config) if hint is None else hint.text
 
 
 def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:

@@ -1,6 +1,6 @@
 """Sentences, tables and drawings about an input and its plan; each function makes one section."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
@@ -11,26 +11,51 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
+from raybatch.stages.plan.sidecar import FILTERED
 
-__all__ = ["ORDER_MEANINGS", "group_section", "input_section", "order_section", "sharing_section"]
+__all__ = [
+    "group_section",
+    "input_section",
+    "order_meanings",
+    "order_section",
+    "sharing_section",
+    "uncompared_section",
+]
 
 _SHARES = "hit rate, share of all prompt tokens"
 
-ORDER_MEANINGS = {
-    "input": "rows as they come, prefix cache alone",
-    "sorted": "sorted by prompt, prefix cache alone",
-    "planned": "prefixes held for their groups, identical rows once",
-    "bound": "every shared prefix once, at all depths",
-}
+
+def order_meanings(*, is_off: bool, is_reordered: bool, has_cache: bool) -> dict[str, str]:
+    """Return what each order stands for.
+
+    Args:
+        is_off: nobody asked for a plan.
+        is_reordered: rows run in another order than that of the input.
+        has_cache: rows find blocks that others have left.
+    """
+    cache = "prefix cache alone" if has_cache else "prefix caching is off"
+    in_input = f"rows as they come, {cache}"
+    in_groups = "prefixes held for their groups, identical rows once"
+    return {
+        "input": f"what will run: {in_input}" if is_off else in_input,
+        "sorted": f"sorted by prompt, {cache}",
+        "planned": in_groups if is_reordered else f"{in_input}, identical rows once",
+        "bound": "every shared prefix once, at all depths",
+    }
 
 
-def input_section(profile: InputProfile, lengths: LengthBands | None, lengths_from: str) -> Section:
+def input_section(
+    profile: InputProfile,
+    lengths: LengthBands | None,
+    lengths_from: str,
+    *,
+    ends_at_error: bool = False,
+) -> Section:
     """Say what goes in and what is expected to come out."""
     prompts, outputs = profile.prompt_tokens, profile.output_tokens
     facts = [("rows", _rows(profile))]
     if profile.unasked:
-        kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(profile.unasked.items()))
-        facts.append(("not asked", f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"))
+        facts.append(("not asked", _unasked(profile, ends_at_error=ends_at_error)))
     facts.append(("prompts", f"{amount(prompts.total)} tokens{_spread(prompts)}"))
     facts.append(
         (
@@ -53,12 +78,13 @@ def input_section(profile: InputProfile, lengths: LengthBands | None, lengths_fr
 
 def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str) -> Section:
     """Say what prompts have in common, and draw their prefix tree."""
-    tree = profile.tree
+    tree, has_copies = profile.tree, profile.num_generated < profile.num_asked
     if tree.num_nodes:
         shared = (
             f"{count(tree.num_nodes, 'prefix', 'prefixes')}; a row has "
             f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} of "
             f"its own; {tree.mean_sharing_degree:.1f} rows share a token"
+            f"{', copies counted' if has_copies else ''}"
         )
     else:
         shared = "no two prompts begin with the same block of tokens"
@@ -71,6 +97,8 @@ def sharing_section(profile: InputProfile, boxes: Sequence[TreeBox], layout: str
         "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
         "a box for its numbers and its text."
     )
+    if has_copies:
+        caption += " Copies of a row are drawn like other rows, and nothing of them is computed."
     drawn = draw_icicle(boxes, num_rows=tree.num_rows) if tree.num_nodes else ""
     figure = Figure(title="Prefix tree", svg=drawn, caption=caption, is_wide=True)
     return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
@@ -85,12 +113,15 @@ def group_section(
         why = "the plan is off" if is_off else "sharing saves too little to reorder them"
         said = f"rows keep the order of the input: {why}"
         return Section(title="Groups", facts=(("plan", said),))
-    alone = profile.num_asked - rows.total
+    alone = count(profile.num_asked - rows.total, "row")
+    # a group shares between rows that are generated
+    if not profile.num_groups and profile.num_generated < profile.num_asked:
+        alone += f", {full(profile.num_generated)} of them generated and the others copies,"
     facts = (
         (
             "plan",
             f"{count(profile.num_groups, 'group')} in order {order!r}, "
-            f"{count(profile.num_units, 'unit')} of commit, {count(alone, 'row')} in no group",
+            f"{count(profile.num_units, 'unit')} of commit, {alone} in no group",
         ),
         ("group size", _sizes(rows)),
     )
@@ -110,15 +141,20 @@ def group_section(
 
 
 def order_section(
-    orders: Sequence[OrderForecast], kv: str, no_orders: str, profile: InputProfile
+    orders: Sequence[OrderForecast], meanings: Mapping[str, str], kv: str, *, own: str
 ) -> Section:
-    """Compare orders by the prompt tokens that they compute, or say why they are not compared."""
-    if not orders:
-        return _uncompared(profile, no_orders)
+    """Compare orders by the prompt tokens that they compute.
+
+    Args:
+        orders: at least one.
+        meanings: of their names.
+        kv: the KV cache for which they are compared, in words.
+        own: the order in which rows will run.
+    """
     header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
     figure = Figure(
         title="Prompt tokens that need no computing",
-        svg=draw_shares([_bar(order) for order in orders], label=_SHARES),
+        svg=draw_shares([_bar(order, own) for order in orders], label=_SHARES),
         is_wide=True,
     )
     notes = [f"KV cache: {kv}"] if kv else []
@@ -128,18 +164,28 @@ def order_section(
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
     return Section(
         title="Orders",
-        table=Table(header=header, rows=tuple(_line(order) for order in orders)),
+        table=Table(header=header, rows=tuple(_line(o, meanings[o.name]) for o in orders)),
         notes=tuple(notes),
         figures=(figure,),
     )
 
 
-def _uncompared(profile: InputProfile, why_not: str) -> Section:
+def uncompared_section(profile: InputProfile, why_not: str, *, shares: bool) -> Section:
+    """Say what can be said of the prompt tokens to compute where orders are not compared.
+
+    Args:
+        profile: of the input.
+        why_not: they are not compared.
+        shares: whether anything that is computed serves another row.
+    """
     total = max(1, profile.tree.logical_tokens)
+    at_most = f"{percent(1 - profile.bound_tokens / total)} at most"
+    once = percent(1 - profile.computed_tokens / total)
     said = (
-        f"{percent(1 - profile.computed_tokens / total)} of the prompt tokens need no "
-        f"computing when each prefix runs once, {percent(1 - profile.bound_tokens / total)} at "
-        "most"
+        f"{once} of the prompt tokens need no computing when each prefix runs once, {at_most}"
+        if shares
+        else "nothing is shared: prefix caching is off, and rows keep the order of the input "
+        f"({at_most} with a plan)"
     )
     return Section(
         title="Orders",
@@ -148,24 +194,32 @@ def _uncompared(profile: InputProfile, why_not: str) -> Section:
     )
 
 
-def _line(order: OrderForecast) -> tuple[str, ...]:
+def _line(order: OrderForecast, meaning: str) -> tuple[str, ...]:
     return (
         order.name,
         amount(order.computed_tokens),
         amount(order.saved_tokens),
         _rate(order),
-        ORDER_MEANINGS[order.name],
+        meaning,
     )
 
 
-def _bar(order: OrderForecast) -> ShareBar:
+def _bar(order: OrderForecast, own: str) -> ShareBar:
     return ShareBar(
         name=order.name,
         share=order.hit_rate,
         error=order.error,
         note=f"{amount(order.computed_tokens)} computed",
-        is_main=order.name == "planned",
+        is_main=order.name == own,
     )
+
+
+def _unasked(profile: InputProfile, *, ends_at_error: bool) -> str:
+    kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(profile.unasked.items()))
+    said = f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"
+    if ends_at_error and any(name != FILTERED for name in profile.unasked):
+        return f"{said}; on_error is 'raise', so the run ends at the first row that fails"
+    return said
 
 
 def _rows(profile: InputProfile) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raybatch.explanation.plain import from_plain
-from raybatch.explanation.record import Explanation
+from raybatch.explanation.record import PROBE, Explanation
 from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
@@ -40,6 +40,7 @@ class RunActual:
         likely_engine_s: seconds of work that the tokens really computed and generated lead to
             expect: expected, low and high.
         wall_s: from the first row at a ready engine to the last row back.
+        is_warm: engines had worked before the run, and their caches were not empty.
     """
 
     prompt_tokens: int
@@ -57,6 +58,7 @@ class RunActual:
     engine_s: float | None = None
     likely_engine_s: tuple[float, float, float] | None = None
     wall_s: float = 0.0
+    is_warm: bool = False
 
     @property
     def saved_tokens(self) -> int:
@@ -96,7 +98,7 @@ class PlanOutcome:
             ("groups", full(profile.num_groups if plan.is_reordered else 0), self._pieces()),
             ("KV cache", _tokens(plan.kv.tokens if plan.kv else None), _tokens(actual.kv_tokens)),
             ("engine time", _time(time.engine_s if time else None), _time(actual.engine_s)),
-            ("time", _time(time.wall_s if time else None), _time(actual.wall_s)),
+            ("time by the clock", _time(time.wall_s if time else None), _time(actual.wall_s)),
         )
 
     def deviations(self) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ class PlanOutcome:
         said = []
         if abs(more) > _AS_PLANNED * max(1, self.plan.saved_tokens):
             word = "more" if more > 0 else "fewer"
-            causes = "; ".join(self._causes()) or "no cause was counted"
+            causes = "; ".join(self._causes(more)) or "no cause was counted"
             said.append(
                 f"{amount(abs(more))} {word} prompt tokens were saved than planned: {causes}"
             )
@@ -170,10 +172,14 @@ class PlanOutcome:
         cuts = self.actual.num_group_cuts
         return "" if cuts is None else f"{full(self.plan.profile.num_groups + cuts)} pieces"
 
-    def _causes(self) -> list[str]:
-        """Return what changed the number of saved tokens."""
+    def _causes(self, more: int) -> list[str]:
+        """Return what changed the number of saved tokens; `more` were saved than planned."""
         plan, actual = self.plan, self.actual
         causes = []
+        if more > 0 and actual.is_warm:
+            causes.append("the engines had worked before, and kept what they had computed")
+        if more > 0 and plan.lengths_from == PROBE:
+            causes.append("the probe ran before the plan, and left its prefixes in the caches")
         lost = plan.profile.prompt_tokens.total - actual.prompt_tokens
         if lost:
             word = "fewer" if lost > 0 else "more"
@@ -182,10 +188,10 @@ class PlanOutcome:
             pieces = count(actual.num_group_cuts, "cut")
             tokens = amount(actual.cut_tokens or 0)
             causes.append(f"{pieces} of groups over replicas: {tokens} prefix tokens more")
-        if plan.kv is not None and actual.kv_tokens is not None:
-            change = actual.kv_tokens / plan.kv.tokens - 1
-            if abs(change) > _AS_PLANNED:
-                word = "larger" if change > 0 else "smaller"
+        if change := self._cache_change():
+            word = "larger" if change > 0 else "smaller"
+            # a larger cache finds no less
+            if (change > 0) == (more > 0):
                 causes.append(f"the KV cache was {percent(abs(change), 0)} {word} than planned")
         if plan.kv is None:
             causes.append("the plan did not know the size of the KV cache")
@@ -201,6 +207,17 @@ class PlanOutcome:
             causes.append("another number of rows was copied than planned")
         return causes
 
+    def _cache_change(self) -> float:
+        """Return by which share the KV cache was larger than planned; 0 where that is no matter."""
+        plan, actual = self.plan, self.actual
+        if plan.kv is None or actual.kv_tokens is None:
+            return 0.0
+        whole = plan.profile.prompt_tokens.total + plan.profile.output_tokens.total
+        if min(plan.kv.tokens, actual.kv_tokens) >= whole:
+            return 0.0
+        change = actual.kv_tokens / plan.kv.tokens - 1
+        return change if abs(change) > _AS_PLANNED else 0.0
+
     def _time_deviations(self) -> list[str]:
         time, actual = self.plan.time, self.actual
         said = []
@@ -212,9 +229,10 @@ class PlanOutcome:
             )
         is_likely = time is None or time.low_s <= actual.wall_s <= time.high_s
         if time is not None and not is_likely and abs(actual.wall_s - time.wall_s) > _SHORT_S:
-            word = "faster" if actual.wall_s < time.low_s else "slower"
+            word = "less" if actual.wall_s < time.low_s else "more"
             said.append(
-                f"the engines were {word} than the likely range of the plan{self._likely()}"
+                f"by the clock it took {duration(actual.wall_s)}, {word} than the likely range of "
+                f"the plan, {duration(time.low_s)} to {duration(time.high_s)}{self._likely()}"
             )
             if time.num_replicas != actual.num_replicas:
                 planned = count(time.num_replicas, "replica")
@@ -227,8 +245,9 @@ class PlanOutcome:
             return ""
         expected, low, high = (duration(seconds) for seconds in self.actual.likely_engine_s)
         return (
-            f"; what they really computed and generated was to take {expected} of engine time, "
-            f"likely {low} to {high}, and took {duration(self.actual.engine_s)}"
+            f"; for the tokens that were really computed and generated, {expected} of engine time "
+            f"were to be expected, likely {low} to {high}, and it was "
+            f"{duration(self.actual.engine_s)}"
         )
 
 

@@ -13,8 +13,10 @@ from raybatch.errors import ConfigError
 from raybatch.explanation.facts import (
     group_section,
     input_section,
+    order_meanings,
     order_section,
     sharing_section,
+    uncompared_section,
 )
 from raybatch.explanation.plain import from_plain
 from raybatch.explanation.time import TimeEstimate, time_section
@@ -24,7 +26,10 @@ from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
 
-__all__ = ["Explanation", "KVSize"]
+__all__ = ["PROBE", "Explanation", "KVSize"]
+
+# where expected lengths come from that rows had when they were generated before the plan
+PROBE = "a probe"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +55,8 @@ class Explanation:
         order: of the groups, by name.
         is_reordered: rows run in another order than that of the input.
         is_off: nobody asked for a plan.
+        has_cache: rows find blocks that others have left; else only the groups of a plan share.
+        ends_at_error: the run ends at the first row that fails.
         profile: rows, tokens, sharing and groups.
         lengths: expected outputs of the rows that engines see; None without rows.
         lengths_from: where they come from, such as "max_tokens".
@@ -69,6 +76,8 @@ class Explanation:
     is_reordered: bool
     profile: InputProfile
     is_off: bool = False
+    has_cache: bool = True
+    ends_at_error: bool = False
     lengths: LengthBands | None = None
     lengths_from: str = "max_tokens"
     kv: KVSize | None = None
@@ -90,20 +99,29 @@ class Explanation:
         return next((order for order in self.orders if order.name == name), None)
 
     @property
+    def own_order(self) -> OrderForecast | None:
+        """What the order in which rows will run computes; None where orders are not compared."""
+        return self.forecast("input" if self.is_off else "planned")
+
+    @property
+    def shares(self) -> bool:
+        """Whether anything is shared: by the groups of a plan, or in a prefix cache."""
+        return self.is_reordered or self.has_cache
+
+    @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that the plan does not compute."""
-        planned = self.forecast("planned")
-        logical = self.profile.tree.logical_tokens
-        if planned is not None:
-            return planned.hit_rate
-        return self.saved_tokens / max(1, logical)
+        """Share of the prompt tokens that the run does not compute."""
+        if self.own_order is not None:
+            return self.own_order.hit_rate
+        return self.saved_tokens / max(1, self.profile.tree.logical_tokens)
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that the plan does not compute."""
-        planned = self.forecast("planned")
-        if planned is not None:
-            return planned.saved_tokens
+        """Prompt tokens that the run does not compute."""
+        if self.own_order is not None:
+            return self.own_order.saved_tokens
+        if not self.shares:
+            return 0
         return self.profile.tree.logical_tokens - self.profile.computed_tokens
 
     def sections(self) -> tuple[Section, ...]:
@@ -113,12 +131,23 @@ class Explanation:
             "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
         )
         return (
-            input_section(profile, self.lengths, self.lengths_from),
+            input_section(
+                profile, self.lengths, self.lengths_from, ends_at_error=self.ends_at_error
+            ),
             sharing_section(profile, self.boxes, self.layout),
             group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
             time_section(self.time, self.no_time, self.price_per_engine_hour),
-            order_section(self.orders, kv, self.no_orders, profile),
+            self._order_section(kv),
         )
+
+    def _order_section(self, kv: str) -> Section:
+        if not self.orders:
+            return uncompared_section(self.profile, self.no_orders, shares=self.shares)
+        orders = [order for order in self.orders if not self.is_off or order.name != "planned"]
+        meanings = order_meanings(
+            is_off=self.is_off, is_reordered=self.is_reordered, has_cache=self.has_cache
+        )
+        return order_section(orders, meanings, kv, own="input" if self.is_off else "planned")
 
     def __str__(self) -> str:
         return to_text(self.title, self.sections())

@@ -44,7 +44,7 @@ def time_section(
             f"{duration(time.wall_s)} on {count(time.num_replicas, 'replica')}, likely "
             f"{duration(time.low_s)} to {duration(time.high_s)}{origin}",
         ),
-        ("engines", f"{time.engine_s / 3600:,.3g} engine-hours ({duration(time.engine_s)})"),
+        ("engine time", f"{time.engine_s / 3600:,.3g} engine-hours ({duration(time.engine_s)})"),
     ]
     if price_per_engine_hour is not None:
         price = money(time.wall_s, time.num_replicas, price_per_engine_hour)

@@ -54,21 +54,12 @@ def draw_histogram(histogram: Histogram, *, x_label: str, y_label: str = "rows")
     top = max(highest, y_ticks[-1])
     parts = [_grid_line(value, top) for value in y_ticks]
     for index in range(first, min(last + 1, len(histogram.counts))):
-        number = histogram.counts[index]
-        if number:
-            left, right = scale(edges[index]), scale(edges[index + 1])
-            height = max(1.0, _HEIGHT * number / top)
-            title = f"{_range(edges[index], edges[index + 1])} {x_label}: {full(number)} {y_label}"
-            parts.append(
-                rect(
-                    left + 0.5,
-                    _TOP + _HEIGHT - height,
-                    max(1.0, right - left - 1),
-                    height,
-                    title=title,
-                    class_="bar",
-                )
-            )
+        if number := histogram.counts[index]:
+            # a bin is no wider than the numbers in it
+            start = max(edges[index], histogram.lowest)
+            stop = min(edges[index + 1], histogram.highest + 1)
+            title = f"{_range(start, stop)} {x_label}: {full(number)} {y_label}"
+            parts.append(_bar(scale(start), scale(stop), number / top, title))
     parts += _x_axis(shown[0], shown[-1], scale, x_label)
     parts.append(_y_label(y_label))
     label = f"Histogram of {x_label}: {full(histogram.num_values)} {y_label}"
@@ -108,6 +99,12 @@ def ticks(highest: float, count: int = 4) -> list[int]:
     size = 10 ** int(np.floor(np.log10(raw)))
     step = next(int(size * m) for m in (1, 2, 5, 10) if size * m >= raw)
     return list(range(0, int(highest) + step, step))
+
+
+def _bar(left: float, right: float, share: float, title: str) -> str:
+    height = max(1.0, _HEIGHT * share)
+    width = max(1.0, right - left - 1)
+    return rect(left + 0.5, _TOP + _HEIGHT - height, width, height, title=title, class_="bar")
 
 
 def _range(first: int, stop: int) -> str:

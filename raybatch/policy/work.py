@@ -84,6 +84,20 @@ class WorkTotals:
             output_lengths=tuple(length * n for n in self.output_lengths),
         )
 
+    def with_cache(self, computed_tokens: float) -> "WorkTotals":
+        """Return the totals where the beginnings of prompts are found in a cache.
+
+        Args:
+            computed_tokens: prompt tokens that are left; more than there are change nothing.
+        """
+        found = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
+        # what is found comes first, and has the fewest tokens before it
+        return replace(
+            self,
+            computed_tokens=self.computed_tokens * (1 - found),
+            pairs=self.pairs * (1 - found**2),
+        )
+
 
 def merge_work(parts: Sequence[WorkTotals]) -> WorkTotals:
     """Return the totals of all parts together; at least one part."""

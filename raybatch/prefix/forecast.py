@@ -107,26 +107,26 @@ def forecast_orders(
     )
     in_input, in_tree = np.flatnonzero(fits), found.tree.row_order
     in_plan = plan.order[(fits & is_generated)[plan.order]]
+    bound = _bound(found.tree, keys, fits & is_generated)
     orders = (
         _cached("input", load, in_input, size, max_rows),
         _cached("sorted", load, in_tree[fits[in_tree]], size, max_rows),
         _planned(load, plan, in_plan, size, max_rows),
-        OrderForecast(
-            name="bound",
-            prompt_tokens=0,
-            computed_tokens=_bound(found.tree, keys, fits & is_generated),
-        ),
+        OrderForecast(name="bound", prompt_tokens=0, computed_tokens=bound),
     )
     # copies are prompt tokens that need no computing
     same: dict[str, Any] = {
         "prompt_tokens": int(keys.num_tokens[in_input].sum()),
         "num_rows_too_large": keys.num_rows - len(in_input),
     }
-    return tuple(replace(order, **same) for order in orders)
+    return tuple(_within(replace(order, **same), bound) for order in orders)
 
 
 def merge_forecasts(
-    parts: Sequence[tuple[OrderForecast, ...]], windows: Sequence[tuple[int, int]]
+    parts: Sequence[tuple[OrderForecast, ...]],
+    windows: Sequence[tuple[int, int]],
+    *,
+    is_whole: bool = False,
 ) -> tuple[OrderForecast, ...]:
     """Return the forecasts of all parts of an input together.
 
@@ -134,6 +134,7 @@ def merge_forecasts(
         parts: of each part, as `forecast_orders` returns them; what they say of the order of the
             input is not used, because a part is no stretch of it.
         windows: cached and all prompt tokens of stretches of the input.
+        is_whole: the stretches are all of the input, from its beginning.
     """
     merged = []
     for orders in zip(*parts, strict=True):
@@ -157,9 +158,14 @@ def merge_forecasts(
         name="input",
         computed_tokens=round(first.prompt_tokens * (1 - rate)),
         error=half_width(cached / np.maximum(tokens, 1)),
-        is_lower_bound=True,
+        is_lower_bound=not is_whole,
     )
-    return (from_input, *merged[1:])
+    return (_within(from_input, merged[-1].computed_tokens), *merged[1:])
+
+
+def _within(order: OrderForecast, bound: int) -> OrderForecast:
+    """Return a forecast that computes no less than the bound, as one from a sample may."""
+    return replace(order, computed_tokens=max(bound, order.computed_tokens))
 
 
 def _cached(
@@ -188,6 +194,9 @@ def _planned(
     """
     num_tokens = load.num_tokens[order]
     prompt_tokens = int(num_tokens.sum())
+    if not size.finds_blocks:
+        computed = prompt_tokens - int(_pinned(load, plan, order).sum())
+        return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
     if len(order) <= max_rows:
         computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
         return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)

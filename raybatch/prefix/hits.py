@@ -83,10 +83,12 @@ class CacheSize:
     Args:
         num_blocks: blocks of the KV cache.
         concurrency: rows that run at the same time at most.
+        finds_blocks: whether rows find what others have left; else only groups share.
     """
 
     num_blocks: int
     concurrency: int
+    finds_blocks: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +127,8 @@ def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
 
     Source: vLLM's automatic prefix caching (eviction rules).
     """
+    if not size.finds_blocks:
+        return np.zeros(len(order), np.int64)
     return _Cache(load, order, size).run(0, len(order))
 
 
@@ -144,7 +148,7 @@ def estimate_hit_rate(
     Raises:
         CapacityError: a simulated row does not fit the empty cache.
     """
-    if len(order) <= max_rows:
+    if len(order) <= max_rows or not size.finds_blocks:
         num_cached = int(simulate_hits(load, order, size).sum())
         return HitEstimate(rate=num_cached / max(int(load.num_tokens[order].sum()), 1))
     hits, tokens = np.zeros(NUM_WINDOWS), np.zeros(NUM_WINDOWS)

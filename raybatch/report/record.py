@@ -355,8 +355,11 @@ def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
         )
     ]
     if plan.time is not None:
-        planned = duration(plan.time.wall_s)
-        facts.append(("engines worked", f"{planned} planned, {duration(actual.wall_s)} actual"))
+        facts += [
+            (name, f"{planned} planned, {took} actual")
+            for name, planned, took in outcome.rows()
+            if "time" in name
+        ]
     return facts + [("  differs", said) for said in outcome.deviations()]
 
 

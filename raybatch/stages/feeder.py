@@ -6,7 +6,7 @@ Rendering, tokenizing and finishing are plain functions in their own modules.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -79,7 +79,13 @@ class StageFeeder:
         with message_kept():
             return await self._answer(batch)
 
-    async def _answer(self, batch: Any) -> pa.Table:  # noqa: ANN401
+    async def _answer(
+        self,
+        batch: Any,  # noqa: ANN401
+        *,
+        changes: Mapping[str, Any] | None = None,
+    ) -> pa.Table:
+        """Answer a row batch; with `changes` of the sampling options it is asked once more."""
         if self._failure is not None:
             raise self._failure
         table, planned = take_off(to_table(batch))
@@ -88,22 +94,24 @@ class StageFeeder:
             input_errors = column_of(table, column).to_pylist()
             table = table.drop_columns([column])
         self._check_columns(table.schema)
+        # rows that are asked again are no further rows of the run
+        client = self.client if changes is None else f"{self.client}-again"
         with self._hint.holding(table.num_rows):
-            prepared = await asyncio.to_thread(self._prepare, table, input_errors, planned)
+            prepared = await asyncio.to_thread(self._prepare, table, input_errors, planned, changes)
             prompt_errors = [prompt.error for prompt in prepared.prompts]
             self._all_failed_alarm.see(prompt_errors)
             unasked = _classes(prompt_errors)
             num_unasked = table.num_rows - len(prepared.rows)
-            await self.pool.note_outside(num_unasked, unasked, client=self.client)
+            await self.pool.note_outside(num_unasked, unasked, client=client)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
                 results = await self.pool.generate(
-                    prepared.requests, prepared.samplings, client=self.client
+                    prepared.requests, prepared.samplings, client=client
                 )
             finished = await asyncio.to_thread(self._finish, table, prepared, results, planned)
             errors = _classes(self._errors_of(finished))
             errors -= unasked + _classes(results.column("error").to_pylist())
-            await self.pool.note_outside(0, errors, client=self.client)
+            await self.pool.note_outside(0, errors, client=client)
             return finished
 
     @classmethod
@@ -152,7 +160,11 @@ class StageFeeder:
             self._checked_schema = schema
 
     def _prepare(
-        self, table: pa.Table, input_errors: list[str] | None, planned: PlannedRows | None
+        self,
+        table: pa.Table,
+        input_errors: list[str] | None,
+        planned: PlannedRows | None,
+        changes: Mapping[str, Any] | None,
     ) -> Prepared:
         prepared = prepare(
             table,
@@ -161,6 +173,7 @@ class StageFeeder:
             max_model_len=self._max_model_len,
             input_errors=input_errors,
             planned=planned,
+            changes=changes,
         )
         if self.config.on_error == "raise":
             for row_id, prompt in zip(prepared.row_ids, prepared.prompts, strict=True):

@@ -3,18 +3,23 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raybatch.errors import ConfigError
+from raybatch.stages.file_errors import safe_text
+from raybatch.stages.ipc_files import open_ipc, read_batches
 from raybatch.stages.json_lines import read_json_lines
-from raybatch.stages.row_sizes import unreadable
+from raybatch.stages.listing import IPC_SUFFIXES, JSON_SUFFIXES, ListedFile
+from raybatch.stages.parquet_files import bytes_of, check_chunks, check_row_groups, open_parquet
 from raybatch.stages.storage import told_as
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROWS_PER_TABLE = 1024
+# of one table, as far as the estimate of the rows' sizes goes
+_TABLE_BYTES = 64 << 20
 _READ_BUFFER_BYTES = 1 << 20
 
 
@@ -37,10 +42,11 @@ class FileSlice:
     Args:
         path: with its protocol.
         name: relative to the root of the source; part of the row ids.
-        row_groups: of a Parquet file; None reads a whole JSONL file.
+        row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file.
         first_row: position in the file of the slice's first row.
         num_rows: of the slice.
         num_bytes: about what its rows take in memory; of a Parquet file an estimate.
+        offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
     """
 
     path: str
@@ -49,6 +55,7 @@ class FileSlice:
     first_row: int
     num_rows: int
     num_bytes: int
+    offset: int = 0
 
     @property
     def size(self) -> Size:
@@ -56,55 +63,86 @@ class FileSlice:
         return Size(self.num_rows, self.num_bytes)
 
 
-def scan_file(path: str, name: str, *, row_bytes: float = 0.0) -> tuple[pa.Schema, list[FileSlice]]:
+def scan_file(
+    file: ListedFile,
+    *,
+    row_bytes: float = 0.0,
+    columns: Sequence[str] | None = None,
+    max_row_group_bytes: int = 2 << 30,
+) -> tuple[pa.Schema, list[FileSlice]]:
     """Return the schema and the slices of one file; neighbours among small row groups share one.
 
     Args:
-        path: with its protocol.
-        name: relative to the root of the source.
+        file: to look into.
         row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
             tells only the size of encoded pages, where equal values may count once.
+        columns: that will be read; None reads all.
+        max_row_group_bytes: that a row group may take in memory.
 
     Raises:
-        ConfigError: the file cannot be read.
+        BadFileError: what the file holds cannot be read.
+        ConfigError: the file cannot be opened, is not safe to read, or has too large row groups.
     """
-    with told_as(unreadable(path)):
+    path = file.path
+    with told_as(f"source file {safe_text(path)} cannot be opened"):
         if path.lower().endswith(JSON_SUFFIXES):
             table = read_json_lines(path)
-            whole = FileSlice(
-                path=path,
-                name=name,
-                row_groups=None,
-                first_row=0,
-                num_rows=table.num_rows,
-                num_bytes=table.nbytes,
-            )
-            return table.schema, [whole]
-        with fsspec.open(path, "rb") as file:
-            parquet = pq.ParquetFile(file)
-            slices = _parquet_slices(path, name, parquet.metadata, row_bytes)
-            return parquet.schema_arrow, list(slices)
+            sizes = [Size(table.num_rows, _chosen(table, columns).nbytes)]
+            return table.schema, list(_slices(file, [None], sizes))
+        with fsspec.open(path, "rb") as opened:
+            if path.lower().endswith(IPC_SUFFIXES):
+                return _scan_ipc(opened, file, max_row_group_bytes)
+            parquet = open_parquet(opened, path)
+            footer = parquet.metadata
+            check_chunks(footer, path)
+            check_row_groups(footer, path, columns=columns, max_bytes=max_row_group_bytes)
+            sizes = _row_group_sizes(footer, row_bytes, columns)
+            return parquet.schema_arrow, list(_slices(file, pack(sizes, _SLICE_LIMIT), sizes))
 
 
-def _parquet_slices(
-    path: str, name: str, footer: pq.FileMetaData, row_bytes: float
-) -> Iterator[FileSlice]:
+def _row_group_sizes(
+    footer: pq.FileMetaData, row_bytes: float, columns: Sequence[str] | None
+) -> list[Size]:
     groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-    sizes = [
-        Size(group.num_rows, max(group.total_byte_size, round(group.num_rows * row_bytes)))
+    return [
+        Size(group.num_rows, max(bytes_of(group, columns), round(group.num_rows * row_bytes)))
         for group in groups
     ]
+
+
+def _scan_ipc(
+    opened: Any,  # noqa: ANN401
+    file: ListedFile,
+    max_batch_bytes: int,
+) -> tuple[pa.Schema, list[FileSlice]]:
+    found = open_ipc(opened, file.path, max_batch_bytes=max_batch_bytes)
+    sizes = list(map(Size, found.num_rows, found.num_bytes))
+    packed = [range(len(sizes))] if found.is_whole else pack(sizes, _SLICE_LIMIT)
+    slices = list(_slices(file, packed, sizes))
+    if found.offsets is None:
+        return found.schema, slices
+    starts = [part.row_groups.start for part in slices if part.row_groups is not None]
+    return found.schema, [
+        replace(part, offset=found.offsets[start])
+        for part, start in zip(slices, starts, strict=True)
+    ]
+
+
+def _slices(
+    file: ListedFile, packed: Iterable[range | None], sizes: Sequence[Size]
+) -> Iterator[FileSlice]:
+    """Yield a slice of each run of pieces; None stands for all of them."""
     first_row = 0
-    for row_groups in pack(sizes, _SLICE_LIMIT):
-        packed = sizes[row_groups.start : row_groups.stop]
-        num_rows = sum(size.num_rows for size in packed)
+    for row_groups in packed:
+        run = sizes if row_groups is None else sizes[row_groups.start : row_groups.stop]
+        num_rows = sum(size.num_rows for size in run)
         yield FileSlice(
-            path=path,
-            name=name,
+            path=file.path,
+            name=file.name,
             row_groups=row_groups,
             first_row=first_row,
             num_rows=num_rows,
-            num_bytes=sum(size.num_bytes for size in packed),
+            num_bytes=sum(size.num_bytes for size in run),
         )
         first_row += num_rows
 
@@ -138,22 +176,58 @@ def joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
         )
 
 
-def read_slice(part: FileSlice, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
+def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of one slice in order, a small table at a time.
 
-    Memory: of Parquet, one table and a buffer per column; of JSONL, the whole file.
+    Memory: of Parquet, one table and a buffer per column; of Arrow IPC, one record batch; of
+    JSONL, the whole file.
+
+    Args:
+        part: of a file.
+        columns: to read, those that there are; None reads all.
+
+    Raises:
+        ConfigError: the file has become unreadable, or has other rows than it had.
     """
+    num_rows = 0
+    with told_as(f"source file {safe_text(part.path)} cannot be read any more"):
+        for rows in _tables(part, columns):
+            num_rows += rows.num_rows
+            yield rows
+    if num_rows != part.num_rows:
+        raise ConfigError(
+            f"source file {safe_text(part.path)} has {num_rows} rows where it had "
+            f"{part.num_rows}; a source must not change while it is read: start the job again"
+        )
+
+
+def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    max_rows = min(ROWS_PER_TABLE, max(1, _TABLE_BYTES * part.num_rows // (part.num_bytes + 1)))
     if part.row_groups is None:
-        rows = read_json_lines(part.path)
-        if columns is not None:
-            rows = rows.select([name for name in columns if name in rows.column_names])
-        for start in range(0, rows.num_rows, ROWS_PER_TABLE):
-            # a table without columns does not know where it ends
-            yield rows.slice(start, min(ROWS_PER_TABLE, rows.num_rows - start))
+        yield from _cut(_chosen(read_json_lines(part.path), columns), max_rows)
         return
     with fsspec.open(part.path, "rb") as file:
-        parquet = pq.ParquetFile(file, buffer_size=_READ_BUFFER_BYTES)
+        if part.path.lower().endswith(IPC_SUFFIXES):
+            for batch in read_batches(
+                file, part.path, part.row_groups, offset=part.offset, columns=columns
+            ):
+                yield from _cut(pa.Table.from_batches([batch]), max_rows)
+            return
+        parquet = open_parquet(file, part.path, buffer_size=_READ_BUFFER_BYTES)
+        names = None if columns is None else list(columns)
         for batch in parquet.iter_batches(
-            ROWS_PER_TABLE, row_groups=list(part.row_groups), columns=columns, use_threads=False
+            max_rows, row_groups=list(part.row_groups), columns=names, use_threads=False
         ):
             yield pa.Table.from_batches([batch])
+
+
+def _chosen(rows: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+    if columns is None:
+        return rows
+    return rows.select([name for name in columns if name in rows.column_names])
+
+
+def _cut(rows: pa.Table, max_rows: int) -> Iterator[pa.Table]:
+    for start in range(0, rows.num_rows, max_rows):
+        # a table without columns does not know where it ends
+        yield rows.slice(start, min(max_rows, rows.num_rows - start))

@@ -15,8 +15,10 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from raybatch.config import WaveConfig
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.errors import ConfigError, encodable
+from raybatch.stages.file_errors import safe_text
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import find_model
 from raybatch.stages.source import Source
@@ -52,7 +54,13 @@ _THREADS = 16
 InputFile = tuple[str, int, str]
 
 
-def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
+def fingerprint(
+    config: StageConfig,
+    schema: pa.Schema,
+    *,
+    partition_by: Sequence[str] = (),
+    waves: Sequence[WaveConfig] = (),
+) -> dict[str, str]:
     """Return what decides the answers beside the input files, name to text.
 
     Long texts and functions are there as digests.
@@ -60,6 +68,8 @@ def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
     Args:
         config: of the stage, as the user gave it.
         schema: of the output.
+        partition_by: columns by which it is laid out.
+        waves: rules by which rows are asked again.
     """
     found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
     for field in dataclasses.fields(config):
@@ -71,6 +81,8 @@ def fingerprint(config: StageConfig, schema: pa.Schema) -> dict[str, str]:
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
     found["backend"] = dataclasses.asdict(config.backend)
+    found["waves"] = [dataclasses.asdict(wave) for wave in waves]
+    found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
     return {name: _as_text(value) for name, value in found.items()}
 
@@ -142,7 +154,7 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
 
 
 def _digest(path: str) -> str:
-    with told_as(f"source file {path} cannot be read"):
+    with told_as(f"source file {safe_text(path)} cannot be read"):
         fs, name = fsspec.core.url_to_fs(path)
         size = fs.size(name)
         tail = fs.cat_file(name, start=max(0, size - _TAIL_BYTES), end=size)
@@ -192,5 +204,6 @@ def _different_files(stored: Sequence[InputFile], files: Sequence[InputFile]) ->
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             said.append(f"the input file {names[0]}{more} {what}")
-    # where rows stand follows from the order of the files, which follows from their names
+    if not said and [name for name, *_ in stored] != [name for name, *_ in files]:
+        said.append("the input files are read in another order")
     return said

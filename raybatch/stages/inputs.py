@@ -33,7 +33,8 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
         _check_type(
             schema.field(name),
             is_text_like,
-            f"a prompt takes text, numbers and dates: {_way_to_text(schema.field(name).type)}",
+            "a prompt takes text, numbers, booleans and dates: "
+            f"{_way_to_text(schema.field(name).type)}",
         )
     for name in _id_columns(config, prompt_column):
         _check_type(schema.field(name), _is_ids, "token ids are a list of whole numbers")

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.json as paj
 
-from raybatch.errors import ConfigError
+from raybatch.stages.arrow_types import MAX_DEPTH
+from raybatch.stages.file_errors import BadFileError, safe_text
 
 # what Arrow takes at most as one block
 _MAX_BLOCK_BYTES = (1 << 31) - 1
 _LINE = re.compile(rb"[^\r\n]+")
 _BLANKS = b" \t"
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_OPENING, _CLOSING = list(b"[{"), list(b"]}")
 
 
 class _SeveralObjectsError(ValueError):
@@ -34,7 +38,8 @@ def read_json_lines(path: str) -> pa.Table:
         path: with its protocol.
 
     Raises:
-        ConfigError: a line is not one JSON object, or its values do not fit those of earlier lines.
+        BadFileError: a line is not one JSON object, or its values do not fit those of the lines
+            before.
 
     Memory: the whole file.
     """
@@ -52,7 +57,7 @@ def read_json_lines(path: str) -> pa.Table:
         return _parse(data, num_rows, block_bytes=len(data))
     except _Failure as error:
         cause = error
-    raise ConfigError(_explain(path, data.splitlines(), cause))
+    raise _explained(path, data.splitlines(), cause)
 
 
 def _count_lines(path: str, data: bytes) -> int:
@@ -62,7 +67,7 @@ def _count_lines(path: str, data: bytes) -> int:
     something between two braces inside of one. So that many objects are one object per line.
 
     Raises:
-        ConfigError: a line does not begin and end with the braces of an object.
+        BadFileError: a line does not begin and end with the braces of an object.
     """
     num_lines = 0
     for match in _LINE.finditer(data):
@@ -71,9 +76,20 @@ def _count_lines(path: str, data: bytes) -> int:
             continue
         if not (line.startswith(b"{") and line.endswith(b"}")):
             number = len(data[: match.start()].splitlines()) + 1
-            raise ConfigError(_told(path, number, match.group(), "no JSON object"))
+            raise _broken(path, number, match.group(), "no JSON object")
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(line) > MAX_DEPTH:
+            number = len(data[: match.start()].splitlines()) + 1
+            reason = f"nested deeper than {MAX_DEPTH} levels"
+            raise _broken(path, number, match.group(), reason)
         num_lines += 1
     return num_lines
+
+
+def _depth(line: bytes) -> int:
+    """Return how deep the brackets outside of texts are nested."""
+    brackets = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
+    opened = np.isin(brackets, _OPENING).astype(np.int64) - np.isin(brackets, _CLOSING)
+    return int(np.cumsum(opened).max(initial=0))
 
 
 def _parse(data: bytes, num_rows: int, *, block_bytes: int | None = None) -> pa.Table:
@@ -100,7 +116,11 @@ def _without_dates(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _explain(path: str, lines: Sequence[bytes], cause: Any) -> str:  # noqa: ANN401 - of Arrow
+def _explained(
+    path: str,
+    lines: Sequence[bytes],
+    cause: Any,  # noqa: ANN401 - of Arrow
+) -> BadFileError:
     """Name the last line of the shortest beginning of the file that does not parse."""
     good, bad = 0, len(lines)
     while bad - good > 1:
@@ -112,7 +132,7 @@ def _explain(path: str, lines: Sequence[bytes], cause: Any) -> str:  # noqa: ANN
             bad, cause = middle, found
     # the number of a row that Arrow names is that of a block
     reason = str(cause).splitlines()[0].partition(" in row ")[0]
-    return _told(path, bad, lines[bad - 1], reason)
+    return _broken(path, bad, lines[bad - 1], reason)
 
 
 def _failure_of(lines: Sequence[bytes]) -> Exception | None:
@@ -126,10 +146,12 @@ def _failure_of(lines: Sequence[bytes]) -> Exception | None:
     return None
 
 
-def _told(path: str, number: int, line: bytes, reason: str) -> str:
+def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     text = line.decode("utf-8", "backslashreplace")
     shown = text if len(text) <= 80 else f"{text[:80]}..."
-    return (
-        f"source file {path}, line {number}: {reason}: {shown!r}; every line must be one JSON "
-        "object whose values have the types of the lines before: mend or remove the line"
+    where = f"line {number}: {reason}"
+    return BadFileError(
+        f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
+        "whose values have the types of the lines before: mend or remove the line",
+        where,
     )

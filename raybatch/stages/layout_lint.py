@@ -6,8 +6,10 @@ template is the user's and is never changed here.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -17,16 +19,28 @@ from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.stages.file_slices import ROWS_PER_TABLE, read_slice
 from raybatch.stages.options import StageConfig
+from raybatch.stages.schemas import in_common_schema
 from raybatch.stages.source import Source
 from raybatch.stages.template import PromptTemplate
 
-__all__ = ["LayoutHint", "lint_layout", "lint_source", "sample_tables", "token_counter"]
+__all__ = [
+    "LayoutHint",
+    "can_change_layout",
+    "lint_layout",
+    "lint_source",
+    "sample_tables",
+    "token_counter",
+    "told_of_templates",
+    "without_columns",
+]
 
 SAMPLE_ROWS = 50_000
 # a smaller gain is not worth another prompt
 _MIN_GAIN = 0.01
 # characters of one field that are tokenized; further values are measured by their length
 _EXACT_CHARS = 4 << 20
+# characters of a template that are shown
+_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,17 +51,20 @@ class LayoutHint:
         advice: the order in use and the best one.
         num_rows: rows of the sample.
         is_sample: there are more rows than that.
+        crosses_messages: a field gets into another message than the one it stands in.
     """
 
     advice: LayoutAdvice
     num_rows: int
     is_sample: bool = False
+    crosses_messages: bool = False
 
     @property
     def text(self) -> str:
         """One sentence for the user."""
         where = f", in a sample of {self.num_rows:,} rows" if self.is_sample else ""
-        return f"{self.advice.text}{where}"
+        crossing = ", and moves text from one message to another" if self.crosses_messages else ""
+        return f"{self.advice.text}{crossing}{where}"
 
 
 def lint_layout(
@@ -73,13 +90,11 @@ def lint_layout(
     Raises:
         ConfigError: the template is malformed, or a table lacks one of its columns.
     """
+    if not can_change_layout(config):
+        return None
     templates = _templates(config)
     fields = [name for template in templates for name in template.fields]
     pieces = [piece for template in templates for piece in template.layout]
-    if len(fields) < 2 or len([name for _, name in pieces if name is not None]) != len(fields):
-        return None
-    if len(set(fields)) != len(fields):
-        return None
     values = [_Values(count_tokens) for _ in fields]
     num_sampled = 0
     for table in tables:
@@ -101,7 +116,36 @@ def lint_layout(
     if advice.best.hit_rate - advice.used.hit_rate < _MIN_GAIN:
         return None
     is_sample = num_rows is not None and num_sampled < num_rows
-    return LayoutHint(advice=advice, num_rows=num_sampled, is_sample=is_sample)
+    return LayoutHint(
+        advice=advice,
+        num_rows=num_sampled,
+        is_sample=is_sample,
+        crosses_messages=_by_message(advice.best.fields, templates)
+        != _by_message(advice.used.fields, templates),
+    )
+
+
+def can_change_layout(config: StageConfig) -> bool:
+    """Return whether the stage's templates have fields that could stand in another order."""
+    return len(_occurrences(config)) > 1 and not _repeated(config)
+
+
+def told_of_templates(config: StageConfig) -> str:
+    """Return why no order of the fields is tried where there are several; "" for no reason."""
+    repeated = _repeated(config)
+    if not repeated or len(set(_occurrences(config))) < 2:
+        return ""
+    names = ", ".join(f"{{{name}}}" for name in repeated)
+    return f"no other order of the fields was tried, because {names} stands more than once"
+
+
+def without_columns(config: StageConfig) -> str:
+    """Return a template that makes the same prompt of every row, for a warning; "" for none."""
+    templates = _templates(config)
+    if not templates or _occurrences(config):
+        return ""
+    text = templates[-1].text
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def lint_source(
@@ -130,6 +174,7 @@ def sample_tables(
     Of Parquet, a slice is read from its beginning until it has given its share; a JSONL file is
     read as a whole in any case and gives rows from all over.
     """
+    schema = pa.schema([source.schema.field(name) for name in columns])
     num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
     chosen = np.linspace(0, len(source.slices) - 1, num_slices).astype(np.int64)
     for i, index in enumerate(chosen.tolist()):
@@ -137,7 +182,8 @@ def sample_tables(
         wanted = max_rows * (i + 1) // num_slices - max_rows * i // num_slices
         share = 1.0 if part.row_groups is not None else min(1.0, wanted / part.num_rows)
         taken = 0
-        for table in read_slice(part, columns=list(columns)):
+        for table in read_slice(part, columns=columns):
+            table = in_common_schema(table, schema)
             rows = table.slice(0, min(math.ceil(share * table.num_rows), wanted - taken))
             taken += rows.num_rows
             yield rows
@@ -168,6 +214,22 @@ def _templates(config: StageConfig) -> list[PromptTemplate]:
     if config.messages is None or isinstance(config.messages, str) or callable(config.messages):
         return []
     return [PromptTemplate(message["content"]) for message in config.messages]
+
+
+def _occurrences(config: StageConfig) -> list[str]:
+    """Return the fields of all templates as they stand, repeated ones repeatedly."""
+    pieces = [piece for template in _templates(config) for piece in template.layout]
+    return [name for _, name in pieces if name is not None]
+
+
+def _repeated(config: StageConfig) -> list[str]:
+    return [name for name, times in Counter(_occurrences(config)).items() if times > 1]
+
+
+def _by_message(fields: Sequence[str], templates: Sequence[PromptTemplate]) -> list[frozenset[str]]:
+    """Return the fields of each message, where messages keep their numbers of fields."""
+    left = iter(fields)
+    return [frozenset(islice(left, len(template.fields))) for template in templates]
 
 
 def _split(pieces: Sequence[tuple[str, str | None]]) -> tuple[str, list[str], str]:

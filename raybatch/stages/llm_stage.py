@@ -37,6 +37,7 @@ def LLMStage(  # noqa: N802 - it returns a class
     on_too_long: OnTooLong = "error",
     output_prefix: str = "",
     dedup: bool = True,
+    max_row_bytes: int = 8 << 20,
     engine: EngineConfig | Mapping[str, Any] | None = None,
     pool: PoolConfig | Mapping[str, Any] | None = None,
     backend: BackendConfig | Mapping[str, Any] | str | None = None,
@@ -71,6 +72,7 @@ def LLMStage(  # noqa: N802 - it returns a class
             "truncate_left", "truncate_right" or "drop" (an empty row with reason "filtered").
         output_prefix: put before every output column, for a second stage over the same rows.
         dedup: generate identical greedy prompts of a row batch once, and give the result to all.
+        max_row_bytes: a row whose columns take more becomes an error row.
         engine: options of the engines.
         pool: replicas and their resources.
         backend: what a replica runs.

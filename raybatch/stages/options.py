@@ -11,6 +11,7 @@ from raybatch.config import (
     PoolConfig,
     SpecialTokens,
     check_choice,
+    check_min,
     from_mapping,
 )
 from raybatch.errors import ConfigError, did_you_mean, nearest_name
@@ -60,6 +61,7 @@ class StageConfig:
     on_too_long: OnTooLong = "error"
     output_prefix: str = ""
     dedup: bool = True
+    max_row_bytes: int = 8 << 20
     engine: EngineConfig = field(default_factory=EngineConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -73,6 +75,7 @@ class StageConfig:
         check_choice(self, "special_tokens", ("escape", "allow"))
         check_choice(self, "on_error", ("row", "raise"))
         check_choice(self, "on_too_long", ("error", "truncate_left", "truncate_right", "drop"))
+        check_min(self, "max_row_bytes", 1)
         if self.chat not in (True, False, "auto"):
             raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
         _check_inputs(self)

@@ -14,6 +14,7 @@ from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.model_source import check_hub_model, is_local_model, resolve_model
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
+from raybatch.stages.large_rows import large_rows
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
 from raybatch.stages.plan_columns import PlannedRows
@@ -52,6 +53,7 @@ def prepare(
     max_model_len: int | None,
     input_errors: Sequence[str] | None = None,
     planned: PlannedRows | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Render, tokenize and check every row; what is wrong with a row is in its prompt.
 
@@ -62,18 +64,22 @@ def prepare(
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
         planned: what the plan of a job says of the rows.
+        changes: sampling options that win over all others.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
     """
-    known = None if planned is None else planned.prompts
-    prompts = _read(table, reader, input_errors) if known is None else known
+    prompts = None if planned is None else planned.prompts
+    if prompts is None:
+        prompts = _read(table, reader, _errors_before(table, config, input_errors))
     samplings = row_samplings(
         table,
         config.sampling,
         overrides=config.overrides,
         sampling_column=config.sampling_column,
     )
+    if changes is not None:
+        samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
     prompts = [
         _checked(prompt, sampling, config, max_model_len)
         for prompt, sampling in zip(prompts, samplings, strict=True)
@@ -155,10 +161,25 @@ def _read(
     if all(input_errors):
         # nothing says which columns the rows would have had
         return [Prompt(None, error) for error in input_errors]
-    return [
-        Prompt(None, error) if error else prompt
-        for prompt, error in zip(reader.read(table), input_errors, strict=True)
-    ]
+    good = [table.slice(row, 1) for row, error in enumerate(input_errors) if not error]
+    prompts = iter(reader.read(table if len(good) == table.num_rows else pa.concat_tables(good)))
+    return [Prompt(None, error) if error else next(prompts) for error in input_errors]
+
+
+def _errors_before(
+    table: pa.Table, config: StageConfig, input_errors: Sequence[str] | None
+) -> Sequence[str] | None:
+    """Return per row what keeps it from being read, "" for nothing; None where nothing does."""
+    large = large_rows(table, max_bytes=config.max_row_bytes)
+    if not large:
+        return input_errors
+    errors = [""] * table.num_rows if input_errors is None else list(input_errors)
+    for row, num_bytes in large.items():
+        errors[row] = errors[row] or (
+            f"RowTooLarge: the columns of the row take {num_bytes:,} bytes, and max_row_bytes is "
+            f"{config.max_row_bytes:,}"
+        )
+    return errors
 
 
 def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.uint64]:

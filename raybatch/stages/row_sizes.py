@@ -5,14 +5,20 @@ there, in a dictionary, and thousands of times when the rows are in memory.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raybatch.errors import error_text
+from raybatch.stages.file_errors import safe_text, unreadable
+from raybatch.stages.parquet_files import check_chunks, chunks_of, open_parquet
 from raybatch.stages.storage import told_as
 
-__all__ = ["sample_row_bytes", "unreadable"]
+__all__ = ["row_bytes_of", "sampled"]
+
+_File = TypeVar("_File")
 
 # files that are opened once more, and rows that are decoded of each
 _MAX_FILES = 8
@@ -24,43 +30,49 @@ _VERBATIM = {"PLAIN", "RLE", "BIT_PACKED"}
 _WIDTHS = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
-def sample_row_bytes(paths: Sequence[str]) -> dict[str, float]:
-    """Return what a row takes in memory, in bytes, for each of a few Parquet files.
+def sampled(files: Sequence[_File]) -> list[_File]:
+    """Return a few of many files, evenly spread."""
+    num_files = min(_MAX_FILES, len(files))
+    return [files[i * len(files) // num_files] for i in range(num_files)]
 
-    Of a file, the beginning of the first row group that has rows is decoded, and of that only the
-    texts whose pages do not hold each value as it is; a file without such columns is not read.
+
+def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
+    """Return what a row of a Parquet file takes in memory, in bytes.
+
+    The beginning of the first row group that has rows is decoded, and of that only the texts whose
+    pages do not hold each value as it is.
 
     Args:
-        paths: with their protocol; evenly spread ones are chosen where they are many.
+        path: with its protocol.
+        columns: that will be read; None reads all.
 
     Raises:
-        ConfigError: a file cannot be read.
+        BadFileError: what the file holds cannot be read.
+        ConfigError: the file cannot be opened, or is not safe to read.
     """
-    num_files = min(_MAX_FILES, len(paths))
-    chosen = [paths[i * len(paths) // num_files] for i in range(num_files)]
-    found = {}
-    for path in chosen:
-        with told_as(unreadable(path)), fsspec.open(path, "rb") as file:
-            found[path] = _row_bytes(pq.ParquetFile(file, buffer_size=_READ_BUFFER_BYTES))
-    return found
+    with (
+        told_as(f"source file {safe_text(path)} cannot be opened"),
+        fsspec.open(path, "rb") as file,
+    ):
+        try:
+            parquet = open_parquet(file, path, buffer_size=_READ_BUFFER_BYTES)
+            check_chunks(parquet.metadata, path)
+            return _row_bytes(parquet, columns)
+        except (pa.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # of the file system, not of the decoder
+            raise unreadable(path, error_text(error)) from error
 
 
-def unreadable(path: str) -> str:
-    """Return the beginning of the error for a file that cannot be read."""
-    return f"source file {path} cannot be read; write it again, or leave it out"
-
-
-def _row_bytes(parquet: pq.ParquetFile) -> float:
+def _row_bytes(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> float:
     footer = parquet.metadata
     counts: list[int] = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
     filled = next((index for index, count in enumerate(counts) if count), None)
     if filled is None:
         return 0.0
-    group = footer.row_group(filled)
     num_bytes: int = 0
     texts: list[str] = []
-    for index in range(group.num_columns):
-        chunk = group.column(index)
+    for chunk in chunks_of(footer.row_group(filled), columns):
         width = _WIDTHS.get(chunk.physical_type, 0)
         if chunk.physical_type == "BYTE_ARRAY" and not _VERBATIM.issuperset(chunk.encodings):
             texts.append(chunk.path_in_schema)

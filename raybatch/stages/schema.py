@@ -19,6 +19,7 @@ _STATUS_OF_ERROR: Mapping[str, Status] = {
     "InvalidPrompt": "invalid",
     "InvalidSampling": "invalid",
     "InvalidRowId": "invalid",
+    "RowTooLarge": "invalid",
     "RenderError": "invalid",
     "TokenizeError": "invalid",
     "ReplicaCrash": "crashed",

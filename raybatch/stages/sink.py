@@ -4,17 +4,26 @@ import json
 import posixpath
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import fsspec
+import pyarrow as pa
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
-from raybatch.durable.layout import DATA, SUCCESS, part_unit
+from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit
 from raybatch.durable.store import Store, open_store
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import told_as
 
-__all__ = ["output_files", "prepare_sink"]
+__all__ = ["check_partitions", "output_files", "prepare_sink"]
+
+_PARTITION_TYPES = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_integer,
+    pa.types.is_boolean,
+    pa.types.is_date,
+)
 
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
@@ -58,20 +67,40 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     names = (
         [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
     )
-    if names and _MARKER not in names:
+    # another run that begins at this moment may be about to write its mark
+    foreign = [name for name in names if not name.startswith(f"{STAGING}/")]
+    if foreign and _MARKER not in names and not fs.exists(posixpath.join(root, _MARKER)):
         raise ConfigError(
-            f"sink {sink!r} holds {len(names)} files, for example {names[0]}, and no {_MARKER} of "
-            "an earlier run, so nothing is written there; choose another folder"
+            f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
+            "of an earlier run, so nothing is written there; choose another folder"
         )
     if is_overwrite:
         _check_nobody_writes(sink, store)
         # what says that units are done goes before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
-    elif names:
+    elif foreign:
         _check_layout(sink, store.read(_MARKER))
     said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
     store.create(_MARKER, said)
+
+
+def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
+    """Raise ConfigError where the output cannot be laid out by the values of these columns."""
+    for name in columns:
+        if name not in source.names:
+            raise ConfigError(
+                f"partition_by: the source has no column {name!r}{did_you_mean(name, source.names)}"
+                "; the output is laid out by columns of the source, not by generated ones"
+            )
+        kind = source.field(name).type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not any(is_kind(kind) for is_kind in _PARTITION_TYPES):
+            raise ConfigError(
+                f"partition_by: column {name!r} is {kind}; take one of texts, whole numbers, "
+                "booleans or dates"
+            )
 
 
 def _check_nobody_writes(sink: str, store: Store) -> None:

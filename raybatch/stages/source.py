@@ -1,22 +1,21 @@
-"""Parquet and JSONL files as a Ray dataset whose rows know their file and position."""
+"""Files as a Ray dataset whose rows know their file and position."""
 
-import glob
-import re
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from fsspec.utils import glob_translate
 
 from raybatch.durable.layout import part_name
 from raybatch.errors import ConfigError
-from raybatch.stages.batches import python_values
+from raybatch.stages.file_errors import BadFileError, safe_text
 from raybatch.stages.file_slices import (
-    JSON_SUFFIXES,
     ROWS_PER_TABLE,
     FileSlice,
     Size,
@@ -25,12 +24,14 @@ from raybatch.stages.file_slices import (
     read_slice,
     scan_file,
 )
-from raybatch.stages.row_sizes import sample_row_bytes
+from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files
+from raybatch.stages.repeated_ids import first_repeated
+from raybatch.stages.row_sizes import row_bytes_of, sampled
+from raybatch.stages.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 from raybatch.stages.storage import told_as
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-# Ray's type for pickled Python objects: reading its values runs code from the file.
-_PICKLED_TYPE = "ray.data.arrow_pickled_object"
+logger = logging.getLogger(__name__)
+
 # The driver holds a block per read task, so a large source has larger tasks, not more of them.
 _MANY_TASKS = 1024
 _TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
@@ -38,19 +39,35 @@ _TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
 _PARTS_TRIED = 100
 
 
+class SkippedFile(NamedTuple):
+    """A file that is left out because it cannot be read.
+
+    Args:
+        name: relative to the root of the source.
+        reason: what is wrong with it.
+    """
+
+    name: str
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """What a listing and the footers tell about the input.
 
     Args:
-        schema: of every file.
+        schema: of every file, as far as it is read.
         slices: in the order of files and positions.
         num_rows: of all of them.
+        skipped: files that are left out, in order.
+        is_projected: files may have columns that are not read.
     """
 
     schema: pa.Schema
     slices: tuple[FileSlice, ...]
     num_rows: int
+    skipped: tuple[SkippedFile, ...] = ()
+    is_projected: bool = False
 
     def tasks(self) -> list[range]:
         """Return the slices of each read task: neighbours, few to a task where they are large."""
@@ -69,16 +86,21 @@ class Source:
             task: positions of the slices.
             row_id_column: holds "<file>:<position>"; None adds none.
         """
+        columns = self.schema.names if self.is_projected else None
         for part in joined(self.slices[task.start : task.stop]):
             position = part.first_row
-            for rows in read_slice(part):
-                table = _with_schema(rows, self.schema)
+            for rows in read_slice(part, columns=columns):
+                table = self._in_schema(rows, part)
                 if row_id_column is not None:
                     positions = range(position, position + rows.num_rows)
                     ids = pa.array([f"{part.name}:{i}" for i in positions], pa.string())
                     table = table.add_column(0, row_id_column, ids)
                 position += rows.num_rows
                 yield table
+
+    def _in_schema(self, rows: pa.Table, part: FileSlice) -> pa.Table:
+        with told_as(f"source file {safe_text(part.path)} does not fit the other files"):
+            return in_common_schema(rows, self.schema)
 
     def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
         """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked.
@@ -98,7 +120,14 @@ class Source:
         return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
 
 
-def scan_source(source: str) -> Source:
+def scan_source(
+    source: str,
+    *,
+    columns: Sequence[str] | None = None,
+    schema_policy: SchemaPolicy = "strict",
+    skip_bad_files: bool = False,
+    max_row_group_bytes: int = 2 << 30,
+) -> Source:
     """List the files of `source` and read their footers, and a few rows of a few Parquet files.
 
     The rows tell what takes more memory than the file says; files of which none was read count as
@@ -107,39 +136,91 @@ def scan_source(source: str) -> Source:
     Args:
         source: a file, a folder (searched through; names with a leading "_" or "." are left out)
             or a glob, local or with a protocol that fsspec knows.
+        columns: to read; None reads all.
+        schema_policy: "strict" refuses files whose schemas differ, "cast" widens types without
+            loss.
+        skip_bad_files: leave out files that cannot be read, instead of refusing the source.
+        max_row_group_bytes: that a row group or record batch may take in memory.
 
     Raises:
-        ConfigError: no file, files whose schemas differ, a broken file, or a column of pickled
-            Python objects.
+        ConfigError: no file, files whose schemas differ, a broken or too large file, or a type
+            that may run code when it is read.
     """
     with told_as(f"source {source!r} cannot be listed"):
-        files = _list_files(source)
-    of_parquet = [path for path, _ in files if path.lower().endswith(PARQUET_SUFFIXES)]
-    row_bytes = sample_row_bytes(of_parquet)
+        files = list_files(source, has_columns=columns is not None)
+    bad: dict[ListedFile, str] = {}
+    noted = partial(_noted, bad=bad if skip_bad_files else None)
+    row_bytes = _row_bytes(files, columns, noted)
     largest = max(row_bytes.values(), default=0.0)
-    scanned = [
-        scan_file(path, name, row_bytes=row_bytes.get(path, largest)) for path, name in files
-    ]
-    schema = _common_schema([(path, s) for (path, _), (s, _) in zip(files, scanned, strict=True)])
-    slices = tuple(s for _, parts in scanned for s in parts if s.num_rows)
-    return Source(schema=schema, slices=slices, num_rows=sum(s.num_rows for s in slices))
+    schemas: list[FileSchema] = []
+    slices: list[FileSlice] = []
+    for file in files:
+        if file in bad:
+            continue
+        with noted(file):
+            schema, parts = scan_file(
+                file,
+                row_bytes=row_bytes.get(file, largest),
+                columns=columns,
+                max_row_group_bytes=max_row_group_bytes,
+            )
+            schemas.append(FileSchema(file.path, schema))
+            slices.extend(part for part in parts if part.num_rows)
+    if not schemas:
+        raise ConfigError(f"source {source!r} holds no file that can be read: {_listed(bad)}")
+    return Source(
+        schema=common_schema(schemas, columns=columns, policy=schema_policy),
+        slices=tuple(slices),
+        num_rows=sum(part.num_rows for part in slices),
+        skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
+        is_projected=columns is not None,
+    )
+
+
+def _row_bytes(
+    files: Sequence[ListedFile],
+    columns: Sequence[str] | None,
+    noted: Callable[[ListedFile], AbstractContextManager[None]],
+) -> dict[ListedFile, float]:
+    """Return what a row takes in memory in a few of the files, those of Parquet."""
+    found: dict[ListedFile, float] = {}
+    for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
+        with noted(file):
+            found[file] = row_bytes_of(file.path, columns=columns)
+    return found
+
+
+@contextmanager
+def _noted(file: ListedFile, bad: dict[ListedFile, str] | None) -> Iterator[None]:
+    """Note in `bad` and log that a file cannot be read; raise it if there is nothing to note in."""
+    try:
+        yield
+    except BadFileError as error:
+        if bad is None:
+            raise
+        bad[file] = error.reason
+        logger.warning("left out %s: %s", safe_text(file.path), error.reason)
+
+
+def _listed(bad: dict[ListedFile, str]) -> str:
+    return "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
 
 
 def check_outside(sink: str, source: str) -> None:
     """Raise ConfigError if the next run on `source` would read what is written to `sink`."""
     with told_as(f"source {source!r} cannot be listed"):
-        fs, root = fsspec.core.url_to_fs(source)
-        is_folder = not glob.has_magic(root) and fs.isdir(root)
+        root = Root.of(source)
+        is_folder = not root.is_glob and root.fs.isdir(root.path)
     with told_as(f"sink {sink!r} cannot be used"):
         sink_fs, path = fsspec.core.url_to_fs(sink)
         path = path.rstrip("/")
-    if sink_fs != fs or _is_hidden(_name_below(_fixed_folder(root), path)):
+    if sink_fs != root.fs or root.is_hidden(path):
         return
-    if is_folder:
-        is_read = path.startswith(root.rstrip("/") + "/")
+    if root.is_glob:
+        parts = (f"{path}/{part_name(index)}" for index in range(_PARTS_TRIED))
+        is_read = bool(root.matching(parts))
     else:
-        pattern = re.compile(glob_translate(root))
-        is_read = any(pattern.match(f"{path}/{part_name(index)}") for index in range(_PARTS_TRIED))
+        is_read = is_folder and path.startswith(root.path.rstrip("/") + "/")
     if is_read:
         raise ConfigError(
             f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
@@ -156,7 +237,7 @@ def check_unique_ids(source: Source, column: str) -> None:
         raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
     schema = pa.schema([source.schema.field(column)])
     tables = [t for part in joined(source.slices) for t in read_slice(part, columns=[column])]
-    tables = [schema.empty_table(), *(_with_schema(t, schema) for t in tables)]
+    tables = [schema.empty_table(), *(in_common_schema(t, schema) for t in tables)]
     ids = pa.concat_tables(tables).column(0)
     if ids.null_count:
         raise ConfigError(f"id_column {column!r} is null in {ids.null_count} rows of the source")
@@ -171,92 +252,5 @@ def check_unique_ids(source: Source, column: str) -> None:
     if len(repeated):
         raise ConfigError(
             f"id_column {column!r} has {len(repeated)} ids on more than one row, for example "
-            f"{', '.join(map(str, python_values(repeated[:3])))}; leave id_column out to use file "
-            "and position"
+            f"{first_repeated(ids, source.slices)}; leave id_column out to use file and position"
         )
-
-
-def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Order and cast the columns as `schema` has them; one that a JSON file lacks is null."""
-    if table.schema.equals(schema):
-        return table
-    columns = [
-        table.column(field.name).cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(table.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
-
-
-def _list_files(source: str) -> list[tuple[str, str]]:
-    """Return the paths with protocol and the names below the root, sorted by name."""
-    fs, root = fsspec.core.url_to_fs(source)
-    if glob.has_magic(root):
-        paths = [path for path in fs.glob(root) if not fs.isdir(path)]
-    elif fs.isdir(root):
-        paths = fs.find(root)
-    elif fs.exists(root):
-        paths, root = [root], root.rpartition("/")[0]
-    else:
-        raise ConfigError(f"source {source!r} does not exist")
-    folder = _fixed_folder(root)
-    names = {path: _name_below(folder, path) for path in paths}
-    suffixes = PARQUET_SUFFIXES + JSON_SUFFIXES
-    files = sorted(
-        (name, path)
-        for path, name in names.items()
-        if name.lower().endswith(suffixes) and not _is_hidden(name)
-    )
-    if not files:
-        raise ConfigError(f"source {source!r} holds no file that ends in {', '.join(suffixes)}")
-    return [(fs.unstrip_protocol(path), name) for name, path in files]
-
-
-def _fixed_folder(root: str) -> str:
-    """Return the folder itself, or the one in front of the first wildcard of a glob."""
-    if not glob.has_magic(root):
-        return root
-    return root[: min(root.index(c) for c in "*?[" if c in root)].rpartition("/")[0]
-
-
-def _name_below(folder: str, path: str) -> str:
-    return path.removeprefix(folder).lstrip("/")
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in name.split("/"))
-
-
-def _common_schema(schemas: list[tuple[str, pa.Schema]]) -> pa.Schema:
-    for path, schema in schemas:
-        if twice := sorted({n for n in schema.names if schema.names.count(n) > 1}):
-            raise ConfigError(
-                f"source file {path} has several columns named {', '.join(map(repr, twice))}; "
-                "rename them, so that a name stands for one column"
-            )
-    first_path, first = schemas[0]
-    for field in first:
-        metadata = field.metadata or {}
-        name = metadata.get(b"ARROW:extension:name", b"").decode()
-        name = getattr(field.type, "extension_name", name)
-        if name == _PICKLED_TYPE:
-            raise ConfigError(
-                f"{first_path}: column {field.name!r} holds pickled Python objects, which run "
-                "code when they are read; write it as plain Arrow types"
-            )
-    if all(path.lower().endswith(JSON_SUFFIXES) for path, _ in schemas):
-        try:
-            return pa.unify_schemas([s for _, s in schemas], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise ConfigError(f"the JSON files do not fit together: {error}") from error
-    for path, schema in schemas[1:]:
-        if not schema.equals(first):
-            different = sorted(
-                {f"{f.name}: {f.type}" for f in first} ^ {f"{f.name}: {f.type}" for f in schema}
-            )
-            raise ConfigError(
-                f"{path} has another schema than {first_path}: "
-                f"{', '.join(different) or 'the columns have another order'}"
-            )
-    return first

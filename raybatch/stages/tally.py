@@ -6,9 +6,9 @@ import pyarrow.compute as pc
 
 from raybatch.durable.units import ErrorCount, UnitCounts
 from raybatch.prefix.histogram import Histogram
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, error_class, row_status
+from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, Status, error_class, row_status
 
-__all__ = ["counted_columns", "unit_counts"]
+__all__ = ["counted_columns", "row_statuses", "unit_counts"]
 
 
 def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
@@ -44,6 +44,13 @@ def _per_sample(table: pa.Table, output: OutputSchema) -> pa.ChunkedArray:
 def _bins(lengths: pa.ChunkedArray) -> tuple[int, ...]:
     known = lengths.drop_null()
     return Histogram.of(known.to_numpy().astype(np.int64)).counts
+
+
+def row_statuses(finished: pa.Table, output: OutputSchema) -> list[Status]:
+    """Return the status of each finished row."""
+    table = counted_columns(finished, output)
+    reasons, errors = (table.column(n).to_pylist() for n in ("finish_reason", ERROR_COLUMN))
+    return [row_status(r or "", e or "") for r, e in zip(reasons, errors, strict=True)]
 
 
 def _statuses(table: pa.Table) -> dict[str, int]:

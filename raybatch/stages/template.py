@@ -135,7 +135,8 @@ class PromptTemplate:
         self.check(table.column_names)
         columns = [_read_column(table[name]) for name in self.fields]
         formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
-        for row in zip(*columns, strict=True):
+        # without fields the zip would have no rows
+        for row in zip(*columns, strict=True) if columns else [()] * table.num_rows:
             try:
                 yield tuple(
                     _format(name, _check_value(name, value), formats[name])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.layout import FRAGMENTS
 from raybatch.durable.store import open_store
@@ -44,6 +45,8 @@ class FeederRunner:
         attempt: name of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         observer: hears of the plan and of every unit that is written.
+        waves: rules by which rows are asked again.
+        stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
     stage: type[StageFeeder]
@@ -52,6 +55,8 @@ class FeederRunner:
     attempt: str
     flush_every_s: float
     observer: RunObserver
+    waves: tuple[WaveConfig, ...] = ()
+    stop_flag: Any = None
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
@@ -60,8 +65,12 @@ class FeederRunner:
         return ~done
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
-        options = {"writer": self._writer(stored), "flush_every_s": self.flush_every_s}
-        feeder = self._feeder(UnitFeeder, **options)
+        feeder = self._feeder(
+            UnitFeeder,
+            writer=self._writer(stored),
+            flush_every_s=self.flush_every_s,
+            stop_flag=self.stop_flag,
+        )
         for receipts in _results(dataset, feeder):
             for row in receipts.to_pylist():
                 self.observer.unit_done(UnitReceipt(**row))
@@ -81,9 +90,19 @@ class FeederRunner:
                 done = UnitReceipt.of(receipt, started=started, ended=time.time())
                 self.observer.unit_done(done)
 
+    def write_nothing(self, stored: StoredPlan) -> None:
+        """Write the one part of an input without rows, so that readers find the columns."""
+        writer = self._writer(stored)
+        writer.deliver(0, writer.journal_of(0))
+
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
-        own = {"config": stage.config, "pool": stage.pool, "client": stage.client}
+        own = {
+            "config": stage.config,
+            "pool": stage.pool,
+            "client": stage.client,
+            "waves": self.waves,
+        }
         return type(base.__name__, (base,), own | attributes)
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:

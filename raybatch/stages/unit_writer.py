@@ -4,20 +4,23 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import pyarrow as pa
 
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, write_fragment
+from raybatch.durable.layout import SCHEMA
+from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
-from raybatch.durable.units import Receipt, UnitPlan
+from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
 from raybatch.stages.plan.store import StoredPlan, read_units
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.storage import told_as
 from raybatch.stages.tally import unit_counts
 
-__all__ = ["UnitWriter", "in_schema", "plan_units"]
+__all__ = ["UnitWriter", "in_schema", "plan_units", "settle_schema"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +31,7 @@ class UnitWriter:
         sink: of the job.
         stored: the plan that holds.
         schema: of every part.
-        output: the columns of the stage.
+        output: the columns of the stage; None where nothing is known of the columns.
         attempt: name of the run, for people alone.
         has_journal: some rows of units that are not complete are in the journal.
     """
@@ -36,13 +39,14 @@ class UnitWriter:
     sink: str
     stored: StoredPlan
     schema: pa.Schema
-    output: OutputSchema
+    output: OutputSchema | None
     attempt: str
     has_journal: bool
 
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
-        return receipt_of(self._store, self._plan.unit(unit), self.stored.hash)
+        of = partitioned_receipt_of if self.stored.partition_by else receipt_of
+        return of(self._store, self._plan.unit(unit), self.stored.hash)
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
@@ -82,22 +86,31 @@ class UnitWriter:
                 finished = self._read_journal(unit)
                 if finished.num_rows < num_rows:
                     return None
-            rows = finished.drop_columns([POS, ROW])
-            return commit_unit(
-                self._store,
-                self._plan.unit(unit),
-                rows,
-                pos=finished.column(POS).to_numpy(),
-                row=finished.column(ROW).to_numpy(),
-                counts=unit_counts(rows, self.output),
-                plan_hash=self.stored.hash,
-                attempt=self.attempt,
-            )
+            return self._commit(unit, finished)
+
+    def _commit(self, unit: int, finished: pa.Table) -> Receipt:
+        rows = finished.drop_columns([POS, ROW])
+        options: dict[str, Any] = {
+            "pos": finished.column(POS).to_numpy(),
+            "row": finished.column(ROW).to_numpy(),
+            "plan_hash": self.stored.hash,
+            "attempt": self.attempt,
+        }
+        target = self._store, self._plan.unit(unit), rows
+        if self.stored.partition_by:
+            by = self.stored.partition_by
+            return commit_partitioned(*target, by=by, count=self._counts, **options)
+        return commit_unit(*target, counts=self._counts(rows), **options)
 
     def _read_journal(self, unit: int) -> pa.Table:
         return read_fragments(
             self._store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
         )
+
+    def _counts(self, rows: pa.Table) -> UnitCounts:
+        if self.output is None:
+            return UnitCounts(num_rows=rows.num_rows, statuses={"ok": rows.num_rows})
+        return unit_counts(rows, self.output)
 
     @property
     def _store(self) -> Store:
@@ -119,6 +132,12 @@ class UnitWriter:
 def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return the table in exactly `schema`; a missing column or another type raises."""
     return table.select(schema.names).cast(schema)
+
+
+def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
+    """Return the schema of every part: that of whoever asks first."""
+    store.create(SCHEMA, schema.serialize().to_pybytes())
+    return pa.ipc.read_schema(pa.BufferReader(store.read(SCHEMA)))
 
 
 @lru_cache(maxsize=8)

@@ -14,6 +14,7 @@ def ray_cluster():
     # by default Ray starts workers with nice 15, and they starve on a busy machine
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
+        address="local",
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=200 << 20,

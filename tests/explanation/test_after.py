@@ -28,6 +28,22 @@ def test_a_warm_pool_counts_from_the_start_of_the_run(tokens):
     assert (found.engine_s, found.wall_s, found.num_replicas) == (7.0, 4.0, 2)
 
 
+@pytest.mark.parametrize(
+    ("before", "is_warm"),
+    [
+        (PoolStats(), False),
+        (PoolStats(num_ready=2), False),
+        (PoolStats(num_ready=2, busy_s=3.0), True),
+        # stopped since, and started again with empty caches
+        (PoolStats(num_ready=0, busy_s=3.0), False),
+    ],
+    ids=["new", "ready", "warm", "stopped"],
+)
+def test_engines_that_had_work_before_are_warm(tokens, before, is_warm):
+    after = pool(preemptions=0, busy_s=9.0)
+    assert is_warm == actual_of(tokens, before, after, num_restarts=0, wall_s=4.0).is_warm
+
+
 def test_tokens_and_copies_are_those_of_the_output(tokens):
     found = actual_of(tokens, PoolStats(), PoolStats(), num_restarts=0, wall_s=4.0)
     assert (found.prompt_tokens, found.computed_tokens, found.saved_tokens) == (1000, 300, 700)

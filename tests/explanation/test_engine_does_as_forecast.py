@@ -39,7 +39,7 @@ def planned(request, rng):
     return plan_prompts(prompts, block_size=BLOCK, expected=expected, limit=12)
 
 
-def run_engine(checkpoint, planned, order, *, num_blocks, has_groups):
+def run_engine(checkpoint, planned, order, *, num_blocks, has_groups, has_cache=True):
     token_bytes = kv_bytes_per_token(read_model_spec(checkpoint), torch.float32)
     config = EngineConfig(
         block_size_tokens=BLOCK,
@@ -48,6 +48,7 @@ def run_engine(checkpoint, planned, order, *, num_blocks, has_groups):
         kv_cache_bytes=num_blocks * BLOCK * token_bytes,
         max_batched_tokens=256,
         max_num_seqs=MAX_SEQS,
+        enable_prefix_caching=has_cache,
     )
     backend = create(str(checkpoint), BackendConfig(), config)
     plan = planned.plan
@@ -71,13 +72,13 @@ def run_engine(checkpoint, planned, order, *, num_blocks, has_groups):
     return backend.stats()
 
 
-def forecast(planned, num_blocks):
+def forecast(planned, num_blocks, *, has_cache=True):
     forecasts = forecast_orders(
         planned.keys,
         planned.plan,
         planned.found,
         output_tokens=planned.expected_tokens,
-        size=CacheSize(num_blocks=num_blocks, concurrency=MAX_SEQS),
+        size=CacheSize(num_blocks=num_blocks, concurrency=MAX_SEQS, finds_blocks=has_cache),
     )
     return {forecast.name: forecast for forecast in forecasts}
 
@@ -100,6 +101,21 @@ def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned,
     copies = int(planned.keys.num_tokens.sum()) - stats.num_prompt_tokens
     said = forecast(planned, num_blocks)["planned"].saved_tokens
     assert abs(said / (stats.num_cached_tokens + copies) - 1) < 0.01
+
+
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_without_a_prefix_cache_the_engine_saves_what_is_forecast(checkpoint, planned, has_groups):
+    num_blocks = blocks_for(planned, 1.5)
+    representative = planned.found.groups.representative
+    generated = representative == np.arange(len(representative))
+    order = planned.plan.order[generated[planned.plan.order]]
+    stats = run_engine(
+        checkpoint, planned, order, num_blocks=num_blocks, has_groups=has_groups, has_cache=False
+    )
+    copies = int(planned.keys.num_tokens.sum()) - stats.num_prompt_tokens
+    orders = forecast(planned, num_blocks, has_cache=False)
+    said = orders["planned"].saved_tokens - copies if has_groups else orders["input"].saved_tokens
+    assert said == pytest.approx(stats.num_cached_tokens, rel=0.01)
 
 
 @pytest.mark.parametrize("share", [0.25, 1.5])

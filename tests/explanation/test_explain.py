@@ -1,10 +1,12 @@
 """Jobs that explain themselves without running."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 import pytest
 
+from raybatch.backends.cost_cache import cost_model_path
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_planned, explain_run
@@ -12,6 +14,7 @@ from raybatch.explanation.outcome import RunActual
 from raybatch.explanation.record import Explanation
 from raybatch.job import Job
 from raybatch.job_run import planned_run
+from raybatch.policy.cost_model import CostModel, EngineLimits
 from raybatch.stages.plan.large import plan_large
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.source import scan_source
@@ -28,10 +31,11 @@ def model(tmp_path_factory):
 def job_of(model, tmp_path):
     """Makes a job of some texts, with options of the plan."""
 
-    def job_of(texts, **plan):
+    def job_of(texts, *, caching=True, on_error="row", **plan):
         table = pa.table({"text": pa.array(texts, pa.string()), "n": list(range(len(texts)))})
         write_parquet(tmp_path / "in" / "a.parquet", table)
-        stage = fake_stage(model, prompt="{text}", engine={"block_size_tokens": 8})
+        engine = {"block_size_tokens": 8, "enable_prefix_caching": caching}
+        stage = fake_stage(model, prompt="{text}", engine=engine, on_error=on_error)
         return Job(tmp_path / "in", tmp_path / "out", stage, plan=PlanConfig(**plan))
 
     return job_of
@@ -63,6 +67,12 @@ def test_a_negative_price_is_refused_before_any_work(job_of):
         job_of(TEXTS).explain(measure=False, price_per_engine_hour=-1)
 
 
+@pytest.mark.parametrize("kv_tokens", [-5, 0, 2.5])
+def test_a_kv_cache_that_cannot_be_is_refused_before_any_work(job_of, kv_tokens):
+    with pytest.raises(ConfigError, match=f"kv_tokens must be a whole .* got {kv_tokens}; leave"):
+        job_of(TEXTS).explain(measure=False, kv_tokens=kv_tokens)
+
+
 def test_a_probe_that_has_not_run_tells_no_lengths(explain):
     assert "max_tokens" == explain(TEXTS, lengths="probe").lengths_from
 
@@ -70,6 +80,71 @@ def test_a_probe_that_has_not_run_tells_no_lengths(explain):
 def test_rows_that_no_engine_sees_are_in_units_as_well(explain):
     found = explain([*TEXTS, *[None] * 5], unit_rows=10, max_unit_rows=10)
     assert 2 + 1 == found.profile.num_units
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Keeps a cost model for a job, of which only computed prompt tokens cost time."""
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+
+    def measured(job):
+        spec = job._stage.pool.spec
+        path = cost_model_path(
+            spec.model, spec.backend, spec.engine, num_engines_on_host=spec.pool.replicas
+        )
+        path.parent.mkdir(parents=True)
+        limits = EngineLimits(kv_tokens=4000, max_num_seqs=4, block_size=8, max_batched_tokens=100)
+        costs = dict.fromkeys(("step_s", "row_s", "context_s", "shared_pair_s", "shared_read_s"), 0)
+        model = CostModel(
+            **costs, knots=(), token_s=(1.0,), pair_s=0.0, fit_error=0.1, limits=limits
+        )
+        path.write_text(json.dumps(asdict(model)))
+        return job
+
+    return measured
+
+
+def texts_with_common_beginnings():
+    return [f"document {i % 2} that many rows have in common, row {i}" for i in range(40)]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_time_of_a_run_without_a_plan_counts_what_its_cache_finds(job_of, measured, caching):
+    job = measured(job_of(texts_with_common_beginnings(), mode="off", caching=caching))
+    found = job.explain(measure=False)
+    generated = found.profile.output_tokens.total - found.profile.num_rows
+    computed = found.profile.prompt_tokens.total - found.saved_tokens
+    assert (found.saved_tokens > 0) == caching
+    assert found.time.engine_s == pytest.approx(generated + computed, rel=0.02)
+
+
+@pytest.mark.parametrize(("mode", "shares"), [("auto", True), ("off", False)])
+@pytest.mark.parametrize("kv_tokens", [400, None])
+def test_without_a_prefix_cache_only_a_plan_saves(explain, mode, shares, kv_tokens):
+    texts = texts_with_common_beginnings()
+    found = explain(texts, kv_tokens=kv_tokens, caching=False, mode=mode)
+    assert shares == (found.hit_rate > 0)
+
+
+def test_where_nothing_is_shared_that_is_said(explain):
+    said = "nothing is shared: prefix caching is off"
+    texts = texts_with_common_beginnings()
+    assert said in str(explain(texts, kv_tokens=None, caching=False, mode="off"))
+    assert said not in str(explain(texts, kv_tokens=None, caching=False))
+
+
+def test_where_the_plan_is_off_the_order_of_the_input_is_what_will_run(explain):
+    found = explain(texts_with_common_beginnings(), mode="off")
+    assert found.hit_rate == found.forecast("input").hit_rate
+    assert "what will run: rows as they come, prefix cache alone" in str(found)
+    assert "prefixes held for their groups" not in str(found)
+
+
+def test_a_run_that_an_error_row_ends_is_said_to_end(explain):
+    ends = "the run ends at the first row that fails"
+    assert ends in str(explain([*TEXTS, None], on_error="raise"))
+    assert ends not in str(explain([*TEXTS, None]))
+    assert ends not in str(explain(TEXTS, on_error="raise"))
 
 
 def question_of(job):
@@ -92,6 +167,14 @@ def test_parts_of_a_large_source_add_up_to_the_whole(explain):
     assert small.profile.num_units == large.profile.num_units
     said = "1 row too large for this cache are left out"
     assert (True, True) == (said in str(small), said in str(large))
+
+
+@pytest.mark.ray
+def test_orders_of_a_large_source_of_few_rows_are_those_of_a_small_one(explain):
+    texts = [f"document {i % 3} that several rows have in common, {i}" for i in range(40)]
+    with local_ray():
+        large, small = (explain(texts, max_driver_bytes=size) for size in (0, 1 << 20))
+    assert large.orders == small.orders
 
 
 @pytest.mark.ray

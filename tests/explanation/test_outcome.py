@@ -85,13 +85,50 @@ def test_without_orders_the_plan_is_said_to_count_each_prefix_once(plan):
             "77 tokens were computed again after 4 preemptions",
         ),
         ({"generated_tokens": 240}, "rows generated 50 % of the tokens that were expected"),
-        ({"wall_s": 61.0}, "the engines were slower than the likely range of the plan"),
+        (
+            {"wall_s": 61.0},
+            "by the clock it took 61 s, more than the likely range of the plan, 40 s to 60 s",
+        ),
+        ({"wall_s": 10.0}, "by the clock it took 10 s, less than the likely range"),
+        (
+            {"wall_s": 30.0, "likely_engine_s": (50.0, 45.0, 55.0)},
+            "50 s of engine time were to be expected, likely 45 s to 55 s, and it was 98 s",
+        ),
+        ({"computed_tokens": 400, "is_warm": True}, "the engines had worked before, and kept"),
+        ({"computed_tokens": 400, "kv_tokens": 800}, "the KV cache was 100 % larger than planned"),
         ({"wall_s": 10.0, "num_replicas": 8}, "8 worked where 2 replicas were planned"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_deviations_are_explained(plan, changes, said):
     assert any(said in told for told in outcome(plan, **changes).deviations())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"computed_tokens": 600, "kv_tokens": 800}, {"computed_tokens": 400, "kv_tokens": 200}],
+    ids=["larger-and-fewer", "smaller-and-more"],
+)
+def test_a_cache_of_another_size_explains_only_what_it_can(plan, changes):
+    (said,) = outcome(plan, **changes).deviations()
+    assert "the KV cache was" not in said
+
+
+def test_a_cache_that_holds_all_rows_in_any_case_explains_nothing(rng):
+    ample = explain_prompts(grouped_prompts(rng), kv_tokens=10_000)
+    (said,) = outcome(ample, computed_tokens=400, kv_tokens=20_000).deviations()
+    assert "the KV cache was" not in said
+
+
+def test_a_warm_cache_does_not_explain_fewer_hits(plan):
+    (said,) = outcome(plan, computed_tokens=600, is_warm=True).deviations()
+    assert said.endswith("no cause was counted")
+
+
+def test_what_a_probe_has_left_explains_more_hits(plan):
+    probed = dataclasses.replace(plan, lengths_from="a probe")
+    (said,) = outcome(probed, computed_tokens=400).deviations()
+    assert "the probe ran before the plan" in said
 
 
 def test_a_difference_below_one_percent_is_none(plan):

@@ -97,6 +97,19 @@ def test_copies_are_told(prompts):
     assert found["rows"].endswith(said)
 
 
+def test_copies_alone_are_no_group_and_that_is_said():
+    found = explain_prompts([[1] * 18] * 300)
+    said = facts(found)
+    assert said["sharing"].endswith("300.0 rows share a token, copies counted")
+    assert said["plan"].endswith("300 rows, 1 of them generated and the others copies, in no group")
+    assert "Copies of a row are drawn like other rows, and nothing" in found.to_html()
+
+
+def test_nothing_is_said_of_copies_where_there_are_none(prompts):
+    found = explain_prompts(prompts)
+    assert "copies" not in facts(found)["sharing"] + facts(found)["plan"] + found.to_html()
+
+
 def test_rows_too_large_for_the_cache_are_told(prompts):
     found = explain_prompts([*prompts, list(range(900))], kv_tokens=400)
     assert "1 row too large for this cache are left out" in str(found)

@@ -58,6 +58,14 @@ def test_bars_of_a_histogram_are_as_high_as_their_counts():
     assert high["height"] == pytest.approx(3 * low["height"], rel=1e-3)
 
 
+def test_a_bar_is_no_wider_than_the_numbers_in_it():
+    svg = draw_histogram(Histogram.of(np.full(9, 64)), x_label="tokens")
+    (only,) = bars(svg)
+    whole = bars(draw_histogram(Histogram.of(np.array([64, 79])), x_label="tokens"))
+    assert only["width"] < whole[0]["width"] / 4
+    assert "64 tokens: 9 rows" in svg
+
+
 def test_bars_lie_within_the_drawing():
     svg = draw_histogram(Histogram.of(np.array([0, 1, 10**6])), x_label="tokens")
     width = float(ElementTree.fromstring(svg).get("viewBox").split()[2])

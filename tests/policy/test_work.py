@@ -24,6 +24,16 @@ def test_computed_tokens_are_those_that_are_not_cached():
     assert 187 - 32 == totals().computed_tokens
 
 
+def test_what_a_cache_finds_comes_first_in_prompts():
+    found = work_totals(np.array([100]), np.array([1]), cached_tokens=np.array([60]))
+    cached = work_totals(np.array([100]), np.array([1])).with_cache(40)
+    assert pytest.approx((found.computed_tokens, found.pairs)) == (
+        cached.computed_tokens,
+        cached.pairs,
+    )
+    assert totals().with_cache(10**6) == totals()
+
+
 def test_pairs_are_about_those_of_a_loop_over_tokens():
     by_token = sum(
         position for n, c in zip(PROMPTS, CACHED, strict=True) for position in range(c, n)

@@ -10,13 +10,13 @@ from raybatch.prefix.hits import CacheSize
 from tests.explanation.inputs import grouped_prompts, plan_prompts
 
 
-def forecast(planned, *, num_blocks, concurrency=4, **options):
+def forecast(planned, *, num_blocks, concurrency=4, finds_blocks=True, **options):
     found = forecast_orders(
         planned.keys,
         planned.plan,
         planned.found,
         output_tokens=planned.expected_tokens,
-        size=CacheSize(num_blocks=num_blocks, concurrency=concurrency),
+        size=CacheSize(num_blocks=num_blocks, concurrency=concurrency, finds_blocks=finds_blocks),
         **options,
     )
     assert [order.name for order in found] == ["input", "sorted", "planned", "bound"]
@@ -75,6 +75,32 @@ def test_a_prefix_of_rows_that_do_not_fit_is_not_in_the_bound(rng):
 def test_rows_that_do_not_fit_are_counted(rng):
     planned = plan_prompts([*grouped_prompts(rng), list(range(500))], limit=4)
     assert {1} == {order.num_rows_too_large for order in forecast(planned, num_blocks=30).values()}
+
+
+def test_without_a_prefix_cache_only_the_groups_of_a_plan_share(rng):
+    planned = plan_prompts(grouped_prompts(rng, groups=6, size=5, prefix=32, own=8), limit=4)
+    found = forecast(planned, num_blocks=10_000, finds_blocks=False)
+    assert (30 * 40, 30 * 40) == (found["input"].computed_tokens, found["sorted"].computed_tokens)
+    assert 6 * (32 + 5 * 8) == found["planned"].computed_tokens
+
+
+def test_without_a_prefix_cache_an_unordered_input_saves_nothing(rng):
+    planned = plan_prompts(grouped_prompts(rng), limit=4, mode="off")
+    assert 0 == forecast(planned, num_blocks=10_000, finds_blocks=False)["planned"].hit_rate
+
+
+def test_no_order_of_a_sample_computes_less_than_the_bound(rng):
+    # in the counted half of every window all prefixes are known
+    planned = plan_prompts(grouped_prompts(rng, groups=2, size=60), limit=4)
+    found = forecast(planned, num_blocks=10_000, max_rows=80)
+    assert found["bound"].computed_tokens == found["input"].computed_tokens
+
+
+def test_stretches_of_the_input_do_not_pass_the_bound_either(rng):
+    part = tuple(forecast(plan_prompts(grouped_prompts(rng), limit=4), num_blocks=900).values())
+    merged = merge_forecasts([part, part], [(999, 1000), (999, 1000)])
+    assert merged[-1].computed_tokens == merged[0].computed_tokens
+    assert merged[0].is_lower_bound
 
 
 def test_where_no_row_fits_nothing_is_saved(rng):

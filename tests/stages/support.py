@@ -62,6 +62,9 @@ def _byte_symbols() -> list[str]:
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
+IPC_WRITERS = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}
+
+
 class LocalPool:
     """Answers like a pool handle, with one fake backend and no actors."""
 
@@ -137,6 +140,22 @@ def write_parquet(path: Path, table: pa.Table, **options: Any) -> None:
     pq.write_table(table, path, **options)
 
 
+def write_ipc(
+    path: Path,
+    table: pa.Table,
+    kind: str = "file",
+    *,
+    batch_rows: int | None = None,
+    compression: str | None = None,
+) -> Path:
+    """Write an Arrow IPC file or stream."""
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    new = IPC_WRITERS[kind]
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=options) as out:
+        out.write_table(table, max_chunksize=batch_rows)
+    return path
+
+
 def rows_of(source: Source) -> list[Any]:
     """Return the column x of all rows."""
     tables = [table for task in source.tasks() for table in source.read(task)]
@@ -156,8 +175,14 @@ def local_ray() -> Iterator[None]:
     make_data_context()
     is_mine = not ray.is_initialized()
     if is_mine:
+        # another cluster on this machine is none of ours
+        # another cluster on this machine is none of ours
         ray.init(
-            num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            log_to_driver=False,
         )
     yield
     release_pools()

@@ -84,3 +84,17 @@ def test_line_that_is_not_one_object_is_named(tmp_path, text, number):
 def test_file_with_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n', encoding="utf-8-sig")
     assert rows_of(scan_source(str(tmp_path))) == [1]
+
+
+@pytest.mark.parametrize("depth", [62, 1000, 100_000])
+def test_line_that_is_nested_too_deep_is_named(tmp_path, depth):
+    """Far deeper ones would overflow the stack of the parser."""
+    line = '{"x": ' + "[" * depth + "]" * depth + "}"
+    message = failing_json(tmp_path, '{"y": 1}\n' + line + "\n")
+    assert "a.jsonl, line 2: nested deeper than 60 levels" in message
+
+
+def test_brackets_in_texts_are_no_nesting(tmp_path):
+    text = '[{"' * 1000 + "\\"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"x": text, text: [[1]]}) + "\n")
+    assert rows_of(scan_source(str(tmp_path))) == [text]

@@ -7,10 +7,17 @@ import pytest
 
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
-from raybatch.stages.layout_lint import lint_layout, lint_source, sample_tables, token_counter
+from raybatch.stages.layout_lint import (
+    lint_layout,
+    lint_source,
+    sample_tables,
+    token_counter,
+    told_of_templates,
+    without_columns,
+)
 from raybatch.stages.options import build_stage_config
 from raybatch.stages.source import scan_source
-from tests.stages.support import make_tokenizer
+from tests.stages.support import make_tokenizer, write_parquet
 
 
 def config(**options):
@@ -75,6 +82,52 @@ def test_fields_of_message_templates_count_in_their_order():
     hint = lint_layout(config(messages=messages), [table()], words)
     assert hint.advice.used.fields == ("question", "document")
     assert hint.advice.best.fields == ("document", "question")
+    assert hint.text.endswith(", and moves text from one message to another")
+
+
+@pytest.mark.parametrize("system", ["", "Be brief in {lang}."])
+def test_an_order_within_one_message_moves_no_text_to_another(system):
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "{question} {document}"},
+    ]
+    assert "message" not in lint_layout(config(messages=messages), [table()], words).text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": "{question}{question} {document}"},
+        {"messages": [{"role": r, "content": "{question} {lang}"} for r in ("system", "user")]},
+    ],
+    ids=["template", "messages"],
+)
+def test_a_field_that_stands_twice_is_said_to_be_in_the_way(options):
+    said = told_of_templates(config(**options))
+    assert said.startswith("no other order of the fields was tried, because {question}")
+    assert said.endswith(" stands more than once")
+
+
+def test_nothing_is_in_the_way_of_other_templates():
+    assert "" == told_of_templates(config(prompt="{question} {document}"))
+    assert "" == told_of_templates(config(messages="question"))
+    assert "" == told_of_templates(config(prompt="{question}{question}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompt": "document"}, "document"),
+        ({"prompt": "x" * 90}, "x" * 60 + "..."),
+        ({"messages": [{"role": "user", "content": "{{document}}"}]}, "{{document}}"),
+        ({"prompt": "{document}"}, ""),
+        ({"messages": "question"}, ""),
+        ({"tokenized_prompt": "question"}, ""),
+    ],
+    ids=["braces-forgotten", "long", "messages", "field", "messages-column", "tokens"],
+)
+def test_templates_without_a_column_are_found(options, said):
+    assert said == without_columns(config(**options))
 
 
 @pytest.mark.parametrize(
@@ -176,3 +229,11 @@ def test_a_source_without_a_column_of_the_template_is_a_config_error(tmp_path):
     source = scan_source(str(tmp_path / "rows.parquet"))
     with pytest.raises(ConfigError, match=r"no column 'documnet' .did you mean 'document'"):
         lint_source(source, config(prompt="{question}{documnet}"), tokenizer)
+
+
+def test_sample_has_every_column_where_a_file_lacks_one(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": ["a"], "y": ["b"]}))
+    write_parquet(tmp_path / "b.parquet", pa.table({"x": ["c"]}))
+    source = scan_source(str(tmp_path), schema_policy="cast")
+    found = pa.concat_tables(sample_tables(source, ["y", "x"]))
+    assert found.to_pylist() == [{"y": "b", "x": "a"}, {"y": None, "x": "c"}]

@@ -164,7 +164,7 @@ def test_lengths_of_a_column_reach_the_plan(tmp_path, model, monkeypatch):
 
 @pytest.mark.parametrize(
     ("values", "problem"),
-    [([1, -2, 3], "-2.0 in row 'b'"), (["1", "x", "3"], "plan.expected_tokens_column 'long'")],
+    [([1, -2, 3], "is -2 in row 'b'"), (["1", "x", "3"], "plan.expected_tokens_column 'long'")],
 )
 def test_bad_lengths_are_told_with_column_and_row(tmp_path, model, values, problem):
     plan = PlanConfig(expected_tokens_column="long")

@@ -77,18 +77,41 @@ def test_pickled_objects_are_refused(tmp_path):
         "x", pa.binary(), metadata={"ARROW:extension:name": "ray.data.arrow_pickled_object"}
     )
     write_parquet(tmp_path / "a.parquet", pa.table([pa.array([b"x"])], schema=pa.schema([field])))
-    with pytest.raises(ConfigError, match="column 'x' holds pickled Python objects"):
+    with pytest.raises(
+        ConfigError, match=r"column 'x' is of the extension type 'ray\.data\.arrow_pick"
+    ):
         scan_source(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [(["a", None], "is null in 1 rows"), (["a", "a"], "has 1 ids on more than one row.* a;")],
+    [(["a", None], "is null in 1 rows"), (["a", "a"], "has 1 ids on more than one row.* 'a' in a")],
 )
 def test_bad_ids_are_refused(tmp_path, ids, message):
     write_parquet(tmp_path / "a.parquet", pa.table({"id": ids}))
     with pytest.raises(ConfigError, match=message):
         check_unique_ids(scan_source(str(tmp_path)), "id")
+
+
+@pytest.mark.parametrize(
+    ("ids", "value"),
+    [
+        (pa.array([*"abcdefgc"]), "'c'"),
+        (pa.array([*"abcdefgc"]).dictionary_encode(), "'c'"),
+        (pa.array([1, 2, 3, 4, 5, 6, 7, 3]), "3"),
+        (pa.array([b"\x1b[1m" if i in (2, 7) else bytes([i]) for i in range(8)]), r"b'\x1b[1m'"),
+        (pa.array([f"{i} " + "x" * 99 for i in (0, 1, 2, 3, 4, 5, 6, 2)]), f"'2 {'x' * 37}..."),
+    ],
+    ids=["text", "dictionary", "number", "bytes", "long"],
+)
+def test_a_repeated_id_is_told_with_its_first_two_rows(tmp_path, ids, value):
+    table = pa.table({"id": ids})
+    write_parquet(tmp_path / "a.parquet", table.slice(0, 4), row_group_size=2)
+    write_parquet(tmp_path / "b.parquet", table.slice(4))
+    with pytest.raises(ConfigError) as caught:
+        check_unique_ids(scan_source(str(tmp_path)), "id")
+    said = f"for example {value} in a.parquet:2 and b.parquet:3; leave id_column out"
+    assert said in str(caught.value)
 
 
 def test_sink_in_the_source_folder_is_refused(tmp_path):

@@ -22,6 +22,7 @@ from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
+from raybatch.stages.layout_lint import can_change_layout
 from raybatch.stages.plan import parts, pieces
 from raybatch.stages.plan.dataset import (
     ordered_dataset,
@@ -139,7 +140,8 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
             large, probed = _after_probe(job, large)
             probe_s = time.monotonic() - probe_began
         stored = store_large_plan(job, large)
-        log_plan(stored, time.monotonic() - began - probe_s)
+        seconds = time.monotonic() - began - probe_s
+        log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
         # what is known of the rows would fill the object store beside the rows themselves
         large = replace(large, tables=(), rows=(), arranged=())
         if probed is not None:
@@ -221,10 +223,14 @@ def forecast_large(
     is_reordered = is_worth_ordering(large.saved_fraction, job.plan)
     share = max(share, NUM_WINDOWS)
     by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
-    num_windows = min(NUM_WINDOWS, len(large.tables))
-    chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
-    windows = [hits.remote(large.tables[i], size, max_rows // num_windows) for i in chosen]
-    return merge_forecasts(_get(by_part), _get(windows))
+    if is_whole := large.num_rows <= max_rows:
+        windows = [hits.remote(size, max_rows, True, *large.tables)]
+    else:
+        num_windows = min(NUM_WINDOWS, len(large.tables))
+        chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
+        each = max_rows // num_windows
+        windows = [hits.remote(size, each, False, large.tables[i]) for i in chosen]
+    return merge_forecasts(_get(by_part), _get(windows), is_whole=is_whole)
 
 
 def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
@@ -285,6 +291,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         files=tuple(job.files),
         shards=tuple(zip(written, firsts, strict=False)),
         fingerprint=job.fingerprint,
+        partition_by=job.partition_by,
     )
     return write_plan(job.sink, stored, units)
 

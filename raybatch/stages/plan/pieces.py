@@ -104,17 +104,19 @@ def chosen_rows(
     return pa.concat_tables(tables)
 
 
-def input_hits(piece: pa.Table, size: CacheSize, max_rows: int) -> tuple[int, int]:
+def input_hits(
+    size: CacheSize, max_rows: int, is_whole: bool, *stretch: pa.Table
+) -> tuple[int, int]:
     """Return cached and all prompt tokens of a stretch of the input, from an empty cache.
 
-    The first half of the stretch fills the cache and is not counted.
-
     Args:
-        piece: rows in input order, of which the first `max_rows` are taken.
         size: of the cache of one engine.
-        max_rows: rows to simulate.
+        max_rows: rows to simulate, the first ones of the stretch.
+        is_whole: the stretch is the whole input; else its first half fills the cache and is not
+            counted.
+        stretch: neighbouring pieces, in order.
     """
-    piece = piece.slice(0, max_rows)
+    piece = pa.concat_tables(stretch).slice(0, max_rows)
     keys, expected = keys_of([piece]), piece.column("expected").to_numpy()
     load = CacheLoad(
         keys=keys.keys,
@@ -124,7 +126,7 @@ def input_hits(piece: pa.Table, size: CacheSize, max_rows: int) -> tuple[int, in
         output_tokens=np.ceil(expected).astype(np.int64),
     )
     order = rows_that_fit(keys, expected, size)
-    counted = slice(len(order) // 2, None)
+    counted = slice(0 if is_whole else len(order) // 2, None)
     cached = simulate_hits(load, order, size)[counted].sum()
     return int(cached), int(keys.num_tokens[order[counted]].sum())
 

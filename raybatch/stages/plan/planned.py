@@ -80,6 +80,7 @@ class PlannedRun:
         units: runs the plan; None where it is only made.
         fingerprint: what decides the answers.
         files: of the source.
+        partition_by: columns of the source by which the output is laid out.
     """
 
     source: Source
@@ -90,6 +91,7 @@ class PlannedRun:
     units: UnitRunner | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[InputFile] = ()
+    partition_by: tuple[str, ...] = ()
 
     @property
     def id_column(self) -> str:

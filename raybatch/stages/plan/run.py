@@ -1,11 +1,13 @@
 """Plans a source in the driver or by Ray tasks, whichever suits its size, and runs the plan."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from raybatch.config import PlanConfig
+from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.plan.dataset import pieces_of
 from raybatch.stages.plan.large import LargePlan, even_units, run_large, run_stored
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
@@ -13,7 +15,7 @@ from raybatch.stages.plan.small import run_small
 from raybatch.stages.plan.store import StoredPlan, plan_hash, stretches, write_plan
 from raybatch.stages.source import Source
 
-__all__ = ["fit_units", "is_small", "run_planned"]
+__all__ = ["fit_units", "is_small", "run_planned", "store_input_order", "store_stretches"]
 
 # what a unit may hold in memory, prompts included
 _MAX_UNIT_BYTES = 64 << 20
@@ -41,28 +43,58 @@ def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | La
 
 def store_input_order(job: PlannedRun) -> StoredPlan:
     """Write a plan that reads no row: units are stretches of the input, one after the other."""
+    return store_stretches(
+        job.source,
+        job.sink,
+        job.plan,
+        fingerprint=job.fingerprint,
+        files=job.files,
+        partition_by=job.partition_by,
+    )
+
+
+def store_stretches(
+    source: Source,
+    sink: str,
+    plan: PlanConfig,
+    *,
+    fingerprint: Mapping[str, str],
+    files: Sequence[InputFile],
+    partition_by: tuple[str, ...] = (),
+) -> StoredPlan:
+    """Write such a plan of a source, and return the one that holds.
+
+    Args:
+        source: to be read.
+        sink: folder of the output.
+        plan: options.
+        fingerprint: what decides the answers.
+        files: of the source.
+        partition_by: columns by which the output is laid out.
+    """
     rows = [
-        sum(part.num_rows for part in job.source.slices[slices.start : slices.stop])
-        for slices, _ in pieces_of(job.source)
+        sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+        for slices, _ in pieces_of(source)
     ]
     # an input without rows has one part, so that readers find the columns
-    unit_rows = even_units(rows, job.plan) if rows else np.zeros(1, np.int64)
-    name = plan_hash([], [], options=job.plan, files=job.files, fingerprint=job.fingerprint)
+    unit_rows = even_units(rows, plan) if rows else np.zeros(1, np.int64)
+    name = plan_hash([], [], options=plan, files=files, fingerprint=fingerprint)
     stored = StoredPlan(
         hash=name,
-        num_rows=job.source.num_rows,
+        num_rows=source.num_rows,
         num_units=len(unit_rows),
         num_groups=0,
         is_reordered=False,
         logical_tokens=0,
         computed_tokens=0,
-        block_size=job.config.engine.block_size_tokens,
-        options=dataclasses.asdict(job.plan),
-        files=tuple(job.files),
+        block_size=0,
+        options=dataclasses.asdict(plan),
+        files=tuple(files),
         shards=(),
-        fingerprint=job.fingerprint,
+        fingerprint=fingerprint,
+        partition_by=partition_by,
     )
-    return write_plan(job.sink, stored, stretches(name, unit_rows))
+    return write_plan(sink, stored, stretches(name, unit_rows))
 
 
 def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:

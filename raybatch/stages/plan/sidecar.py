@@ -152,9 +152,10 @@ def _expected(
     is_wrong = (values < 0) | np.isinf(values)
     if is_wrong.any():
         place = int(np.argmax(is_wrong))
-        row_id = prepared.row_ids[prepared.rows[place]]
+        row = prepared.rows[place]
+        row_id, given = prepared.row_ids[row], table.column(column)[row].as_py()
         raise ConfigError(
-            f"plan.expected_tokens_column {column!r} is {values[place]} in row {row_id!r}; give a "
+            f"plan.expected_tokens_column {column!r} is {given} in row {row_id!r}; give a "
             "number of tokens, or null where it is not known"
         )
     return expected_lengths(max_tokens, values * num_samples)

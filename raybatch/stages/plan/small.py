@@ -19,6 +19,7 @@ from raybatch.config import PlanConfig
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
+from raybatch.stages.layout_lint import can_change_layout
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan.dataset import with_places
 from raybatch.stages.plan.movable import as_movable
@@ -114,7 +115,8 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
             rows, planned, probed = _after_probe(job, rows, planned)
             probe_s = time.monotonic() - probe_began
         stored = store_plan(job, planned, _expected(job, rows))
-        log_plan(stored, time.monotonic() - began - probe_s)
+        seconds = time.monotonic() - began - probe_s
+        log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
     shard = read_shards(job.sink, stored, 0, stored.num_rows)
     if probed is not None:
         job.runner.keep(stored, *with_places(job.sink, stored, probed))
@@ -209,6 +211,7 @@ def store_plan(
         files=tuple(job.files),
         shards=((write_shard(job.sink, name, 0, shard), 0),),
         fingerprint=job.fingerprint,
+        partition_by=job.partition_by,
     )
     sums = row_sums(shard.column("unit").to_numpy(), np.arange(whole.num_rows), whole.num_units)
     units = UnitPlan(hash=name, unit_rows=np.diff(whole.unit_starts), row_sums=sums)

@@ -86,6 +86,7 @@ class StoredPlan:
         shards: name and first row of each shard, in order; none where units are stretches of the
             input and `units.arrow` says all.
         fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
+        partition_by: columns of the source by which the output is laid out.
     """
 
     hash: str
@@ -100,6 +101,7 @@ class StoredPlan:
     files: tuple[InputFile, ...]
     shards: tuple[tuple[str, int], ...]
     fingerprint: Mapping[str, str]
+    partition_by: tuple[str, ...] = ()
     version: int = _VERSION
 
 
@@ -226,6 +228,7 @@ def _parse(sink: str, said: bytes) -> StoredPlan:
         values = json.loads(said)
         for name in ("files", "shards"):
             values[name] = tuple(tuple(found) for found in values[name])
+        values["partition_by"] = tuple(values["partition_by"])
         stored = StoredPlan(**values)
         if stored.version != _VERSION:
             raise ConfigError(f"{path} has version {stored.version}; this is {_VERSION}")
@@ -242,6 +245,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
             hash=stored.hash,
             unit_rows=table.column("num_rows").to_numpy(),
             row_sums=table.column("row_sum").to_numpy(),
+            is_partitioned=bool(stored.partition_by),
         )
 
 
@@ -279,8 +283,14 @@ def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
     return make_shard(unit.astype(np.int32), pos.astype(np.int32), alone, nothing, unknown)
 
 
-def log_plan(stored: StoredPlan, seconds: float) -> None:
-    """Say in the log what was planned."""
+def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
+    """Say in the log what was planned.
+
+    Args:
+        stored: the plan.
+        seconds: that it took.
+        can_change_layout: the fields of the template could stand in another order.
+    """
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
     logger.info(
@@ -291,6 +301,11 @@ def log_plan(stored: StoredPlan, seconds: float) -> None:
         100 * saved,
         stored.logical_tokens,
     )
+    if can_change_layout and not stored.is_reordered:
+        logger.info(
+            "sharing saves too little to reorder rows; `raybatch explain` says whether another "
+            "order of the template's fields would share more"
+        )
 
 
 def stretches(plan: str, unit_rows: Ints) -> UnitPlan:

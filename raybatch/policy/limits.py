@@ -1,0 +1,50 @@
+"""When a run has to stop early: budgets, a deadline, too many errors."""
+
+from dataclasses import dataclass
+
+from raybatch.config import LimitConfig
+
+__all__ = ["Spent", "reason_to_stop"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What a run has done so far.
+
+    Args:
+        wall_s: since it began.
+        engine_s: that its engines worked, summed over replicas.
+        num_replicas: engines that it holds.
+        tokens: prompt tokens of rows that came back, and generated ones.
+        rows_done: rows that came back, error rows included.
+        rows_failed: error rows.
+    """
+
+    wall_s: float
+    engine_s: float
+    num_replicas: int
+    tokens: int
+    rows_done: int
+    rows_failed: int
+
+
+def reason_to_stop(limits: LimitConfig, spent: Spent) -> str | None:
+    """Return why no further unit may start, None while all limits are kept."""
+    if limits.max_wall_s is not None and spent.wall_s >= limits.max_wall_s:
+        return f"limits.max_wall_s: {spent.wall_s:.0f} s have passed"
+    if limits.max_tokens is not None and spent.tokens >= limits.max_tokens:
+        return f"limits.max_tokens: {spent.tokens} tokens are done"
+    if limits.max_engine_hours is not None and spent.engine_s >= 3600 * limits.max_engine_hours:
+        return f"limits.max_engine_hours: engines have worked {spent.engine_s / 3600:.2f} hours"
+    if limits.max_cost is not None and limits.price_per_engine_hour is not None:
+        cost = spent.wall_s / 3600 * spent.num_replicas * limits.price_per_engine_hour
+        if cost >= limits.max_cost:
+            return f"limits.max_cost: the engines have cost {cost:.2f}"
+    if limits.max_error_rate is not None and spent.rows_done >= limits.min_rows_for_error_rate:
+        rate = spent.rows_failed / spent.rows_done
+        if rate > limits.max_error_rate:
+            return (
+                f"limits.max_error_rate: {spent.rows_failed} of {spent.rows_done} rows failed "
+                f"({100 * rate:.1f} %)"
+            )
+    return None

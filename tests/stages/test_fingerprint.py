@@ -1,0 +1,104 @@
+"""What decides the answers of a job, and how a later run is told what differs."""
+
+import os
+import shutil
+
+import pyarrow as pa
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.stages.fingerprint import check_same, fingerprint, input_files, output_schema
+from raybatch.stages.source import scan_source
+from tests.stages.support import fake_stage, make_tokenizer, write_parquet
+
+SCHEMA = pa.schema([("text", pa.string())])
+
+
+def said(model, **options):
+    config = fake_stage(model, **{"prompt": "{text}", **options}).config
+    return fingerprint(config, output_schema(SCHEMA, config))
+
+
+def ask(row):
+    return [{"role": "user", "content": row["text"]}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"prompt": "{text}?"}, "prompt"),
+        ({"sampling": {"max_tokens": 5}}, "sampling.max_tokens"),
+        ({"seed": 3}, "sampling.seed"),
+        ({"system": "be brief"}, "system"),
+        ({"prompt": None, "messages": ask}, "messages"),
+        ({"id_column": "text"}, "id_column"),
+        ({"on_too_long": "drop"}, "on_too_long"),
+        ({"engine": {"dtype": "bfloat16"}}, "engine.dtype"),
+    ],
+)
+def test_what_decides_answers_is_there_by_name(model, changes, name):
+    before, after = said(model), said(model, **changes)
+    assert before[name] != after[name]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": {"block_size_tokens": 16}},
+        {"pool": None, "replicas": 5},
+        {"dedup": False},
+        {"on_error": "raise"},
+    ],
+)
+def test_what_decides_speed_alone_is_not_there(model, changes):
+    changes.pop("pool", None)
+    assert said(model) == said(model, **changes)
+
+
+def test_the_same_model_elsewhere_is_the_same(tmp_path, model):
+    shutil.copytree(model, tmp_path / "copy")
+    assert said(model) == said(tmp_path / "copy")
+    other = make_tokenizer(tmp_path / "other", has_bos=True)
+    assert said(model)["model.tokenizer"] != said(other)["model.tokenizer"]
+
+
+def test_long_texts_are_there_as_digests(model):
+    one, other = (
+        said(model, prompt="{text}" + "x" * 999),
+        said(model, prompt="{text}" + "x" * 998 + "y"),
+    )
+    assert one["prompt"] != other["prompt"]
+    assert len(one["prompt"]) < 250
+
+
+def files_of(folder):
+    return input_files(scan_source(str(folder)))
+
+
+def write_files(folder, **tables):
+    for name, values in tables.items():
+        write_parquet(folder / f"{name}.parquet", pa.table({"text": values}))
+
+
+def refused(stored, files):
+    with pytest.raises(ConfigError) as caught:
+        check_same("out", stored={}, stored_files=stored, now={}, files=files)
+    return str(caught.value)
+
+
+def test_changed_new_and_missing_files_are_named(tmp_path):
+    write_files(tmp_path, a=["x"], b=["y"])
+    before = files_of(tmp_path)
+    os.utime(tmp_path / "a.parquet", (1, 1))
+    assert files_of(tmp_path) == before
+    write_files(tmp_path, a=["z"], c=["y"])
+    (tmp_path / "b.parquet").unlink()
+    told = refused(before, files_of(tmp_path))
+    for part in ("b.parquet is missing", "c.parquet is new", "a.parquet has changed"):
+        assert part in told
+
+
+def test_another_order_of_the_files_is_told(tmp_path):
+    write_files(tmp_path, a=["x"], b=["y"])
+    files = files_of(tmp_path)
+    assert "in another order" in refused(files, files[::-1])

@@ -1,0 +1,39 @@
+"""Template syntax in data is text, and a hostile chat template reaches nothing."""
+
+import pyarrow as pa
+import pytest
+
+from tests.stages.support import answer, fake_stage, local
+
+INNER = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def answered(model, text, **options):
+    stage = local(fake_stage(model, prompt="{text}", **options))
+    table = answer(stage, pa.table({"text": [text], "secret": ["s3"]}))
+    asked = [bytes(i for i in r.prompt_token_ids.tolist() if i < 256) for r in stage.pool.requests]
+    return asked, table.column("__inference_error__").to_pylist()[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ 7 * 7 }}", "{% for i in range(9) %}x{% endfor %}", "{secret}", "{text}", "{# x #}"]
+)
+def test_template_syntax_in_a_value_stays_text(chat_model, text):
+    assert answered(chat_model, text) == ([text.encode()], "")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}" + INNER,
+        "{{ cycler.__init__.__globals__.os.system('touch x') }}" + INNER,
+        "{% for i in range(100000000) %}x{% endfor %}" + INNER,
+        "{% set _ = messages.append(messages[0]) %}" + INNER,
+        "{% include '/etc/passwd' %}" + INNER,
+    ],
+    ids=["classes", "globals", "endless", "changes", "files"],
+)
+def test_hostile_chat_template_ends_in_an_error_row(chat_model, template):
+    asked, error = answered(chat_model, "a", chat_template=template)
+    assert asked == []
+    assert error.startswith("RenderError: ")

@@ -1,0 +1,111 @@
+"""Pipelines of the user's own between exactly-once reading and writing."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+import raybatch
+from raybatch.errors import CommitError, ConfigError
+from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+
+NUM_ROWS = 70
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with local_ray():
+        yield
+
+
+@pytest.fixture
+def source(tmp_path):
+    table = pa.table({"number": range(NUM_ROWS), "text": [f"text {i}" for i in range(NUM_ROWS)]})
+    for start in (0, 30):
+        write_parquet(tmp_path / "in" / f"{start}.parquet", table.slice(start, 40 if start else 30))
+    return tmp_path / "in"
+
+
+def shout(batch: pa.Table) -> pa.Table:
+    texts = [text.upper() for text in batch.column("text").to_pylist()]
+    return batch.set_column(batch.column_names.index("text"), "text", pa.array(texts))
+
+
+def fail_late(batch: pa.Table) -> pa.Table:
+    if max(batch.column("number").to_pylist()) > 50:
+        raise ValueError("a bug of the user")
+    return shout(batch)
+
+
+def read(source, sink, **options):
+    return raybatch.read_parquet(source, sink=sink, unit_rows=10, **options)
+
+
+def mapped(rows, function=shout):
+    return rows.map_batches(function, batch_format="pyarrow", batch_size=7)
+
+
+def test_rows_come_out_once_whatever_the_blocks_between(source, tmp_path):
+    sink = tmp_path / "out"
+    rows = mapped(read(source, sink)).random_shuffle(seed=1).repartition(5)
+    found = raybatch.write_parquet(rows, sink)
+    assert (found.expected_rows, found.written_rows, found.is_clean) == (NUM_ROWS, NUM_ROWS, True)
+    table = pq.read_table(sink)
+    assert sorted(table.column("number").to_pylist()) == list(range(NUM_ROWS))
+    assert table.column_names == ["row_id", "number", "text"]
+    assert table.column("text").to_pylist() == [f"TEXT {i}" for i in table["number"].to_pylist()]
+
+
+def test_second_run_reads_only_rows_of_units_that_are_missing(source, tmp_path):
+    sink = tmp_path / "out"
+    with pytest.raises(ValueError, match="a bug of the user"):
+        raybatch.write_parquet(mapped(read(source, sink), fail_late), sink)
+    written = {path.name: path.read_bytes() for path in sink.glob("data/*")}
+    left = read(source, sink)
+    done = sum(pq.read_metadata(path).num_rows for path in sink.glob("data/*"))
+    assert left.count() == NUM_ROWS - done
+    assert raybatch.write_parquet(mapped(left), sink).is_clean
+    after = {path.name: path.read_bytes() for path in sink.glob("data/*")}
+    assert {name: after[name] for name in written} == written
+    assert read(source, sink).count() == 0
+
+
+def test_a_stage_between_keeps_ids_and_places(source, tmp_path, model):
+    sink = tmp_path / "out"
+    stage = fake_stage(model, prompt="{text}", id_column="row_id")
+    assert raybatch.write_parquet(stage.apply(read(source, sink)), sink).is_clean
+    table = pq.read_table(sink)
+    ids = {f"{'0' if i < 30 else '30'}.parquet:{i if i < 30 else i - 30}" for i in range(NUM_ROWS)}
+    assert set(table.column("row_id").to_pylist()) == ids
+    assert table.column("generated_text").null_count == 0
+
+
+def test_dropped_rows_are_told(source, tmp_path):
+    sink = tmp_path / "out"
+    rows = mapped(read(source, sink), lambda batch: batch.filter(pc.field("number") != 3))
+    with pytest.raises(CommitError, match=r"lost 10.*instead of dropping them"):
+        raybatch.write_parquet(rows, sink)
+    assert not (sink / "_SUCCESS").exists()
+
+
+def test_lost_places_are_told(source, tmp_path):
+    sink = tmp_path / "out"
+    rows = read(source, sink).drop_columns(["__rb_pos"])
+    with pytest.raises(ConfigError, match="lost __rb_pos; a function of the pipeline"):
+        raybatch.write_parquet(rows, sink)
+
+
+def test_another_version_is_refused(source, tmp_path):
+    sink = tmp_path / "out"
+    read(source, sink, version="1")
+    with pytest.raises(ConfigError, match=r"pipeline is .*2.* and was .*1"):
+        read(source, sink, version="2")

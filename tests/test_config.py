@@ -1,0 +1,44 @@
+"""Options out of their range are refused when a config is built, by name."""
+
+import math
+
+import pytest
+
+from raybatch.config import EngineConfig, PlanConfig, PoolConfig
+from raybatch.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ["unit_rows", "max_unit_rows", "max_driver_bytes", "seed"])
+@pytest.mark.parametrize("value", [2.5, math.inf, math.nan, "9", None, True, -1], ids=repr)
+def test_numbers_of_a_plan_that_are_not_whole_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"PlanConfig\.{name} must be a whole number of at"):
+        PlanConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["probe_fraction", "min_saved_fraction"])
+@pytest.mark.parametrize("value", ["abc", math.nan, math.inf, None, True, 1.5, -0.1], ids=repr)
+def test_shares_that_are_none_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"PlanConfig\.{name} must be a number .* got"):
+        PlanConfig(**{name: value})
+
+
+def test_a_probe_of_no_rows_is_refused_and_every_saving_may_count():
+    with pytest.raises(ConfigError, match=r"probe_fraction must be a number above 0"):
+        PlanConfig(probe_fraction=0)
+    assert 0 == PlanConfig(min_saved_fraction=0).min_saved_fraction
+
+
+def test_a_largest_unit_below_the_default_of_units_names_both_and_the_way_out():
+    with pytest.raises(ConfigError, match=r"max_unit_rows is 10 and unit_rows 1024.*lower unit"):
+        PlanConfig(max_unit_rows=10)
+
+
+@pytest.mark.parametrize("name", ["block_size_tokens", "max_batched_tokens", "num_threads"])
+def test_engines_take_whole_numbers(name):
+    with pytest.raises(ConfigError, match=rf"EngineConfig\.{name} must be a whole number"):
+        EngineConfig(**{name: 2.5})
+
+
+def test_a_limit_that_is_no_number_is_none():
+    with pytest.raises(ConfigError, match=r"PoolConfig\.feeder_timeout_s must be a number"):
+        PoolConfig(feeder_timeout_s=math.nan)

@@ -1,0 +1,164 @@
+"""What a job reads: columns, kinds of files, and what it says about files that it leaves out."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from raybatch.cli import app
+from raybatch.errors import ConfigError
+from raybatch.job import Job
+from raybatch.job_flags import JOB_OPTIONS, parse_settings, read_job_flags
+from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_ray():
+        yield
+
+
+def job_of(model, **options):
+    stage = {"model": str(model), "prompt": "{text}", "backend": "fake"}
+    stage |= options.pop("stage", {})
+    return Job.from_mapping({"source": "in", "sink": "out", "stage": stage, **options})
+
+
+@pytest.mark.parametrize("columns", [["text", "id"], ("text", "id"), "text,id"], ids=type)
+def test_columns_are_a_list_or_a_text_with_commas(model, columns):
+    assert job_of(model, columns=columns).config.columns == ("text", "id")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"columns": 3}, "columns must be a list of names, got 3"),
+        ({"columns": ["text", 3]}, "columns must be a list of names"),
+        ({"columns": []}, "columns must name each column once, and at least one"),
+        ({"columns": ["text", "text"]}, "columns must name each column once"),
+        ({"schema_policy": "casts"}, r"schema_policy must be one of strict, cast.*mean 'cast'"),
+        ({"skip_bad_files": "yes"}, "skip_bad_files must be true or false, got 'yes'"),
+        ({"max_row_group_bytes": 0}, "max_row_group_bytes must be a number of at least 1"),
+    ],
+    ids=str,
+)
+def test_bad_option_is_refused(model, option, message):
+    with pytest.raises(ConfigError, match=message):
+        job_of(model, **option)
+
+
+NEEDED = {
+    "prompt": {"prompt": "{text} {label}"},
+    "messages": {"prompt": None, "messages": [{"role": "user", "content": "{text} {label}"}]},
+    "messages column": {"prompt": None, "messages": "label"},
+    "token ids": {"prompt": None, "tokenized_prompt": "label"},
+    "id": {"id_column": "label"},
+    "overrides": {"overrides": {"max_tokens": "label"}},
+    "sampling": {"sampling_column": "label"},
+}
+
+
+@pytest.mark.parametrize("option", NEEDED)
+def test_column_that_the_job_reads_must_be_chosen(model, tmp_path, option):
+    job = job_of(model, stage=NEEDED[option], columns=["text"], source=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"columns leaves out 'label', which the job reads; add"):
+        job.explain(measure=False)
+
+
+def test_column_of_expected_tokens_must_be_chosen(model, tmp_path):
+    plan = {"expected_tokens_column": "label"}
+    job = job_of(model, plan=plan, columns=["text"], source=str(tmp_path))
+    with pytest.raises(ConfigError, match="columns leaves out 'label'"):
+        job.explain(measure=False)
+
+
+def test_columns_are_a_flag_and_the_rest_are_settings_of_the_job():
+    settings = ["schema_policy=cast", "skip_bad_files=true", "max_row_group_bytes=7"]
+    assert parse_settings(settings) == {
+        "schema_policy": "cast",
+        "skip_bad_files": True,
+        "max_row_group_bytes": 7,
+    }
+    assert read_job_flags(source="in", columns="text,id")["columns"] == "text,id"
+
+
+def test_every_option_of_a_job_is_known_to_the_flags(model):
+    assert set(JOB_OPTIONS) == set(job_of(model).config.__slots__)
+
+
+def test_command_line_names_a_column_that_is_left_out(tmp_path, model):
+    pq.write_table(pa.table({"text": ["a"], "id": ["b"]}), tmp_path / "in.parquet")
+    flags = ["--input", str(tmp_path), "--model", str(model), "--prompt", "{text}"]
+    result = CliRunner().invoke(app, ["explain", *flags, "--columns", "id", "--no-measure"])
+    assert isinstance(result.exception, ConfigError)
+    assert "columns leaves out 'text'" in str(result.exception)
+
+
+def typed_rows(num_rows):
+    return pa.table(
+        {
+            "unused": ["y" * 100] * num_rows,
+            "text": [f"text {i}" for i in range(num_rows)],
+            "uuid": pa.array([i.to_bytes(16, "big") for i in range(num_rows)], pa.uuid()),
+            "json": pa.array([f'{{"i": {i}}}' for i in range(num_rows)], pa.json_()),
+        }
+    )
+
+
+def save_to_disk(folder, tables):
+    folder.mkdir()
+    names = [f"data-{i:05d}-of-{len(tables):05d}.arrow" for i in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        write_ipc(folder / name, table, "stream", batch_rows=40)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "plan", ["off", {}, {"max_driver_bytes": 0}], ids=["off", "small", "large"]
+)
+def test_rows_of_a_saved_dataset_come_out_once_with_the_chosen_columns(
+    cluster, model, tmp_path, plan
+):
+    table = typed_rows(200)
+    save_to_disk(tmp_path / "in", [table.slice(0, 130), table.slice(130)])
+    stage = fake_stage(model, prompt="{text}")
+    options = {"plan": plan, "columns": ["json", "text", "uuid"]}
+    report = Job(tmp_path / "in", tmp_path / "out", stage, **options).run(progress=print_nothing)
+    out = pq.read_table(tmp_path / "out").sort_by("text")
+    chosen = table.select(["json", "text", "uuid"]).sort_by("text")
+    assert (report.rows_lost, report.rows_duplicated) == (0, 0)
+    assert out.column_names[:4] == ["json", "text", "uuid", "row_id"]
+    assert out.select(["json", "text", "uuid"]).equals(chosen)
+    assert sorted(out.column("row_id").to_pylist())[:1] == ["data-00000-of-00002.arrow:0"]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("plan", [{}, {"max_driver_bytes": 0}], ids=["small", "large"])
+def test_files_of_several_widths_and_a_bad_one_make_one_output(cluster, model, tmp_path, plan):
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": ["a"], "n": pa.array([1], pa.int8())}), tmp_path / "in/a.pq")
+    pq.write_table(pa.table({"text": pa.array(["b"], pa.large_string())}), tmp_path / "in/b.pq")
+    (tmp_path / "in" / "c.pq").write_bytes(b"PAR1")
+    options = {"plan": plan, "schema_policy": "cast", "skip_bad_files": True}
+    stage = fake_stage(model, prompt="{text}")
+    report = Job(tmp_path / "in", tmp_path / "out", stage, **options).run(progress=print_nothing)
+    out = pq.read_table(tmp_path / "out").sort_by("text")
+    assert (report.rows_in, report.rows_out) == (2, 2)
+    assert out.select(["text", "n"]).to_pylist() == [
+        {"text": "a", "n": 1},
+        {"text": "b", "n": None},
+    ]
+
+
+def print_nothing(stats, num_rows):
+    """Take the place of the log lines."""
