@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from raybatch.config import WaveConfig
 from raybatch.durable import journal
+from raybatch.durable.fault_points import reach
 from raybatch.durable.journal import POS
 from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder
@@ -118,10 +119,12 @@ class UnitFeeder(PlacedFeeder):
                 return None
             receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
             if receipt is None:
+                reach("before_unit", unit=unit)
                 known = await asyncio.to_thread(self.writer.journal_of, unit)
                 finished = await self._finish_unit(unit, _without(rows, known), known)
                 if finished is None:
                     return None
+                reach("after_rows", unit=unit)
                 receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         if receipt is None:
             return None
