@@ -18,13 +18,14 @@ from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Driver, R
 
 __all__ = ["KINDS", "Planned", "RoundResult", "plan_round", "run_round"]
 
+_TWO = "two drivers"
 _FAULTS_PER_ROUND = 3
 _MAX_DRIVERS = 12
 _STOP_S = 3.0
 _NUM_HTTP_ERRORS = 25
 # where a fault of each kind can happen, and how often such rounds are drawn
 KINDS: Mapping[str, Sequence[str]] = {
-    "local": ("replica", "feeder", "driver", "tree", "stop", "two drivers"),
+    "local": ("replica", "feeder", "driver", "tree", "stop", _TWO),
     "disk": ("disk full", "read-only"),
     "s3": ("s3 errors", "tree", "replica"),
     "nodes": ("node",),
@@ -84,7 +85,10 @@ def plan_round(seed: int, number: int, places: Sequence[str]) -> Planned:
     rng = random.Random((seed << 32) + number)
     place = rng.choices(places, [_WEIGHTS[name] for name in places])[0]
     moments = sorted(rng.sample(range(2, NUM_UNITS * 3 // 4), _FAULTS_PER_ROUND))
-    return Planned(place=place, faults=tuple((rng.choice(KINDS[place]), at) for at in moments))
+    kinds = [rng.choice(KINDS[place]) for _ in moments]
+    # a second driver that starts later would find nothing left to do
+    faults = [(kind, 0 if kind == _TWO else at) for kind, at in zip(kinds, moments, strict=True)]
+    return Planned(place=place, faults=tuple(sorted(faults, key=lambda fault: fault[1])))
 
 
 def run_round(
@@ -187,7 +191,7 @@ class _Round:
             "driver": self._kill_driver,
             "tree": self._kill_tree,
             "stop": self._stop,
-            "two drivers": self._start_second,
+            _TWO: self._start_second,
             "disk full": self._fill_disk,
             "read-only": self._make_read_only,
             "s3 errors": self._fail_requests,

@@ -5,7 +5,7 @@ import os
 import random
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +119,7 @@ class Places:
             if has_moto(moto_python):
                 endpoint = stack.enter_context(s3_server(moto_python))
                 # the checks of this process ask the same endpoint, and no proxy
-                os.environ.update(s3_variables(endpoint))
+                stack.enter_context(_environment(s3_variables(endpoint)))
             else:
                 missing["s3"] = f"{moto_python} has no moto"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbf-")))
@@ -158,6 +158,20 @@ class Places:
                 yield Place(rig=Rig(folder=folder, variables=variables), _nodes=nodes)
             else:
                 yield Place(rig=Rig(folder=folder))
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _bucket_rig(folder: Path, endpoint: str) -> Rig:

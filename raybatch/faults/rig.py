@@ -221,12 +221,19 @@ class Driver:
     seen: dict[int, psutil.Process] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, job_file: Path, folder: Path, variables: Mapping[str, str]) -> "Driver":
+    def start(
+        cls,
+        job_file: Path | str,
+        folder: Path,
+        variables: Mapping[str, str],
+        *,
+        module: str = "raybatch.faults.driver",
+    ) -> "Driver":
         """Start one in a session of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "driver.log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "raybatch.faults.driver", str(job_file), str(folder)],
+                [sys.executable, "-m", module, str(job_file), str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

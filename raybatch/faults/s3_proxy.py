@@ -72,7 +72,7 @@ class S3Proxy:
         self._num_asked = 0
         self._ended = threading.Event()
         self.faults: Counter[str] = Counter()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._server = _QuietServer(("127.0.0.1", 0), _handler_of(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
@@ -118,6 +118,11 @@ class S3Proxy:
             return answer.status, answer.getheaders(), answer.read()
         finally:
             connection.close()
+
+
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: clients that are killed, or give up, close connections at any moment."""
 
 
 @contextmanager

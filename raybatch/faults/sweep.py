@@ -7,7 +7,7 @@ from pathlib import Path
 from raybatch.durable.fault_points import POINTS
 from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig, wait_until
 
-__all__ = ["SWEPT", "PointResult", "baseline", "sweep"]
+__all__ = ["SWEPT", "Baseline", "PointResult", "baseline", "sweep"]
 
 # jobs have no partitioned output, whose units are committed by records
 _NOT_IN_JOBS = frozenset({"before_done"})
