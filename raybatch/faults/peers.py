@@ -148,16 +148,15 @@ def main(system: str, folder: str) -> None:
             id_column="number", checkpoint_path=f"{folder}/checkpoint"
         )
     rows: Any = ray.data.read_parquet(f"{folder}/in", override_num_blocks=NUM_UNITS)
-    answered = rows.map_batches(
+    # by themselves so few rows are one block, of which all is lost with a part
+    answered = rows.repartition(target_num_rows_per_block=_BATCH_ROWS).map_batches(
         _Answer,
         fn_constructor_args=[f"{folder}/finished"],
-        batch_size=_BATCH_ROWS,
+        batch_size=None,
         batch_format="pyarrow",
         concurrency=2,
     )
-    # rows are written, and with a checkpoint remembered, block by block
-    blocks = answered.repartition(target_num_rows_per_block=_BATCH_ROWS)
-    blocks.write_parquet(f"{folder}/out")
+    answered.write_parquet(f"{folder}/out")
 
 
 if __name__ == "__main__":
