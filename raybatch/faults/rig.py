@@ -75,6 +75,7 @@ class Rig:
         variables: environment of the drivers.
         step_s: of the engines.
         unit_rows: rows of a unit.
+        partition_by: columns that lay out the output.
     """
 
     folder: Path
@@ -83,6 +84,7 @@ class Rig:
     variables: Mapping[str, str] = field(default_factory=dict)
     step_s: float = 0.01
     unit_rows: int = NUM_ROWS // NUM_UNITS
+    partition_by: tuple[str, ...] = ()
 
     @property
     def sink_uri(self) -> str:
@@ -102,6 +104,7 @@ class Rig:
                 # neighbours share a beginning, so that there is something to plan
                 "prompt": [f"chapter {i // 24}: question {i} of many" for i in range(NUM_ROWS)],
                 "number": pa.array(range(NUM_ROWS)),
+                "third": [i % 3 for i in range(NUM_ROWS)],
             }
         )
         fs, root = fsspec.core.url_to_fs(self.source_uri)
@@ -196,6 +199,7 @@ class Rig:
             "source": self.source_uri,
             "sink": self.sink_uri,
             "flush_every_s": 0.3,
+            "partition_by": list(self.partition_by),
             "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
             "stage": {
                 "model": "demo",

@@ -9,11 +9,11 @@ from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig, wait
 
 __all__ = ["SWEPT", "Baseline", "PointResult", "baseline", "sweep"]
 
-# jobs have no partitioned output, whose units are committed by records
-_NOT_IN_JOBS = frozenset({"before_done"})
-_OF_UNITS = frozenset({"before_unit", "after_rows", "before_publish", "after_publish"})
+_OF_UNITS = frozenset(
+    {"before_unit", "after_rows", "before_publish", "after_publish", "before_done"}
+)
 _OF_FRAGMENTS = frozenset({"before_fragment", "after_fragment"})
-SWEPT = tuple(point for point in POINTS if point not in _NOT_IN_JOBS)
+SWEPT = POINTS
 _UNIT = NUM_UNITS // 2
 
 
@@ -85,7 +85,12 @@ def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
     """
     has_fragments = point in _OF_FRAGMENTS
     # rows of a unit go to the journal where others of it still run: then all rows are one unit
-    rig = Rig(folder=folder, unit_rows=NUM_ROWS if has_fragments else NUM_ROWS // NUM_UNITS)
+    # units of an output that is laid out by columns are committed by records
+    rig = Rig(
+        folder=folder,
+        unit_rows=NUM_ROWS if has_fragments else NUM_ROWS // NUM_UNITS,
+        partition_by=("third",) if point == "before_done" else (),
+    )
     rig.prepare()
     driver = rig.start(fault=f"{point}:unit={_UNIT}" if point in _OF_UNITS else point)
     try:
