@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import platform
 import random
 import shutil
 import tempfile
@@ -11,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from raybatch.faults.places import Places
 from raybatch.faults.rig import NUM_ROWS, NUM_UNITS
 from raybatch.faults.simulate import SimulationReport, simulate
 from raybatch.faults.sweep import SWEPT, Baseline, PointResult, baseline, sweep
+from raybatch.report import installed_versions
 
 __all__ = ["FaultFigures", "FaultOptions", "measure_faults"]
 
@@ -217,12 +216,10 @@ def _find_planted(seed: int) -> dict[str, int | None]:
 
 
 def _conditions() -> dict[str, Any]:
-    names = ("raybatch", "ray", "pyarrow", "s3fs")
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
+        **installed_versions(),
         "backend": "fake",
         "rows": NUM_ROWS,
         "units": NUM_UNITS,
