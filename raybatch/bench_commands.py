@@ -1,5 +1,6 @@
 """The commands of the command line that measure: bench faults."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +53,8 @@ def faults(
         ) from error
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    # errors that are made on purpose are no news
+    logging.getLogger("raybatch").setLevel(logging.CRITICAL)
     told = 0
 
     def tell(figures: FaultFigures) -> None:

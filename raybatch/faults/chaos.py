@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from raybatch.faults.drivers import Driver, wait_until
 from raybatch.faults.places import Place, Places
-from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Driver, Rig, wait_until
+from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
 
 __all__ = ["KINDS", "Planned", "RoundResult", "plan_round", "run_round"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from raybatch.faults.rig import kill_family
+from raybatch.faults.drivers import kill_family
 
 __all__ = ["Nodes", "ray_nodes"]
 

@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Driver, Rig, wait_until
+from raybatch.faults.drivers import Driver, wait_until
+from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Rig
 
 __all__ = ["PEERS", "Compared", "compare"]
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raybatch.durable.fault_points import POINTS
-from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig, wait_until
+from raybatch.faults.drivers import wait_until
+from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
 
 __all__ = ["SWEPT", "Baseline", "PointResult", "baseline", "sweep"]
 
