@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -53,8 +55,6 @@ def faults(
         ) from error
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
-    # errors that are made on purpose are no news
-    logging.getLogger("raybatch").setLevel(logging.CRITICAL)
     told = 0
 
     def tell(figures: FaultFigures) -> None:
@@ -76,6 +76,19 @@ def faults(
         peers=() if no_peers else PEERS,
         moto_python=moto_python,
     )
-    found = measure_faults(options, tell)
+    with _quiet():
+        found = measure_faults(options, tell)
     typer.echo(found.to_text())
     raise typer.Exit(0 if found.is_right else 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of errors that are made on purpose."""
+    logger = logging.getLogger("raybatch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
