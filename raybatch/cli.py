@@ -1,7 +1,7 @@
 """The command line: run, explain, demo, report.
 
 The flags of a job are those of `raybatch.job_flags`; the commands on a cluster are those of
-`raybatch.cluster_commands`.
+`raybatch.cluster_commands`, those that measure of `raybatch.bench_commands`.
 """
 
 import logging
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import raybatch
+from raybatch.bench_commands import add_bench_commands
 from raybatch.cluster_commands import add_cluster_commands
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
@@ -161,6 +162,7 @@ def report(
 
 
 add_cluster_commands(app)
+add_bench_commands(app)
 
 
 def _check_page(path: str | None) -> None:

@@ -19,7 +19,6 @@ from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import PLAN
-from raybatch.durable.store import open_store
 from raybatch.errors import CommitError, ConfigError
 from raybatch.stages.file_slices import ROWS_PER_TABLE
 from raybatch.stages.fingerprint import check_same, input_files
@@ -34,7 +33,7 @@ from raybatch.stages.plan_columns import with_columns
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_writer import UnitWriter, plan_units, settle_schema
 
 __all__ = ["read_parquet", "write_parquet"]
@@ -81,7 +80,7 @@ def read_parquet(
     paths = {part.path for part in scanned.slices}
     prepare_sink(sink, is_overwrite=overwrite, source_paths=paths)
     stored = _open(scanned, sink, fit_units(plan, scanned), {"pipeline": version})
-    todo = ~committed(open_store(sink), plan_units(sink, stored))
+    todo = ~committed(store_of(sink), plan_units(sink, stored))
     return _rows(scanned, stored, plan_units(sink, stored).unit_rows, todo)
 
 
@@ -93,7 +92,7 @@ def _check_names(schema: pa.Schema) -> None:
 
 def _open(source: Source, sink: str, plan: PlanConfig, said: Mapping[str, str]) -> StoredPlan:
     files = input_files(source)
-    if open_store(sink).size(PLAN) is None:
+    if store_of(sink).size(PLAN) is None:
         return store_stretches(source, sink, plan, fingerprint=said, files=files)
     stored = read_plan(sink)
     check_same(sink, stored=stored.fingerprint, stored_files=stored.files, now=said, files=files)
@@ -145,7 +144,7 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
     """
     sink = str(sink)
     stored = read_plan(sink)
-    plan, store = plan_units(sink, stored), open_store(sink)
+    plan, store = plan_units(sink, stored), store_of(sink)
     if is_finished(store, plan):
         return audit(store, plan)
     dataset.context.execution_no_progress_timeout_s = -1
@@ -195,12 +194,13 @@ class UnitSink(Datasink):  # type: ignore[misc]
             return int(table.num_rows)
 
     def _deliver(self, table: pa.Table, *, attempt: str) -> None:
-        store = open_store(self._sink)
+        store = store_of(self._sink)
         unit = table.column(UNIT).to_numpy()
         rows = table.drop_columns([UNIT])
         own = pa.schema([f for f in rows.schema if f.name not in _PLACES])
         writer = UnitWriter(
             sink=self._sink,
+            store=store,
             stored=self._stored,
             schema=self._schema or settle_schema(store, own),
             output=None,

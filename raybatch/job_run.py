@@ -11,7 +11,7 @@ from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN
 from raybatch.durable.protocols import Store
-from raybatch.durable.store import open_store
+from raybatch.errors import ConfigError
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
@@ -36,7 +36,7 @@ from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.source import Source
 from raybatch.stages.stopping import LimitWatch
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_run import FeederRunner
 from raybatch.stages.unit_writer import plan_units
 from raybatch.types import PoolStats
@@ -67,7 +67,7 @@ class JobRun:
 
     def run(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
         """Generate and write every row that is not written yet, and count what is there."""
-        store, before = open_store(self.config.sink), self.stage.stats()
+        store, before = store_of(self.config.sink), self.stage.stats()
         schema = output_schema(self.source.schema, self.config.stage)
         job = replace(
             planned_run(self.config, self.source),
@@ -80,6 +80,8 @@ class JobRun:
             files=input_files(self.source),
         )
         stored = self._stored(store, job)
+        if stored is None:
+            self._check_plan_repeats(store)
         if stored is not None and is_finished(store, plan_units(self.config.sink, stored)):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
             return read_report(self.config.sink)
@@ -125,6 +127,17 @@ class JobRun:
             files=job.files,
         )
         return stored
+
+    def _check_plan_repeats(self, store: Store) -> None:
+        """Refuse a plan that another driver would make otherwise, where two might be written."""
+        with told_as(f"sink {self.config.sink!r} cannot be used"):
+            is_exclusive = store.is_exclusive
+        if not is_exclusive and self.config.plan.lengths == "probe":
+            raise ConfigError(
+                f"plan.lengths='probe' makes another plan in every run, and {store.uri} cannot "
+                "refuse to replace a file, so of two runs at once each might follow a plan of its "
+                "own; set plan.lengths='auto', or choose a sink on a local disk or on S3"
+            )
 
     def _execute(
         self,
@@ -213,7 +226,7 @@ class JobRun:
         restarts = max(0, after.num_restarts - before.num_restarts)
         wall_s = ended_s - started_s
         actual = actual_of(found.counts, before, after, num_restarts=restarts, wall_s=wall_s)
-        history = read_history(open_store(self.config.sink))
+        history = read_history(store_of(self.config.sink))
         report = replace(
             counted_report(self.config.sink, stored, found, history),
             source=redacted(self.config.source),

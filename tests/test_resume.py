@@ -1,6 +1,7 @@
 """Jobs that stop half way and are run again, and jobs that run twice at once."""
 
 import _thread
+import errno
 import io
 import json
 import threading
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.durable import local as local_module
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.store import open_store
@@ -250,3 +252,18 @@ def test_cut_rows_are_asked_again_with_more_tokens(model, tmp_path):
 def test_wrong_waves_are_refused_by_name(model, tmp_path, waves, message):
     with pytest.raises(ConfigError, match=message):
         make_job(tmp_path, model, PLANS["off"], waves=waves)
+
+
+def test_a_plan_that_never_repeats_is_refused_where_files_may_be_replaced(
+    model, tmp_path, monkeypatch, caplog
+):
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(local_module.os, "link", refuse)
+    write_source(tmp_path)
+    job = make_job(tmp_path, model, {"lengths": "probe"})
+    with pytest.raises(ConfigError, match=r"set plan\.lengths='auto', or choose a sink"):
+        job.run(progress=lambda *_: None)
+    assert 1 == caplog.text.count("let one run at a time write here")
+    assert not (tmp_path / "out" / "_raybatch" / "plan.json").exists()

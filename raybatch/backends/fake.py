@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens
-from raybatch.backends.fake_options import FakeOptions, mark_start
+from raybatch.backends.fake_options import FakeOptions, log_finished, mark_start
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
@@ -83,6 +83,7 @@ class FakeBackend:
             finished += self._run_step()
         for completion in finished:
             self._close_sample(completion.request_id)
+        log_finished(self._options.finished_log, len(finished))
         self._engine_s += time.perf_counter() - began
         return finished
 

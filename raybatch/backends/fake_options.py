@@ -26,6 +26,7 @@ class FakeOptions:
         num_failing_starts: so many first starts raise.
         num_slow_starts: so many first started engines take `slow_step_s` per step.
         slow_step_s: see `num_slow_starts`.
+        finished_log: a file that grows by one byte per finished sequence, over all engines.
     """
 
     step_s: float = 0.0
@@ -42,6 +43,7 @@ class FakeOptions:
     num_failing_starts: int = 0
     num_slow_starts: int = 0
     slow_step_s: float = 0.1
+    finished_log: str | None = None
 
     def __post_init__(self) -> None:
         if self.marks_dir is None and (self.num_failing_starts or self.num_slow_starts):
@@ -49,6 +51,13 @@ class FakeOptions:
                 "FakeOptions.marks_dir must name a directory when num_failing_starts or "
                 "num_slow_starts is set"
             )
+
+
+def log_finished(path: str | None, num_finished: int) -> None:
+    """Count finished sequences where every engine does; bytes of several are never mixed up."""
+    if path is not None and num_finished:
+        with open(path, "ab") as file:
+            file.write(b"." * num_finished)
 
 
 def mark_start(marks_dir: str | None) -> int:

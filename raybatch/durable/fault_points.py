@@ -9,9 +9,10 @@ import os
 from raybatch.config import armed_fault
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = ["EXIT_CODE", "POINTS", "reach"]
+__all__ = ["EXIT_CODE", "POINTS", "REACHED", "reach"]
 
 EXIT_CODE = 70
+REACHED = "RAYBATCH_FAULT reached"
 
 POINTS = (
     "before_shards",
@@ -46,6 +47,8 @@ def reach(point: str, *, unit: int | None = None) -> None:
         return
     name, only_unit = _parse(armed)
     if name == point and only_unit in (None, unit):
+        # a process that Ray starts again leaves no exit code behind, only what it wrote
+        os.write(2, f"{REACHED} {point}\n".encode())
         os._exit(EXIT_CODE)
 
 

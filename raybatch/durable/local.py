@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from raybatch.durable.exclusive import tell_last_writer_wins
 from raybatch.durable.layout import check_name, probe_name, staging_name
 
 __all__ = ["LocalStore"]
@@ -45,6 +46,8 @@ class LocalStore:
                 self._is_exclusive = _can_link(staged, probe)
             with suppress(FileNotFoundError):
                 os.unlink(probe)
+            if not self._is_exclusive:
+                tell_last_writer_wins(self.uri)
         return self._is_exclusive
 
     def create(self, name: str, data: bytes) -> bool:

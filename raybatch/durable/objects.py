@@ -7,6 +7,7 @@ from typing import Any
 
 import fsspec
 
+from raybatch.durable.exclusive import tell_last_writer_wins
 from raybatch.durable.layout import check_name, probe_name
 from raybatch.durable.repeating import is_repeatable, says_it_exists
 
@@ -61,11 +62,7 @@ class ObjectStore:
         if self._is_exclusive is None:
             self._is_exclusive = bool(self._protocols & _CONDITIONAL) and self._probe()
             if not self._is_exclusive:
-                logger.warning(
-                    "%s cannot refuse to replace a file, so of two runs at once the last writer "
-                    "wins; let one run at a time write here",
-                    self.uri,
-                )
+                tell_last_writer_wins(self.uri)
         return self._is_exclusive
 
     def create(self, name: str, data: bytes) -> bool:

@@ -1,7 +1,6 @@
 """Makes the report of a job from what lies below its sink, whatever became of the runs."""
 
 from raybatch.durable.audit import Audit, audit
-from raybatch.durable.store import open_store
 from raybatch.history.reading import read_history, with_unlogged
 from raybatch.history.records import History, RunRecord
 from raybatch.pictures.wording import count
@@ -10,7 +9,7 @@ from raybatch.redaction import redacted
 from raybatch.report.record import RunReport, error_counts
 from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.sink import output_files
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_writer import plan_units
 
 __all__ = ["counted_report", "report_of"]
@@ -29,7 +28,7 @@ def report_of(sink: str) -> RunReport:
     """
     stored = read_plan(sink)
     with told_as(f"the output in {sink!r} cannot be read"):
-        store = open_store(sink)
+        store = store_of(sink)
         found, history = audit(store, plan_units(sink, stored)), read_history(store)
         return counted_report(sink, stored, found, history)
 
@@ -50,7 +49,7 @@ def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History
         num_rows=found.written_rows,
     )
     spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
-    root = open_store(sink).uri + "/"
+    root = store_of(sink).uri + "/"
     last = history.runs[-1] if history.runs else RunRecord(run_id="", started=0.0, seconds=0.0)
     return RunReport(
         source=redacted(last.source) or "not known",

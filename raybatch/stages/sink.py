@@ -10,10 +10,10 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
-from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit
-from raybatch.durable.store import Store, open_store
+from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit, probe_name
+from raybatch.durable.store import Store
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import store_of, told_as
 
 __all__ = ["check_partitions", "output_files", "prepare_sink"]
 
@@ -55,6 +55,8 @@ def prepare_sink(
 def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> None:
     fs, root = fsspec.core.url_to_fs(sink)
     root = root.rstrip("/")
+    # some clients keep listings of buckets, for as long as the process lives
+    fs.invalidate_cache()
     if fs.isfile(root):
         raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
     below = fs.unstrip_protocol(root).rstrip("/") + "/"
@@ -63,13 +65,14 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             raise ConfigError(
                 f"the source file {path} lies below the sink {sink!r}; choose another"
             )
-    store = open_store(sink)
+    store = store_of(sink)
     names = (
         [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
     )
     # another run that begins at this moment may be about to write its mark
-    foreign = [name for name in names if not name.startswith(f"{STAGING}/")]
-    if foreign and _MARKER not in names and not fs.exists(posixpath.join(root, _MARKER)):
+    ours = f"{STAGING}/", probe_name("")
+    foreign = [name for name in names if not name.startswith(ours)]
+    if foreign and _MARKER not in names and store.size(_MARKER) is None:
         raise ConfigError(
             f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
             "of an earlier run, so nothing is written there; choose another folder"
@@ -139,6 +142,6 @@ def _check_layout(sink: str, marker: bytes) -> None:
 
 def output_files(sink: str) -> list[str]:
     """Return the paths of the part files, sorted."""
-    store = open_store(sink)
+    store = store_of(sink)
     names = [name for name in store.names(DATA) if part_unit(name) is not None]
     return [posixpath.join(store.uri, name) for name in sorted(names)]

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from raybatch.config import WaveConfig
 from raybatch.durable import journal
+from raybatch.durable.fault_points import reach
 from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.stages.batches import to_table
@@ -128,12 +129,14 @@ class UnitFeeder(PlacedFeeder):
 
     async def _write(self, unit: int, rows: pa.Table) -> Receipt | None:
         receipt = None
+        reach("before_unit", unit=unit)
         self.pool.note_unit(unit, "started", client=self.client)
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
             finished = await self._finish_unit(unit, _without(rows, known), known)
             if finished is None:
                 return None
+            reach("after_rows", unit=unit)
             receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         finally:
             state = "left" if receipt is None else "written"

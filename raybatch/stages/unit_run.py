@@ -11,13 +11,13 @@ import pyarrow as pa
 
 from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
+from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import FRAGMENTS
-from raybatch.durable.store import open_store
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan.store import StoredPlan
 from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.receipts import UnitReceipt
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
 from raybatch.stages.unit_writer import UnitWriter, plan_units
 
@@ -60,7 +60,8 @@ class FeederRunner:
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
-            done = committed(open_store(self.sink), plan_units(self.sink, stored))
+            done = committed(store_of(self.sink), plan_units(self.sink, stored))
+        reach("after_list")
         self.observer.planned(stored, ~done)
         return ~done
 
@@ -106,13 +107,15 @@ class FeederRunner:
         return type(base.__name__, (base,), own | attributes)
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:
+        store = store_of(self.sink)
         return UnitWriter(
             sink=self.sink,
+            store=store,
             stored=stored,
             schema=self.schema,
             output=self.stage.config.output,
             attempt=self.attempt,
-            has_journal=bool(open_store(self.sink).names(FRAGMENTS)),
+            has_journal=bool(store.names(FRAGMENTS)),
         )
 
 

@@ -3,7 +3,6 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +12,6 @@ from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, w
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.protocols import Store
-from raybatch.durable.store import open_store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
 from raybatch.stages.plan.store import StoredPlan, read_units
 from raybatch.stages.schema import OutputSchema
@@ -29,6 +27,7 @@ class UnitWriter:
 
     Args:
         sink: of the job.
+        store: of the sink; what it can was asked once, where the run began.
         stored: the plan that holds.
         schema: of every part.
         output: the columns of the stage; None where nothing is known of the columns.
@@ -37,6 +36,7 @@ class UnitWriter:
     """
 
     sink: str
+    store: Store
     stored: StoredPlan
     schema: pa.Schema
     output: OutputSchema | None
@@ -46,7 +46,7 @@ class UnitWriter:
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
         of = partitioned_receipt_of if self.stored.partition_by else receipt_of
-        return of(self._store, self._plan.unit(unit), self.stored.hash)
+        return of(self.store, self._plan.unit(unit), self.stored.hash)
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
@@ -62,7 +62,7 @@ class UnitWriter:
         """Keep finished rows of a unit that is not complete."""
         with told_as(self._told):
             write_fragment(
-                self._store,
+                self.store,
                 self._plan.unit(unit),
                 finished,
                 plan_hash=self.stored.hash,
@@ -96,7 +96,7 @@ class UnitWriter:
             "plan_hash": self.stored.hash,
             "attempt": self.attempt,
         }
-        target = self._store, self._plan.unit(unit), rows
+        target = self.store, self._plan.unit(unit), rows
         if self.stored.partition_by:
             by = self.stored.partition_by
             return commit_partitioned(*target, by=by, count=self._counts, **options)
@@ -104,17 +104,13 @@ class UnitWriter:
 
     def _read_journal(self, unit: int) -> pa.Table:
         return read_fragments(
-            self._store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
+            self.store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
         )
 
     def _counts(self, rows: pa.Table) -> UnitCounts:
         if self.output is None:
             return UnitCounts(num_rows=rows.num_rows, statuses={"ok": rows.num_rows})
         return unit_counts(rows, self.output)
-
-    @property
-    def _store(self) -> Store:
-        return _open(self.sink)
 
     @property
     def _plan(self) -> UnitPlan:
@@ -138,11 +134,6 @@ def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
     """Return the schema of every part: that of whoever asks first."""
     store.create(SCHEMA, schema.serialize().to_pybytes())
     return pa.ipc.read_schema(pa.BufferReader(store.read(SCHEMA)))
-
-
-@lru_cache(maxsize=8)
-def _open(sink: str) -> Store:
-    return open_store(sink)
 
 
 _units: dict[tuple[str, str], UnitPlan] = {}

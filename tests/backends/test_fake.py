@@ -126,3 +126,12 @@ def test_native_backend_without_torch_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependency, match=r"pip install 'raybatch\[cpu\]'"):
         create_backend("demo", BackendConfig(), EngineConfig())
+
+
+def test_finished_rows_of_all_engines_are_counted_in_one_file(tmp_path):
+    log = tmp_path / "finished"
+    for first in (0, 10):
+        backend = FakeBackend(FakeOptions(finished_log=str(log)))
+        backend.submit([request(i) for i in range(first, first + 10)])
+        run(backend)
+    assert 20 == log.stat().st_size

@@ -31,6 +31,13 @@ def test_sink_with_foreign_files_is_refused(tmp_path):
     assert files_below(tmp_path) == ["part-000000.parquet"]
 
 
+def test_what_an_earlier_probe_left_is_not_foreign(tmp_path):
+    (tmp_path / "_raybatch").mkdir()
+    (tmp_path / "_raybatch" / "probe-0123").write_bytes(b"")
+    prepare_sink(str(tmp_path), is_overwrite=False)
+    assert "_raybatch/run.json" in files_below(tmp_path)
+
+
 def files_below(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 

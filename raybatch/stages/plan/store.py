@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -24,14 +23,13 @@ import pyarrow as pa
 from raybatch.config import PlanConfig
 from raybatch.durable.layout import PLAN
 from raybatch.durable.opening import open_plan
-from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
 from raybatch.stages.fingerprint import InputFile
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import store_of, told_as
 
 __all__ = [
     "SHARD_SCHEMA",
@@ -204,7 +202,7 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
     with told_as(f"{sink.rstrip('/')}/{PLAN} cannot be written"):
-        said = open_plan(open_store(sink), text.encode)
+        said = open_plan(store_of(sink), text.encode)
     found = _parse(sink, said)
     if found.hash != stored.hash:
         logger.info("another run was faster to plan %s; its plan is followed", sink)
@@ -219,7 +217,7 @@ def read_plan(sink: str) -> StoredPlan:
     """
     path = f"{sink.rstrip('/')}/{PLAN}"
     with told_as(f"{path} cannot be read"):
-        return _parse(sink, open_store(sink).read(PLAN))
+        return _parse(sink, store_of(sink).read(PLAN))
 
 
 def _parse(sink: str, said: bytes) -> StoredPlan:
@@ -237,10 +235,10 @@ def _parse(sink: str, said: bytes) -> StoredPlan:
 
 def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
     """Return rows and sums of the units of a plan that lies below the sink."""
-    path = f"{sink.rstrip('/')}/_raybatch/plan/{stored.hash}/units.arrow"
+    name = f"_raybatch/plan/{stored.hash}/units.arrow"
+    path = f"{sink.rstrip('/')}/{name}"
     with told_as(f"{path} cannot be read, and without it the output cannot be gone on with"):
-        with fsspec.open(path, "rb") as file:
-            table = pa.ipc.open_file(file).read_all()
+        table = _read_table(sink, name)
         return UnitPlan(
             hash=stored.hash,
             unit_rows=table.column("num_rows").to_numpy(),
@@ -257,12 +255,12 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
     parts = []
     for (name, first), end in zip(stored.shards, firsts[1:], strict=True):
         if first < stop and start < end:
-            path = f"{sink.rstrip('/')}/_raybatch/plan/{stored.hash}/{name}"
-            with fsspec.open(path, "rb") as file:
-                shard = pa.ipc.open_file(file).read_all()
+            path = f"_raybatch/plan/{stored.hash}/{name}"
+            shard = _read_table(sink, path)
             if shard.num_rows != end - first:
                 raise ConfigError(
-                    f"{path} holds {shard.num_rows} rows, the plan says {end - first}"
+                    f"{sink.rstrip('/')}/{path} holds {shard.num_rows} rows, the plan says "
+                    f"{end - first}"
                 )
             parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
     return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
@@ -319,7 +317,11 @@ def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
 
 def _create(sink: str, name: str, data: bytes) -> bool:
     with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
-        return open_store(sink).create(name, data)
+        return store_of(sink).create(name, data)
+
+
+def _read_table(sink: str, name: str) -> pa.Table:
+    return pa.ipc.open_file(pa.py_buffer(store_of(sink).read(name))).read_all()
 
 
 def _as_bytes(table: pa.Table) -> bytes:

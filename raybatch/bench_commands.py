@@ -1,0 +1,94 @@
+"""The commands of the command line that measure: bench faults."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raybatch.errors import ConfigError, MissingDependency
+
+__all__ = ["add_bench_commands"]
+
+
+def add_bench_commands(app: typer.Typer) -> None:
+    """Give the command line its measurements."""
+    bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
+    bench.callback()(_several)
+    bench.command()(faults)
+    app.add_typer(bench, name="bench")
+
+
+def _several() -> None:
+    """Measure what is promised, on this host."""
+
+
+def faults(
+    seed: Annotated[int, typer.Option(help="Of schedules and rounds.")] = 0,
+    schedules: Annotated[int, typer.Option(min=0, help="To simulate; 0 is none.")] = 20_000,
+    rounds: Annotated[int, typer.Option(min=0, help="Jobs under three faults each.")] = 3,
+    first_round: Annotated[int, typer.Option(min=0, help="Number of the first round.")] = 0,
+    no_sweep: Annotated[
+        bool, typer.Option("--no-sweep", help="Leave out the exits at labelled points.")
+    ] = False,
+    no_peers: Annotated[
+        bool, typer.Option("--no-peers", help="Leave out the comparison with Ray Data.")
+    ] = False,
+    moto_python: Annotated[
+        str, typer.Option(help="Interpreter that has moto, for faults of S3.")
+    ] = sys.executable,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for everything that was found.")
+    ] = None,
+) -> None:
+    """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
+    try:
+        from raybatch.faults.bench import FaultFigures, FaultOptions, measure_faults
+        from raybatch.faults.peers import PEERS
+        from raybatch.faults.sweep import SWEPT
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"{error.name} is not installed; install it with: pip install 'raybatch[faults]'"
+        ) from error
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    told = 0
+
+    def tell(figures: FaultFigures) -> None:
+        nonlocal told
+        if out is not None:
+            out.write_text(figures.to_json())
+        done = len(figures.points) + len(figures.rounds) + len(figures.peers)
+        if done > told:
+            told = done
+            last = (*figures.peers, *figures.points, *figures.rounds)[-1]
+            typer.echo(f"{figures.seconds:7.0f} s  {last}", err=True)
+
+    options = FaultOptions(
+        seed=seed,
+        schedules=schedules,
+        rounds=rounds,
+        first_round=first_round,
+        points=() if no_sweep else SWEPT,
+        peers=() if no_peers else PEERS,
+        moto_python=moto_python,
+    )
+    with _quiet():
+        found = measure_faults(options, tell)
+    typer.echo(found.to_text())
+    raise typer.Exit(0 if found.is_right else 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of errors that are made on purpose."""
+    logger = logging.getLogger("raybatch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
