@@ -1,7 +1,7 @@
 """The command line: run, explain, demo, report.
 
 The flags of a job are those of `raybatch.job_flags`; the commands on a cluster are those of
-`raybatch.cluster_commands`.
+`raybatch.cluster_commands`, those on an output of `raybatch.output_commands`.
 """
 
 import logging
@@ -14,6 +14,7 @@ import raybatch
 from raybatch.cluster_commands import add_cluster_commands
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
+from raybatch.output_commands import add_output_commands
 
 app = typer.Typer(
     help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",
@@ -151,6 +152,7 @@ def report(
 
 
 add_cluster_commands(app)
+add_output_commands(app)
 
 
 def _check_page(path: str | None) -> None:

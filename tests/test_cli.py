@@ -13,6 +13,7 @@ from raybatch.job import Job
 from raybatch.job_flags import job_mapping, parse_settings, with_model
 from raybatch.report import RunReport
 from tests.explanation.inputs import explain_prompts, grouped_prompts
+from tests.outputs.support import make_complete, make_sink
 
 
 def run_main(monkeypatch, *args):
@@ -223,3 +224,16 @@ def test_commands_on_a_job_take_the_same_flags():
     names = {name: {p.name for p in commands[name].params} for name in ("run", "explain")}
     own = {"html", "as_json", "kv_tokens", "price_per_engine_hour", "no_measure"}
     assert names["explain"] - own == names["run"] - {"allow_error_rows"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--deep"], ["--json"]])
+def test_verify_of_a_complete_output_is_exit_code_0(monkeypatch, capsys, tmp_path, flags):
+    make_complete(str(tmp_path / "out"))
+    assert run_main(monkeypatch, "verify", str(tmp_path / "out"), *flags) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+def test_verify_of_an_unfinished_output_is_exit_code_1(monkeypatch, capsys, tmp_path):
+    make_sink(str(tmp_path / "out"))
+    assert run_main(monkeypatch, "verify", str(tmp_path / "out")) == 1
+    assert "12 still to do" in capsys.readouterr().out

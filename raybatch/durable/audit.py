@@ -34,9 +34,10 @@ class Audit:
         num_units: of the plan.
         expected_rows: of the plan.
         written_rows: in parts of the plan, as their footers say.
-        lost_rows: of the plan, in no part of it.
+        lost_rows: of the plan, in no part of it; those of missing units among them.
         duplicated_rows: in parts beyond the rows that the plan gives to their units.
         num_missing: units without a part.
+        missing_rows: of these units.
         missing: numbers of the first of them.
         num_foreign: files that are no part of a unit of this plan.
         foreign: what is wrong with the first of them.
@@ -49,6 +50,7 @@ class Audit:
     lost_rows: int
     duplicated_rows: int
     num_missing: int
+    missing_rows: int
     missing: tuple[int, ...]
     num_foreign: int
     foreign: tuple[str, ...]
@@ -118,14 +120,16 @@ def audit(
     else:
         with ThreadPoolExecutor(num_threads) as threads:
             total = _add_shares(threads.map(read, starts))
+    missing_rows = int(plan.unit_rows[missing].sum())
     strangers = tuple(f"{store.uri}/{name} is no part of the plan" for name in unknown)
     return Audit(
         num_units=plan.num_units,
         expected_rows=plan.num_rows,
         written_rows=total.written_rows,
-        lost_rows=total.lost_rows + int(plan.unit_rows[missing].sum()),
+        lost_rows=total.lost_rows + missing_rows,
         duplicated_rows=total.duplicated_rows,
         num_missing=len(missing),
+        missing_rows=missing_rows,
         missing=tuple(int(unit) for unit in missing[:_NUM_EXAMPLES]),
         num_foreign=total.num_foreign + len(unknown),
         foreign=(strangers + total.foreign)[:_NUM_EXAMPLES],

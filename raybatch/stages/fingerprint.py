@@ -21,10 +21,19 @@ from raybatch.errors import ConfigError, encodable
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import find_model
+from raybatch.stages.schema import OutputSchema
 from raybatch.stages.source import Source
 from raybatch.stages.storage import told_as
 
-__all__ = ["InputFile", "check_same", "fingerprint", "input_files", "output_schema"]
+__all__ = [
+    "InputFile",
+    "check_same",
+    "compare_files",
+    "fingerprint",
+    "input_files",
+    "output_columns",
+    "output_schema",
+]
 
 PROTOCOL = "2"
 # of the engine's options, those that decide results
@@ -126,6 +135,15 @@ def output_schema(source: pa.Schema, config: StageConfig) -> pa.Schema:
     return pa.schema([*kept, *output.arrow()], metadata=source.metadata)
 
 
+def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema:
+    """Return the columns that the stage of a job adds, from what decides its answers."""
+    return OutputSchema(
+        num_samples=json.loads(fingerprint["sampling.n"]),
+        has_logprobs=json.loads(fingerprint["sampling.logprobs"]) is not None,
+        prefix=json.loads(fingerprint["output_prefix"]),
+    )
+
+
 def input_files(source: Source) -> tuple[InputFile, ...]:
     """Return every file of a source with its rows, and a digest of its size and its end.
 
@@ -144,6 +162,30 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
             (name, num_rows, digest)
             for ((name, _), num_rows), digest in zip(rows.items(), digests, strict=True)
         )
+
+
+def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
+    """Return the names of files that have changed, and of those that cannot be read.
+
+    Args:
+        root: folder that their names are relative to.
+        files: as they once were.
+    """
+
+    def state(file: InputFile) -> str:
+        name, _, digest = file
+        try:
+            return "same" if _digest(f"{root}/{name}") == digest else "changed"
+        except ConfigError:
+            return "unreadable"
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        states = list(pool.map(state, files))
+    found = [(name, said) for (name, _, _), said in zip(files, states, strict=True)]
+    return (
+        [name for name, said in found if said == "changed"],
+        [name for name, said in found if said == "unreadable"],
+    )
 
 
 def _digest(path: str) -> str:

@@ -9,11 +9,12 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit
+from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import told_as
 
-__all__ = ["check_partitions", "output_files", "prepare_sink"]
+__all__ = ["check_partitions", "is_marked", "output_files", "prepare_sink"]
 
 _PARTITION_TYPES = (
     pa.types.is_string,
@@ -123,6 +124,11 @@ def _check_layout(sink: str, marker: bytes) -> None:
             f"the output in {sink} has layout {layout}, this version of raybatch writes layout "
             f"{_LAYOUT}; choose another folder, or set overwrite=True (--overwrite in a shell)"
         )
+
+
+def is_marked(store: Store) -> bool:
+    """Return whether a run of this library has written the folder."""
+    return store.size(_MARKER) is not None
 
 
 def output_files(sink: str) -> list[str]:

@@ -69,6 +69,14 @@ class Source:
     skipped: tuple[SkippedFile, ...] = ()
     is_projected: bool = False
 
+    @property
+    def root(self) -> str:
+        """Return the folder that the names of the files are relative to, "" where none is known."""
+        for part in self.slices:
+            if part.path.endswith(f"/{part.name}"):
+                return part.path.removesuffix(f"/{part.name}")
+        return ""
+
     def tasks(self) -> list[range]:
         """Return the slices of each read task: neighbours, few to a task where they are large."""
         sizes = [part.size for part in self.slices]

@@ -292,6 +292,8 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         shards=tuple(zip(written, firsts, strict=False)),
         fingerprint=job.fingerprint,
         partition_by=job.partition_by,
+        source=job.source.root,
+        model=job.config.model,
     )
     return write_plan(job.sink, stored, units)
 

@@ -50,6 +50,7 @@ def store_input_order(job: PlannedRun) -> StoredPlan:
         fingerprint=job.fingerprint,
         files=job.files,
         partition_by=job.partition_by,
+        model=job.config.model,
     )
 
 
@@ -61,6 +62,7 @@ def store_stretches(
     fingerprint: Mapping[str, str],
     files: Sequence[InputFile],
     partition_by: tuple[str, ...] = (),
+    model: str = "",
 ) -> StoredPlan:
     """Write such a plan of a source, and return the one that holds.
 
@@ -71,6 +73,7 @@ def store_stretches(
         fingerprint: what decides the answers.
         files: of the source.
         partition_by: columns by which the output is laid out.
+        model: as the user named it.
     """
     rows = [
         sum(part.num_rows for part in source.slices[slices.start : slices.stop])
@@ -93,6 +96,8 @@ def store_stretches(
         shards=(),
         fingerprint=fingerprint,
         partition_by=partition_by,
+        source=source.root,
+        model=model,
     )
     return write_plan(sink, stored, stretches(name, unit_rows))
 

@@ -87,6 +87,9 @@ class StoredPlan:
             input and `units.arrow` says all.
         fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
         partition_by: columns of the source by which the output is laid out.
+        source: folder that the names of the files are relative to, when the plan was made; for
+            people and for looking whether the files are still the same.
+        model: as the user named it; for people.
     """
 
     hash: str
@@ -102,6 +105,8 @@ class StoredPlan:
     shards: tuple[tuple[str, int], ...]
     fingerprint: Mapping[str, str]
     partition_by: tuple[str, ...] = ()
+    source: str = ""
+    model: str = ""
     version: int = _VERSION
 
 
