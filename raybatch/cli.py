@@ -142,10 +142,10 @@ def report(
         str | None, typer.Option(help="Write a page with plan and actual to this file.")
     ] = None,
 ) -> None:
-    """Print the report of a finished job."""
-    from raybatch.report import read_report  # pyarrow again
+    """Print the report of a job, or of what is there so far; verify tells by its exit code."""
+    from raybatch.outputs.rebuilt import report_of  # pyarrow again
 
-    found = read_report(folder)
+    found = report_of(folder)
     typer.echo(found.to_json() if as_json else found.to_text())
     if html is not None:
         _write_page(html, found.to_html())

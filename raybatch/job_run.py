@@ -16,8 +16,9 @@ from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.job_config import JobConfig
+from raybatch.outputs.rebuilt import report_of
 from raybatch.progress import ProgressPrinter, shown
-from raybatch.report import RunReport, error_counts, installed_versions, read_report
+from raybatch.report import RunReport, error_counts, installed_versions
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.fingerprint import (
     check_same,
@@ -79,7 +80,7 @@ class JobRun:
         stored = self._stored(store, job)
         if stored is not None and is_finished(store, plan_units(self.config.sink, stored)):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
-            return read_report(self.config.sink)
+            return report_of(self.config.sink)
         rows_resumed = 0 if stored is None else self._rows_done(store, stored)
         planned = self._execute(job, stored, schema, progress, rows_resumed)
         stored = read_plan(self.config.sink)

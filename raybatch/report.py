@@ -65,6 +65,7 @@ class RunReport:
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
         rows_duplicated: sink rows beyond the first of the same row.
+        rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         rows_resumed: rows that earlier runs had written.
         statuses: row status (see `raybatch.stages.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
@@ -80,6 +81,7 @@ class RunReport:
         versions: package to version.
         output_files: paths below the sink.
         plan: the plan of the run and what became of it; None where there was none.
+        is_rebuilt: made from plan and parts, see `raybatch.outputs.rebuilt`; times are not known.
     """
 
     source: str
@@ -89,6 +91,7 @@ class RunReport:
     rows_out: int
     rows_lost: int = 0
     rows_duplicated: int = 0
+    rows_todo: int = 0
     rows_resumed: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     errors: tuple[ErrorCount, ...] = ()
@@ -104,6 +107,7 @@ class RunReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
     plan: PlanOutcome | None = None
+    is_rebuilt: bool = False
 
     @property
     def rows_failed(self) -> int:
@@ -121,8 +125,8 @@ class RunReport:
         return _rate(self.generated_tokens, self.engines_s)
 
     def exit_code(self) -> int:
-        """Return 0 for a finished run, 2 with error rows in it, 1 for lost or repeated rows."""
-        if self.rows_lost or self.rows_duplicated:
+        """Return 0 for a finished run, 2 with error rows in it, 1 where rows are not there once."""
+        if self.rows_lost or self.rows_duplicated or self.rows_todo:
             return 1
         return 2 if self.rows_failed else 0
 
@@ -208,6 +212,8 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
     if report.rows_duplicated:
         rows += f", {report.rows_duplicated} duplicated"
+    if report.rows_todo:
+        rows += f", {report.rows_todo} still to do"
     if report.rows_resumed:
         rows += f"; {report.rows_resumed} of them were written by earlier runs"
     facts = [("model", report.model), ("source", report.source), ("rows", rows)]
@@ -227,14 +233,18 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
     )
-    return [
-        *facts,
-        ("tokens", tokens),
+    measured = [
         ("speed", _speed(report)),
         ("time", seconds),
         ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
+    ]
+    unmeasured = [("note", "made from plan and parts; the run has left no report of times")]
+    return [
+        *facts,
+        ("tokens", tokens),
+        *(unmeasured if report.is_rebuilt else measured),
         ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
-        ("report", report_path(report.sink)),
+        ("report", "none yet" if report.is_rebuilt else report_path(report.sink)),
     ]
 
 

@@ -63,6 +63,11 @@ class Audit:
             self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
         ) and (self.written_rows == self.expected_rows)
 
+    @property
+    def unreadable_rows(self) -> int:
+        """Return the lost rows of units that have a part; those of missing units may still come."""
+        return self.lost_rows - self.missing_rows
+
     def __str__(self) -> str:
         said = (
             f"expected {self.expected_rows}, written {self.written_rows}, lost {self.lost_rows}, "

@@ -147,7 +147,6 @@ def _verification(
     changed, notes = _compare_input(stored)
     (notes if has_success else problems).extend(changed)
     repeated = 0 if look is None else look.repeated_rows
-    rows_to_do = 0 if has_success else found.missing_rows
     return Verification(
         sink=sink,
         plan=stored.hash,
@@ -157,9 +156,9 @@ def _verification(
         num_units_missing=found.num_missing,
         expected_rows=found.expected_rows,
         written_rows=found.written_rows,
-        lost_rows=found.lost_rows - rows_to_do,
+        lost_rows=found.lost_rows if has_success else found.unreadable_rows,
         duplicated_rows=max(found.duplicated_rows, repeated),
-        rows_to_do=rows_to_do,
+        rows_to_do=0 if has_success else found.missing_rows,
         statuses=dict(sorted(found.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
         problems=tuple(problems),
         notes=tuple(notes),
