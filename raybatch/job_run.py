@@ -10,6 +10,7 @@ import pyarrow as pa
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN
+from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.explanation.after import actual_of
@@ -90,6 +91,7 @@ class JobRun:
             report.write()
         if found.is_clean:
             finish(store, plan_units(self.config.sink, stored), found)
+            drop_journal_and_staging(store)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         return report

@@ -14,6 +14,7 @@ __all__ = [
     "DONE",
     "FRAGMENTS",
     "PLAN",
+    "PLANS",
     "RUNS",
     "SCHEMA",
     "STAGING",
@@ -24,9 +25,12 @@ __all__ = [
     "done_unit",
     "fragment_folder",
     "fragment_name",
+    "fragment_unit",
     "heartbeat_name",
+    "is_probe",
     "part_name",
     "part_unit",
+    "plan_of_shard",
     "probe_name",
     "run_log_name",
     "staging_name",
@@ -34,6 +38,7 @@ __all__ = [
 
 PLAN = "_raybatch/plan.json"
 SCHEMA = "_raybatch/schema.arrow"
+PLANS = "_raybatch/plan"
 SUCCESS = "_SUCCESS"
 DATA = "data"
 DONE = "_raybatch/done"
@@ -44,6 +49,9 @@ RUNS = "_raybatch/runs"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
 _PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
+_FRAGMENT = re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII)
+_SHARD = re.compile(r"_raybatch/plan/([^/]+)/[^/]+")
+_PROBE = re.compile(r"_raybatch/probe-[^/]+")
 _DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
 
 
@@ -100,6 +108,18 @@ def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str
     return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
 
 
+def fragment_unit(name: str) -> int | None:
+    """Return the unit whose journal a file is in; None where it is in none."""
+    match = _FRAGMENT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def plan_of_shard(name: str) -> str | None:
+    """Return the hash of the plan that a file is a shard of; None where it is of none."""
+    match = _SHARD.fullmatch(name)
+    return match[1] if match else None
+
+
 def attempt_name(unit: int, number: int) -> str:
     """Return the name of the marker that a unit was tried again after a crash."""
     return f"{ATTEMPTS}/{unit:06d}/{number}.json"
@@ -123,3 +143,8 @@ def staging_name(token: str) -> str:
 def probe_name(token: str) -> str:
     """Return the name of a file that shows whether a store creates files exclusively."""
     return f"_raybatch/probe-{token}"
+
+
+def is_probe(name: str) -> bool:
+    """Return whether a file was made by a store to see what it can do."""
+    return _PROBE.fullmatch(name) is not None
