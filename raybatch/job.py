@@ -1,8 +1,8 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from raybatch.job_config import (
     without_effect,
 )
 from raybatch.job_run import JobRun, planned_run
+from raybatch.outputs.failed_rows import ERROR_STATUSES, failed_rows
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
 from raybatch.stages.feeder import StageFeeder
@@ -193,7 +194,51 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        source = self._scan()
+        return self._run(self._scan(), clock, progress)
+
+    def retry_errors(
+        self,
+        sink: str | Path,
+        *,
+        statuses: Collection[str] = ERROR_STATUSES,
+        progress: ProgressCallback | ProgressPrinter | None = None,
+    ) -> RunReport:
+        """Run the error rows of this job's finished output again, into a folder of their own.
+
+        Rows keep their ids. Options of the job may have changed since, as long as the output has
+        the same columns. What this job has written stays as it is: rows of the new folder stand in
+        for those with the same `row_id`.
+
+        Args:
+            sink: folder for the new answers; a second call goes on where the first has stopped.
+            statuses: of the rows to run again.
+            progress: see `run`.
+
+        Raises:
+            ConfigError: the output is not finished, or as with `run`.
+            RowError: as with `run`.
+        """
+        clock, stage = RunClock(), self.config.stage
+        id_column = stage.id_column or f"{stage.output_prefix}row_id"
+        source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
+        job = Job(
+            self.config.sink,
+            sink,
+            build_stage(replace(stage, id_column=id_column)),
+            plan=self.config.plan,
+            overwrite=self.config.overwrite,
+            flush_every_s=self.config.flush_every_s,
+            limits=self.config.limits,
+            waves=self.config.waves,
+        )
+        return job._run(source, clock, progress)
+
+    def _run(
+        self,
+        source: Source,
+        clock: RunClock,
+        progress: ProgressCallback | ProgressPrinter | None,
+    ) -> RunReport:
         self._check(source, self.config.stage.output)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(

@@ -20,11 +20,10 @@ from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.document import Section, to_page
 from raybatch.pictures.wording import amount, percent, printable
+from raybatch.stages.schema import GOOD_STATUSES
 
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
-
-_GOOD_STATUSES = ("ok", "truncated", "filtered")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +111,7 @@ class RunReport:
     @property
     def rows_failed(self) -> int:
         """Rows whose status is an error."""
-        return sum(n for status, n in self.statuses.items() if status not in _GOOD_STATUSES)
+        return sum(n for status, n in self.statuses.items() if status not in GOOD_STATUSES)
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -237,3 +237,43 @@ def test_verify_of_an_unfinished_output_is_exit_code_1(monkeypatch, capsys, tmp_
     make_sink(str(tmp_path / "out"))
     assert run_main(monkeypatch, "verify", str(tmp_path / "out")) == 1
     assert "12 still to do" in capsys.readouterr().out
+
+
+def test_clean_says_what_it_would_remove(monkeypatch, capsys, tmp_path):
+    make_complete(str(tmp_path / "out"))
+    staged = tmp_path / "out" / "_raybatch" / "staging" / "x"
+    staged.write_text("x")
+    assert run_main(monkeypatch, "clean", str(tmp_path / "out"), "--dry-run") == 0
+    assert ("would remove 1 files (1 bytes)" in capsys.readouterr().out, True) == (
+        True,
+        staged.exists(),
+    )
+
+
+def test_clean_refuses_a_wrong_age(monkeypatch, capsys, tmp_path):
+    make_complete(str(tmp_path / "out"))
+    assert run_main(monkeypatch, "clean", str(tmp_path / "out"), "--older-than", "week") == 1
+    assert "--older-than 'week' is no age" in capsys.readouterr().err
+
+
+def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, capsys, job_file):
+    asked = []
+
+    def retry_errors(job, sink, *, progress, **options):
+        asked.append((job.config.sink, sink, options))
+        return RunReport(
+            source="out", sink=sink, model="m", rows_in=1, rows_out=1, statuses={"invalid": 1}
+        )
+
+    monkeypatch.setattr(Job, "retry_errors", retry_errors)
+    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    flags = ["--into", "new", "--statuses", "error, crashed"]
+    assert run_main(monkeypatch, "retry-errors", job_file, *flags) == 2
+    assert run_main(monkeypatch, "retry-errors", job_file, *flags, "--allow-error-rows") == 0
+    assert [("out", "new", {"statuses": ["error", "crashed"]})] * 2 == asked
+    assert "rows: 1 in, 1 out" in capsys.readouterr().out
+
+
+def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "retry-errors", job_file) == 2
+    assert "--into" in capsys.readouterr().err
