@@ -56,6 +56,8 @@ class Job:
         stage: what `LLMStage(...)` returned.
         plan: options of the plan; "off" runs the rows in input order.
         overwrite: remove the output of an earlier run and begin again.
+        extend: add files that are new in the source to the output, as units of a further plan;
+            files that it has must be the same.
         flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
             so that a run that dies loses minutes of long rows at most.
         partition_by: columns of the source by whose values the output is laid out, as in
@@ -84,6 +86,7 @@ class Job:
         *,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
+        extend: bool = False,
         flush_every_s: float = 60.0,
         partition_by: Sequence[str] | str = (),
         limits: LimitConfig | Mapping[str, Any] | None = None,
@@ -107,6 +110,7 @@ class Job:
             stage=stage.config,
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
+            extend=extend,
             flush_every_s=flush_every_s,
             partition_by=column_names(partition_by, where="partition_by") or (),
             limits=limit_config(limits, where="limits"),
@@ -159,6 +163,7 @@ class Job:
             build_stage(config.stage),
             plan=config.plan,
             overwrite=config.overwrite,
+            extend=config.extend,
             flush_every_s=config.flush_every_s,
             partition_by=config.partition_by,
             limits=config.limits,
@@ -227,6 +232,7 @@ class Job:
             build_stage(replace(stage, id_column=id_column)),
             plan=self.config.plan,
             overwrite=self.config.overwrite,
+            extend=self.config.extend,
             flush_every_s=self.config.flush_every_s,
             limits=self.config.limits,
             waves=self.config.waves,

@@ -2,14 +2,14 @@
 
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 
-from raybatch.durable.audit import Audit, audit, finish, is_finished
+from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.commit import committed
-from raybatch.durable.layout import PLAN
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
@@ -17,12 +17,12 @@ from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.job_config import JobConfig
+from raybatch.job_parts import JobPart, is_complete, is_whole, parts_to_run, plans_of
 from raybatch.outputs.rebuilt import report_of
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.report import RunReport, error_counts, installed_versions
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.fingerprint import (
-    check_same,
     fingerprint,
     input_files,
     output_schema,
@@ -30,14 +30,13 @@ from raybatch.stages.fingerprint import (
 from raybatch.stages.plan.large import LargePlan
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import run_planned, store_input_order
-from raybatch.stages.plan.store import StoredPlan, read_plan
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.sink import output_files
 from raybatch.stages.source import Source
 from raybatch.stages.stopping import LimitWatch
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_run import FeederRunner
-from raybatch.stages.unit_writer import plan_units
 from raybatch.types import PoolStats
 
 __all__ = ["JobRun", "planned_run"]
@@ -78,52 +77,43 @@ class JobRun:
             ),
             files=input_files(self.source),
         )
-        stored = self._stored(store, job)
-        if stored is not None and is_finished(store, plan_units(self.config.sink, stored)):
+        plans = plans_of(job, may_grow=self.config.extend)
+        if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
             return report_of(self.config.sink)
-        rows_resumed = 0 if stored is None else self._rows_done(store, stored)
-        planned = self._execute(job, stored, schema, progress, rows_resumed)
-        stored = read_plan(self.config.sink)
-        found = audit(store, plan_units(self.config.sink, stored))
-        report = self._report(found, before, planned, rows_resumed)
+        rows_resumed = self._rows_done(store, plans) if plans else 0
+        parts, planned = parts_to_run(job, plans), None
+        for part in parts:
+            planned = self._execute(part, schema, progress)
+            if not is_complete(part):  # a limit has ended it, and so the run
+                break
+        units = read_all_units(self.config.sink, read_plans(self.config.sink))
+        found = audit(store, units)
+        # what earlier runs took is not known here, nor what several plans foretell together
+        is_all = not rows_resumed and len(parts) == 1
+        report = self._report(found, before, planned if is_all else None, rows_resumed)
         with told_as(f"the report cannot be written below {self.config.sink!r}"):
             report.write()
         if found.is_clean:
-            finish(store, plan_units(self.config.sink, stored), found)
+            finish(store, units, found)
             drop_journal_and_staging(store)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         return report
 
-    def _stored(self, store: Store, job: PlannedRun) -> StoredPlan | None:
-        """Return the plan that lies below the sink, if it is one of this very job."""
-        if store.size(PLAN) is None:
-            return None
-        stored = read_plan(self.config.sink)
-        check_same(
-            self.config.sink,
-            stored=stored.fingerprint,
-            stored_files=stored.files,
-            now=job.fingerprint,
-            files=job.files,
-        )
-        return stored
-
     def _execute(
         self,
-        job: PlannedRun,
-        stored: StoredPlan | None,
+        part: JobPart,
         schema: pa.Schema,
         progress: ProgressCallback | ProgressPrinter | None,
-        rows_resumed: int,
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
-        if not self.source.num_rows:
+        job = part.job
+        if not job.source.num_rows:
             self._runner(self.stage, schema).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
-        num_rows = self.source.num_rows - rows_resumed
+        num_rows = job.source.num_rows - part.rows_done
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
         try:
@@ -133,7 +123,7 @@ class JobRun:
                 with watch_with(callback=limits) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
-                    return run_planned(replace(job, units=runner), stored)
+                    return run_planned(replace(job, units=runner), part.stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
@@ -148,9 +138,9 @@ class JobRun:
             waves=self.config.waves,
         )
 
-    def _rows_done(self, store: Store, stored: StoredPlan) -> int:
-        """Return the rows that an earlier run has written, and say so."""
-        plan = plan_units(self.config.sink, stored)
+    def _rows_done(self, store: Store, plans: Sequence[StoredPlan]) -> int:
+        """Return the rows that earlier runs have written, and say so."""
+        plan = read_all_units(self.config.sink, plans)
         is_done = committed(store, plan)
         rows_done = int(plan.unit_rows[is_done].sum())
         logger.info(
@@ -209,8 +199,7 @@ class JobRun:
             restarts=restarts,
             versions=installed_versions(),
             output_files=tuple(path.removeprefix(root) for path in output_files(self.config.sink)),
-            # what earlier runs took is not known here
-            plan=None if rows_resumed else self._outcome(planned, actual),
+            plan=self._outcome(planned, actual),
         )
 
     def _outcome(

@@ -277,3 +277,8 @@ def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, ca
 def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, capsys, job_file):
     assert run_main(monkeypatch, "retry-errors", job_file) == 2
     assert "--into" in capsys.readouterr().err
+
+
+def test_extend_is_an_option_of_the_job(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "run", job_file, "--extend", "--overwrite") == 1
+    assert "overwrite begins again and extend goes on" in capsys.readouterr().err

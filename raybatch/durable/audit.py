@@ -159,13 +159,16 @@ def finish(store: Store, plan: UnitPlan, found: Audit) -> None:
     }
     if not plan.is_partitioned:
         said["files"] = [part_name(number) for number in range(plan.num_units)]
+    data = json.dumps(said, sort_keys=True).encode()
     reach("before_success")
-    store.create(SUCCESS, json.dumps(said, sort_keys=True).encode())
+    # what is there is true, of the input before it grew
+    if not store.create(SUCCESS, data) and not is_finished(store, plan):
+        store.replace(SUCCESS, data)
     reach("after_success")
 
 
 def is_finished(store: Store, plan: UnitPlan) -> bool:
-    """Return whether the output is complete.
+    """Return whether the output is complete, with all input that was added to it.
 
     Raises:
         CommitError: it is, and it belongs to another plan.
@@ -173,6 +176,8 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     try:
         said = json.loads(store.read(SUCCESS))
     except FileNotFoundError:
+        return False
+    if plan.extends(said.get("plan")):
         return False
     if said.get("plan") != plan.hash:
         raise CommitError(
@@ -212,10 +217,10 @@ def _read_share(store: Store, plan: UnitPlan, units: Ints, part_format: PartForm
         where = f"{store.uri}/{name}"
         try:
             if plan.is_partitioned:
-                footer = read_files(store, plan.hash, unit, part_format)
+                footer = read_files(store, plan.hash_of(number), unit, part_format)
             else:
                 footer = read_footer(store, name, part_format)
-                footer.check_plan(unit, plan.hash, where)
+                footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
             is_gone = isinstance(error, FileNotFoundError)
             foreign.append(f"a file of {where} is missing: {error}" if is_gone else str(error))

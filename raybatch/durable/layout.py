@@ -30,6 +30,7 @@ __all__ = [
     "is_probe",
     "part_name",
     "part_unit",
+    "plan_name",
     "plan_of_shard",
     "probe_name",
     "run_log_name",
@@ -85,6 +86,11 @@ def part_unit(name: str) -> int | None:
     """Return the unit that a file below `data/` belongs to; None where the name is no part's."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def plan_name(number: int) -> str:
+    """Return the name of a plan of an output: 1 is the first, others are of later input."""
+    return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
 
 
 def done_name(unit: int) -> str:

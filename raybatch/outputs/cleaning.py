@@ -8,14 +8,14 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
+from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import listed_units
-from raybatch.durable.layout import PLAN, SUCCESS
 from raybatch.durable.leftovers import leftovers
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.pictures.wording import printable
-from raybatch.stages.plan.store import read_plan, read_units
+from raybatch.stages.plan.store import read_all_units, read_plans
 from raybatch.stages.sink import is_marked
 from raybatch.stages.storage import told_as
 
@@ -106,16 +106,16 @@ def parse_age(age: str) -> float:
 
 def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], int]:
     """Return the files to remove, and how many more are too young."""
-    plans, is_done = frozenset[str](), np.zeros(0, bool)
-    if store.size(PLAN) is not None:
-        stored = read_plan(sink)
-        plans = frozenset([stored.hash])
-        is_done, _ = listed_units(store, read_units(sink, stored))
+    plans, is_done, is_complete = read_plans(sink), np.zeros(0, bool), False
+    if plans:
+        units = read_all_units(sink, plans)
+        is_done, _ = listed_units(store, units)
+        is_complete = is_finished(store, units)
     found = leftovers(
         store,
-        plans=plans,
+        plans=frozenset(stored.hash for stored in plans),
         is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
-        is_finished=store.size(SUCCESS) is not None,
+        is_finished=is_complete,
     )
     chosen, num_young = [], 0
     for name, may_be_needed in found:

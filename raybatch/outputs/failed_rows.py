@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Self, get_args
 
 import pyarrow as pa
 
@@ -20,7 +20,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.file_slices import FileSlice, joined
 from raybatch.stages.fingerprint import output_columns
-from raybatch.stages.plan.store import read_plan, read_units
+from raybatch.stages.plan.store import read_all_units, read_plans
 from raybatch.stages.schema import GOOD_STATUSES, OutputSchema, Status
 from raybatch.stages.source import Source, scan_source
 from raybatch.stages.storage import told_as
@@ -48,6 +48,10 @@ class FailedRows(Source):
     parts: Source
     output: OutputSchema
     statuses: frozenset[str]
+
+    def only(self, names: Collection[str]) -> Self:
+        """Return the rows of the parts of these names."""
+        return replace(Source.only(self, names), parts=self.parts.only(names))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
         """Yield the rows of some neighbouring slices, without the columns of the stage.
@@ -83,14 +87,19 @@ def failed_rows(
     with told_as(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
             raise ConfigError(f"{sink}: there is no output of a job to take error rows from")
-        stored = read_plan(sink)
-        plan = read_units(sink, stored)
+        plans = read_plans(sink)
+        plan = read_all_units(sink, plans)
+        if plan.is_partitioned:
+            raise ConfigError(
+                f"the output in {sink} is laid out by columns, whose values are not in its files; "
+                "error rows of such outputs cannot be run again yet"
+            )
         if not is_finished(store, plan):
             raise ConfigError(
                 f"the output in {sink} is not finished; run the job again to the end, then its "
                 "error rows"
             )
-        _check_columns(sink, output_columns(stored.fingerprint), output)
+        _check_columns(sink, output_columns(plans[0].fingerprint), output)
         parts = scan_source(f"{store.uri}/{DATA}")
         numbers = _rows_of_parts(store, plan, frozenset(statuses))
     # a whole file each: how many rows of a slice failed is not known
@@ -120,7 +129,9 @@ def _check_statuses(statuses: Collection[str]) -> None:
         raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
 
 
-def _check_columns(sink: str, before: OutputSchema, now: OutputSchema) -> None:
+def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) -> None:
+    if before is None:
+        raise ConfigError(f"the output in {sink} was not written by a job, and has no error rows")
     if before != now:
         raise ConfigError(
             f"the new answers would have other columns than those in {sink}, so they could not be "

@@ -2,12 +2,12 @@
 
 import logging
 
-from raybatch.durable.audit import audit
-from raybatch.durable.layout import PLAN, SUCCESS
+from raybatch.durable.audit import audit, is_finished
+from raybatch.durable.layout import PLAN
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.report import RunReport, error_counts, read_report
-from raybatch.stages.plan.store import read_plan, read_units
+from raybatch.stages.plan.store import read_all_units, read_plans
 from raybatch.stages.sink import is_marked, output_files
 from raybatch.stages.storage import told_as
 
@@ -55,17 +55,18 @@ def _part_names(sink: str) -> tuple[str, ...]:
 
 
 def _rebuilt(sink: str, parts: tuple[str, ...]) -> RunReport:
-    store, stored = open_store(sink), read_plan(sink)
-    found = audit(store, read_units(sink, stored))
-    counts, is_finished = found.counts, store.size(SUCCESS) is not None
+    store, plans = open_store(sink), read_plans(sink)
+    plan, stored = read_all_units(sink, plans), plans[0]
+    found, is_complete = audit(store, plan), is_finished(store, plan)
+    counts = found.counts
     return RunReport(
         source=stored.source,
         sink=sink,
         model=stored.model,
         rows_in=found.expected_rows,
         rows_out=found.written_rows,
-        rows_lost=found.lost_rows if is_finished else found.unreadable_rows,
-        rows_todo=0 if is_finished else found.missing_rows,
+        rows_lost=found.lost_rows if is_complete else found.unreadable_rows,
+        rows_todo=0 if is_complete else found.missing_rows,
         rows_duplicated=found.duplicated_rows,
         statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
         errors=error_counts(counts),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,11 +10,12 @@ from raybatch.durable.audit import Audit, audit
 from raybatch.durable.layout import PLAN, SUCCESS
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
+from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepLook, look_into_parts
 from raybatch.pictures.wording import printable
 from raybatch.stages.fingerprint import compare_files, output_columns
-from raybatch.stages.plan.store import StoredPlan, read_plan, read_units
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.sink import is_marked
 from raybatch.stages.storage import told_as
 
@@ -119,37 +120,41 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     with told_as(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
             return _without_plan(sink, store, is_deep=deep)
-        stored = read_plan(sink)
-        plan = read_units(sink, stored)
+        plans = read_plans(sink)
+        plan = read_all_units(sink, plans)
         found = audit(store, plan)
         success = _read_success(store)
-        look = look_into_parts(store, plan, output_columns(stored.fingerprint)) if deep else None
-    return _verification(sink, stored, found, success, look)
+        output = output_columns(plans[0].fingerprint)
+        look = look_into_parts(store, plan, output) if deep else None
+    return _verification(sink, plans, plan, found, success, look)
 
 
 def _verification(
     sink: str,
-    stored: StoredPlan,
+    plans: Sequence[StoredPlan],
+    plan: UnitPlan,
     found: Audit,
     success: Mapping[str, object] | None,
     look: DeepLook | None,
 ) -> Verification:
+    if success is not None and plan.extends(success.get("plan")):
+        success = None  # true of the input before it grew
     has_success = success is not None
     problems = list(found.foreign)
     if found.num_foreign > len(problems):
         problems.append(f"{found.num_foreign - len(problems)} more files are like these")
     if success is not None:
-        problems += _untrue(sink, success, stored, found)
+        problems += _untrue(sink, success, plan, found)
     if look is not None:
         problems += look.problems
         if look.num_problems > len(look.problems):
             problems.append(f"{look.num_problems - len(look.problems)} more such findings")
-    changed, notes = _compare_input(stored)
+    changed, notes = _compare_input(plans)
     (notes if has_success else problems).extend(changed)
     repeated = 0 if look is None else look.repeated_rows
     return Verification(
         sink=sink,
-        plan=stored.hash,
+        plan=plan.hash,
         is_deep=look is not None,
         has_success=has_success,
         num_units=found.num_units,
@@ -195,11 +200,9 @@ def _read_success(store: Store) -> Mapping[str, object] | None:
     return said if isinstance(said, dict) else {}
 
 
-def _untrue(
-    sink: str, success: Mapping[str, object], stored: StoredPlan, found: Audit
-) -> list[str]:
+def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Audit) -> list[str]:
     """Return what `_SUCCESS` says and the output does not bear out."""
-    true = {"plan": stored.hash, "units": found.num_units, "rows": found.expected_rows}
+    true = {"plan": plan.hash, "units": found.num_units, "rows": found.expected_rows}
     wrong = [
         f"{name} is {success.get(name)!r}, the plan says {value!r}"
         for name, value in true.items()
@@ -218,20 +221,22 @@ def _untrue(
     return [f"{sink.rstrip('/')}/{SUCCESS}: {said}" for said in wrong]
 
 
-def _compare_input(stored: StoredPlan) -> tuple[list[str], list[str]]:
+def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
     """Return what has changed in the input, and what could not be looked at."""
-    if not stored.source or not stored.files:
+    files = [file for stored in plans for file in stored.files]
+    root = plans[0].source
+    if not root or not files:
         return [], []
-    changed, unreadable = compare_files(stored.source, stored.files)
+    changed, unreadable = compare_files(root, files)
     said, unseen = [], []
     if changed:
         said.append(
             f"{len(changed)} input files have changed since the plan was made, such as "
-            f"{stored.source}/{changed[0]}; the output belongs to what they were"
+            f"{root}/{changed[0]}; the output belongs to what they were"
         )
     if unreadable:
         unseen.append(
-            f"{len(unreadable)} of {len(stored.files)} input files cannot be read from here, such "
-            f"as {stored.source}/{unreadable[0]}, and were not compared"
+            f"{len(unreadable)} of {len(files)} input files cannot be read from here, such "
+            f"as {root}/{unreadable[0]}, and were not compared"
         )
     return said, unseen

@@ -135,8 +135,13 @@ def output_schema(source: pa.Schema, config: StageConfig) -> pa.Schema:
     return pa.schema([*kept, *output.arrow()], metadata=source.metadata)
 
 
-def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema:
-    """Return the columns that the stage of a job adds, from what decides its answers."""
+def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema | None:
+    """Return the columns that the stage of a job adds, from what decides its answers.
+
+    None where it says nothing of them, as for pipelines of the user's own.
+    """
+    if "output_prefix" not in fingerprint:
+        return None
     return OutputSchema(
         num_samples=json.loads(fingerprint["sampling.n"]),
         has_logprobs=json.loads(fingerprint["sampling.logprobs"]) is not None,
@@ -203,31 +208,37 @@ def check_same(
     stored_files: Sequence[InputFile],
     now: Mapping[str, str],
     files: Sequence[InputFile],
+    may_grow: bool = False,
 ) -> None:
     """Raise ConfigError where the output below a sink was begun by a job with other answers.
 
-    The error names what is different: options, and files of the input.
+    The error names what is different: options, and files of the input; new ones may have come
+    where the input may grow.
     """
     different = [
         f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
         for name in sorted({*stored, *now})
         if stored.get(name) != now.get(name)
     ]
-    different += _different_files(stored_files, files)
+    different += _different_files(stored_files, files, may_grow)
+    new = {name for name, *_ in files} - {name for name, *_ in stored_files}
+    more = ", set extend=True (--extend in a shell) to add new files" if new else ""
     if different:
         raise ConfigError(
             f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
-            "go on with it, choose another folder, or set overwrite=True (--overwrite in a shell) "
-            "to begin again"
+            f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "
+            "shell) to begin again"
         )
 
 
-def _different_files(stored: Sequence[InputFile], files: Sequence[InputFile]) -> list[str]:
+def _different_files(
+    stored: Sequence[InputFile], files: Sequence[InputFile], may_grow: bool
+) -> list[str]:
     before, after = ({name: rest for name, *rest in found} for found in (stored, files))
     said = []
     for what, names in (
         ("is missing", sorted(before.keys() - after.keys())),
-        ("is new", sorted(after.keys() - before.keys())),
+        ("is new", [] if may_grow else sorted(after.keys() - before.keys())),
         ("has changed", sorted(n for n in before.keys() & after.keys() if before[n] != after[n])),
     ):
         if names:

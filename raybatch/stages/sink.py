@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import fsspec
 import pyarrow as pa
 
-from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit
+from raybatch.durable.layout import DATA, PLAN, STAGING, SUCCESS, part_unit
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError, did_you_mean
@@ -27,6 +27,7 @@ _PARTITION_TYPES = (
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
+_LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
 _OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^/]+/)?)?[^/]+")
 
 
@@ -106,9 +107,12 @@ def _is_ours(name: str) -> bool:
 
 
 def _order_of_removal(name: str) -> tuple[int, str]:
-    first = (SUCCESS, "_raybatch/plan.json")
+    if name == SUCCESS:
+        return 0, name
+    if _LATER_PLAN.fullmatch(name):  # without the first they would be taken to follow another
+        return 1, name
     # the mark goes last: without it a second attempt would refuse what is left
-    return (first.index(name) if name in first else 3 if name == _MARKER else 2), name
+    return (2 if name == PLAN else 4 if name == _MARKER else 3), name
 
 
 def _check_layout(sink: str, marker: bytes) -> None:

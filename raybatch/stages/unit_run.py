@@ -12,11 +12,11 @@ from raybatch.durable.commit import committed
 from raybatch.durable.layout import FRAGMENTS
 from raybatch.durable.store import open_store
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.plan.store import StoredPlan
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.storage import told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
-from raybatch.stages.unit_writer import UnitWriter, plan_units
+from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["FeederRunner"]
 
@@ -45,8 +45,9 @@ class FeederRunner:
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
-            done = committed(open_store(self.sink), plan_units(self.sink, stored))
-        return ~done
+            units = read_all_units(self.sink, read_plans(self.sink))
+            done = committed(open_store(self.sink), units)
+        return ~done[stored.first_unit : stored.first_unit + stored.num_units]
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
         feeder = self._feeder(

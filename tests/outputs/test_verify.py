@@ -139,6 +139,16 @@ def test_an_input_that_is_gone_is_a_note(sink, tmp_path):
     assert ((), True) == (found.problems, "1 of 1 input files cannot be read" in found.notes[0])
 
 
+def test_an_output_of_other_columns_is_read_without_counting_its_rows(sink):
+    store, plan = open_store(sink), make_complete(sink)
+    said = json.loads(store.read("_raybatch/plan.json"))
+    store.replace("_raybatch/plan.json", json.dumps({**said, "fingerprint": {}}).encode())
+    rows = finished_rows(range(4, 8))
+    other = finished_rows(range(4, 8), generated_text=["a", "b", "c", "d"])
+    forge_unit(sink, plan, 1, other, said=rows)
+    assert verify(sink, deep=True).is_complete
+
+
 def check_deep_alone(sink, *words):
     """The names and footers are in order, the values are not; return the account of both."""
     assert verify(sink).is_complete
@@ -195,3 +205,12 @@ def test_json_holds_the_verdict(sink):
     make_complete(sink)
     said = json.loads(raybatch.verify(sink).to_json())
     assert (True, 12) == (said["is_complete"], said["written_rows"])
+
+
+def test_text_of_the_user_that_is_no_utf8_is_fine(sink):
+    plan = make_complete(sink)
+    broken = pa.array([b"\xff\xfe", b"t5", b"t6", b"t7"]).view(pa.string())
+    rows = finished_rows(range(4, 8))
+    rows = rows.set_column(0, rows.schema.field(0), broken)
+    forge_unit(sink, plan, 1, rows, said=rows)
+    assert verify(sink, deep=True).is_complete

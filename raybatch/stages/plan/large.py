@@ -294,6 +294,8 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         partition_by=job.partition_by,
         source=job.source.root,
         model=job.config.model,
+        number=job.number,
+        first_unit=job.first_unit,
     )
     return write_plan(job.sink, stored, units)
 
