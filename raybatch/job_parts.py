@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.store import open_store
-from raybatch.stages.fingerprint import check_same
+from raybatch.stages.fingerprint import InputFile, check_same
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 
@@ -40,16 +40,23 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     """
     plans = read_plans(job.sink)
     stored_files = [file for stored in plans for file in stored.files]
+    files = _in_order_of(plans, job.files)
     for stored in plans:
         check_same(
             job.sink,
             stored=stored.fingerprint,
             stored_files=stored_files,
             now=job.fingerprint,
-            files=job.files,
+            files=files,
             may_grow=may_grow,
         )
     return plans
+
+
+def _in_order_of(plans: Sequence[StoredPlan], files: Sequence[InputFile]) -> list[InputFile]:
+    """Return files as plans have them one after the other, then those that are in none."""
+    plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
+    return sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
 
 
 def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:

@@ -244,6 +244,7 @@ def _different_files(
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             said.append(f"the input file {names[0]}{more} {what}")
-    if not said and [name for name, *_ in stored] != [name for name, *_ in files]:
+    order = [name for name, *_ in files if name in before]
+    if not said and [name for name, *_ in stored] != order:
         said.append("the input files are read in another order")
     return said
