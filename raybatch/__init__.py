@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from raybatch.explanation.record import Explanation
     from raybatch.job import Job
+    from raybatch.outputs.verify import Verification, verify
     from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
     from raybatch.report import RunReport
     from raybatch.stages.llm_stage import LLMStage
@@ -53,11 +54,13 @@ __all__ = [
     "RowError",
     "RunReport",
     "Sampling",
+    "Verification",
     "WaveConfig",
     "__version__",
     "build_processor",
     "read_parquet",
     "vLLMEngineProcessorConfig",
+    "verify",
     "write_parquet",
 ]
 
@@ -76,9 +79,11 @@ _HOMES = {
     "ProcessorConfig": "raybatch.processor",
     "RunReport": "raybatch.report",
     "Sampling": "raybatch.types",
+    "Verification": "raybatch.outputs.verify",
     "build_processor": "raybatch.processor",
     "read_parquet": "raybatch.composed",
     "vLLMEngineProcessorConfig": "raybatch.processor",
+    "verify": "raybatch.outputs.verify",
     "write_parquet": "raybatch.composed",
 }
 

@@ -1,12 +1,13 @@
 """The command line: run, explain, demo, report.
 
 The flags of a job are those of `raybatch.job_flags`; the commands on a cluster are those of
-`raybatch.cluster_commands`, those that measure of `raybatch.bench_commands`.
+`raybatch.cluster_commands`, those that measure of `raybatch.bench_commands`, those on an output of
+`raybatch.output_commands`.
 """
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -15,7 +16,11 @@ from raybatch.bench_commands import add_bench_commands
 from raybatch.cluster_commands import add_cluster_commands
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
+from raybatch.output_commands import add_output_commands
 from raybatch.redaction import redacted
+
+if TYPE_CHECKING:
+    from raybatch.report import RunReport
 
 app = typer.Typer(
     help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",
@@ -83,10 +88,31 @@ def run(
     from raybatch.progress import ProgressPrinter  # slow to load, and a wrong option needs none
 
     _start_ray()
-    result = job.run(progress=ProgressPrinter(note=note))
-    typer.echo(result.to_text())
-    code = result.exit_code()
-    raise typer.Exit(0 if code == 2 and allow_error_rows else code)
+    _end_with(job.run(progress=ProgressPrinter(note=note)), allow_error_rows)
+
+
+@app.command()
+@with_job_flags
+def retry_errors(
+    flags: JobFlags,
+    into: Annotated[str, typer.Option(help="Folder for the new answers.")],
+    statuses: Annotated[
+        str | None, typer.Option(help="Of the rows, such as error,crashed; all errors by default.")
+    ] = None,
+    allow_error_rows: Annotated[
+        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+    ] = False,
+) -> None:
+    """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
+    note = with_model(flags.mapping)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
+    from raybatch.progress import ProgressPrinter
+
+    chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
+    _start_ray()
+    _end_with(
+        job.retry_errors(into, progress=ProgressPrinter(note=note), **chosen), allow_error_rows
+    )
 
 
 @app.command()
@@ -152,10 +178,10 @@ def report(
         str | None, typer.Option(help="Write a page with plan and actual to this file.")
     ] = None,
 ) -> None:
-    """Print the report of a finished job."""
-    from raybatch.report import read_report  # pyarrow again
+    """Print the report of a job, or of what is there so far; verify tells by its exit code."""
+    from raybatch.outputs.rebuilt import report_of  # pyarrow again
 
-    found = read_report(folder)
+    found = report_of(folder)
     typer.echo(found.to_json() if as_json else found.to_text())
     if html is not None:
         _write_page(html, found.to_html())
@@ -163,6 +189,13 @@ def report(
 
 add_cluster_commands(app)
 add_bench_commands(app)
+add_output_commands(app)
+
+
+def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
+    typer.echo(result.to_text())
+    code = result.exit_code()
+    raise typer.Exit(0 if code == 2 and allow_error_rows else code)
 
 
 def _check_page(path: str | None) -> None:

@@ -1,8 +1,8 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from raybatch.job_config import (
     without_effect,
 )
 from raybatch.job_run import JobRun, planned_run
+from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
 from raybatch.stages.feeder import StageFeeder
@@ -55,6 +56,8 @@ class Job:
         stage: what `LLMStage(...)` returned.
         plan: options of the plan; "off" runs the rows in input order.
         overwrite: remove the output of an earlier run and begin again.
+        extend: add files that are new in the source to the output, as units of a further plan;
+            files that it has must be the same.
         flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
             so that a run that dies loses minutes of long rows at most.
         partition_by: columns of the source by whose values the output is laid out, as in
@@ -83,6 +86,7 @@ class Job:
         *,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
+        extend: bool = False,
         flush_every_s: float = 60.0,
         partition_by: Sequence[str] | str = (),
         limits: LimitConfig | Mapping[str, Any] | None = None,
@@ -106,6 +110,7 @@ class Job:
             stage=stage.config,
             plan=plan_config(plan, where="plan"),
             overwrite=overwrite,
+            extend=extend,
             flush_every_s=flush_every_s,
             partition_by=column_names(partition_by, where="partition_by") or (),
             limits=limit_config(limits, where="limits"),
@@ -158,6 +163,7 @@ class Job:
             build_stage(config.stage),
             plan=config.plan,
             overwrite=config.overwrite,
+            extend=config.extend,
             flush_every_s=config.flush_every_s,
             partition_by=config.partition_by,
             limits=config.limits,
@@ -193,7 +199,52 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        source = self._scan()
+        return self._run(self._scan(), clock, progress)
+
+    def retry_errors(
+        self,
+        sink: str | Path,
+        *,
+        statuses: Collection[str] = ERROR_STATUSES,
+        progress: ProgressCallback | ProgressPrinter | None = None,
+    ) -> RunReport:
+        """Run the error rows of this job's finished output again, into a folder of their own.
+
+        Rows keep their ids. Options of the job may have changed since, as long as the output has
+        the same columns. What this job has written stays as it is: rows of the new folder stand in
+        for those with the same `row_id`.
+
+        Args:
+            sink: folder for the new answers; a second call goes on where the first has stopped.
+            statuses: of the rows to run again.
+            progress: see `run`.
+
+        Raises:
+            ConfigError: the output is not finished, or as with `run`.
+            RowError: as with `run`.
+        """
+        clock, stage = RunClock(), self.config.stage
+        id_column = stage.id_column or f"{stage.output_prefix}row_id"
+        source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
+        job = Job(
+            self.config.sink,
+            sink,
+            build_stage(replace(stage, id_column=id_column)),
+            plan=self.config.plan,
+            overwrite=self.config.overwrite,
+            extend=self.config.extend,
+            flush_every_s=self.config.flush_every_s,
+            limits=self.config.limits,
+            waves=self.config.waves,
+        )
+        return job._run(source, clock, progress)
+
+    def _run(
+        self,
+        source: Source,
+        clock: RunClock,
+        progress: ProgressCallback | ProgressPrinter | None,
+    ) -> RunReport:
         self._check(source, self.config.stage.output)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(
@@ -266,6 +317,7 @@ class Job:
             )
         if self.config.plan.mode != "off":
             check_expected(source.schema, self.config.plan.expected_tokens_column)
-        if stage.id_column is not None:
+        # an output has every id once, since the job that wrote it looked
+        if stage.id_column is not None and not isinstance(source, FailedRows):
             check_unique_ids(source, stage.id_column)
         check_model(stage, is_one_host=ray.is_initialized() and len(ray.nodes()) == 1)

@@ -45,6 +45,7 @@ class JobConfig:
         stage: model, prompt and options.
         plan: of the whole input, made before anything is generated.
         overwrite: remove an earlier output and begin again.
+        extend: files that are new in the source are added to the output.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         partition_by: columns of the source by whose values the output is laid out.
         limits: what ends a run early.
@@ -60,6 +61,7 @@ class JobConfig:
     stage: StageConfig
     plan: PlanConfig = field(default_factory=PlanConfig)
     overwrite: bool = False
+    extend: bool = False
     flush_every_s: float = 60.0
     partition_by: tuple[str, ...] = ()
     limits: LimitConfig = field(default_factory=LimitConfig)
@@ -70,6 +72,8 @@ class JobConfig:
     max_row_group_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
+        if self.overwrite and self.extend:
+            raise ConfigError("overwrite begins again and extend goes on; set one of them")
         if not self.flush_every_s > 0:
             raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
         check_choice(self, "schema_policy", get_args(SchemaPolicy))

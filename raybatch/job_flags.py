@@ -31,6 +31,7 @@ JOB_OPTIONS = (
     "stage",
     "plan",
     "overwrite",
+    "extend",
     "flush_every_s",
     "partition_by",
     "limits",
@@ -84,6 +85,9 @@ def read_job_flags(
         bool,
         typer.Option("--overwrite", help="Remove an earlier output of raybatch and begin again."),
     ] = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Add files that are new in the input.")
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
@@ -103,6 +107,7 @@ def read_job_flags(
         "stage.on_error": on_error,
         "overwrite": overwrite or None,
         "columns": columns,
+        "extend": extend or None,
     }
     given = {path: value for path, value in flags.items() if value is not None}
     return job_mapping(job_file, {**given, **parse_settings(settings or [])})

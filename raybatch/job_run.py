@@ -2,14 +2,15 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 
-from raybatch.durable.audit import Audit, audit, finish, is_finished
+from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.commit import committed
-from raybatch.durable.layout import PLAN
+from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.protocols import Store
 from raybatch.errors import ConfigError
 from raybatch.explanation.after import actual_of
@@ -18,12 +19,13 @@ from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.history.reading import read_history
 from raybatch.history.recorder import RunRecorder, new_run_id
 from raybatch.job_config import JobConfig
+from raybatch.job_parts import JobPart, is_complete, is_whole, parts_to_run, plans_of
+from raybatch.outputs.rebuilt import report_of
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.redaction import redacted
-from raybatch.report import RunReport, counted_report, installed_versions, read_report
+from raybatch.report import RunReport, counted_report, installed_versions
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.fingerprint import (
-    check_same,
     fingerprint,
     fingerprint_digest,
     input_files,
@@ -32,13 +34,12 @@ from raybatch.stages.fingerprint import (
 from raybatch.stages.plan.large import LargePlan
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import run_planned, store_input_order
-from raybatch.stages.plan.store import StoredPlan, read_plan
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.source import Source
 from raybatch.stages.stopping import LimitWatch
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_run import FeederRunner
-from raybatch.stages.unit_writer import plan_units
 from raybatch.types import PoolStats
 
 __all__ = ["JobRun", "planned_run"]
@@ -79,24 +80,32 @@ class JobRun:
             ),
             files=input_files(self.source),
         )
-        stored = self._stored(store, job)
-        if stored is None:
+        plans = plans_of(job, may_grow=self.config.extend)
+        if not plans:
             self._check_plan_repeats(store)
-        if stored is not None and is_finished(store, plan_units(self.config.sink, stored)):
+        if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
-            return read_report(self.config.sink)
-        rows_resumed = 0 if stored is None else self._rows_done(store, stored)
+            return report_of(self.config.sink)
+        rows_resumed = self._rows_done(store, plans) if plans else 0
+        parts, planned = parts_to_run(job, plans), None
         with self._recorder(store, job, rows_resumed) as recorder:
-            planned = self._execute(job, stored, schema, progress, recorder)
-            stored = read_plan(self.config.sink)
-            found = audit(store, plan_units(self.config.sink, stored))
+            for part in parts:
+                planned = self._execute(part, schema, progress, recorder)
+                if not is_complete(part):  # a limit has ended it, and so the run
+                    break
+            plans = read_plans(self.config.sink)
+            units = read_all_units(self.config.sink, plans)
+            found = audit(store, units)
             if not found.is_clean:
                 recorder.incomplete()
-        report = self._report(stored, found, before, planned, rows_resumed)
+        # what earlier runs took is not known here, nor what several plans foretell together
+        is_all = not rows_resumed and len(parts) == 1
+        report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
         with told_as(f"the report cannot be written below {self.config.sink!r}"):
             report.write(self.config.sink)
         if found.is_clean:
-            finish(store, plan_units(self.config.sink, stored), found)
+            finish(store, units, found)
+            drop_journal_and_staging(store)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         return report
@@ -114,20 +123,6 @@ class JobRun:
         }
         return RunRecorder(store, new_run_id(now_s), about=about)
 
-    def _stored(self, store: Store, job: PlannedRun) -> StoredPlan | None:
-        """Return the plan that lies below the sink, if it is one of this very job."""
-        if store.size(PLAN) is None:
-            return None
-        stored = read_plan(self.config.sink)
-        check_same(
-            self.config.sink,
-            stored=stored.fingerprint,
-            stored_files=stored.files,
-            now=job.fingerprint,
-            files=job.files,
-        )
-        return stored
-
     def _check_plan_repeats(self, store: Store) -> None:
         """Refuse a plan that another driver would make otherwise, where two might be written."""
         with told_as(f"sink {self.config.sink!r} cannot be used"):
@@ -141,18 +136,18 @@ class JobRun:
 
     def _execute(
         self,
-        job: PlannedRun,
-        stored: StoredPlan | None,
+        part: JobPart,
         schema: pa.Schema,
         progress: ProgressCallback | ProgressPrinter | None,
         recorder: RunRecorder,
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
-        if not self.source.num_rows:
+        job = part.job
+        if not job.source.num_rows:
             self._runner(self.stage, schema, recorder).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
-        num_rows = self.source.num_rows - recorder.rows_resumed
+        num_rows = job.source.num_rows - part.rows_done
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
         try:
@@ -168,7 +163,7 @@ class JobRun:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
                     units = replace(runner, stop_flag=limits.flag)
-                    return run_planned(replace(job, units=units), stored)
+                    return run_planned(replace(job, units=units), part.stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
             raise
@@ -186,9 +181,9 @@ class JobRun:
             waves=self.config.waves,
         )
 
-    def _rows_done(self, store: Store, stored: StoredPlan) -> int:
-        """Return the rows that an earlier run has written, and say so."""
-        plan = plan_units(self.config.sink, stored)
+    def _rows_done(self, store: Store, plans: Sequence[StoredPlan]) -> int:
+        """Return the rows that earlier runs have written, and say so."""
+        plan = read_all_units(self.config.sink, plans)
         is_done = committed(store, plan)
         rows_done = int(plan.unit_rows[is_done].sum())
         logger.info(
@@ -212,7 +207,7 @@ class JobRun:
 
     def _report(
         self,
-        stored: StoredPlan,
+        plans: Sequence[StoredPlan],
         found: Audit,
         before: PoolStats,
         planned: PlannedInput | LargePlan | None,
@@ -228,7 +223,8 @@ class JobRun:
         actual = actual_of(found.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         history = read_history(store_of(self.config.sink))
         report = replace(
-            counted_report(self.config.sink, stored, found, history),
+            # nothing is lost that the same job, started again, would write
+            counted_report(self.config.sink, plans, found, history, is_complete=False),
             source=redacted(self.config.source),
             model=redacted(self.config.stage.model),
             rows_resumed=rows_resumed,
@@ -236,9 +232,8 @@ class JobRun:
             restarts=restarts,
             versions=installed_versions(),
         )
-        # of several runs the logs know the times, and what earlier engines did is not known
-        if not rows_resumed:
-            report = replace(report, plan=self._outcome(planned, actual))
+        report = replace(report, plan=self._outcome(planned, actual))
+        # of several runs the logs know the times
         if len(history.runs) != 1:
             return report
         write_s = total_s - ended_s

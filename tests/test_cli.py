@@ -13,6 +13,7 @@ from raybatch.job import Job
 from raybatch.job_flags import job_mapping, parse_settings, with_model
 from raybatch.report import RunReport
 from tests.explanation.inputs import explain_prompts, grouped_prompts
+from tests.outputs.support import make_complete, make_sink
 
 
 def run_main(monkeypatch, *args):
@@ -223,3 +224,61 @@ def test_commands_on_a_job_take_the_same_flags():
     names = {name: {p.name for p in commands[name].params} for name in ("run", "explain")}
     own = {"html", "as_json", "kv_tokens", "price_per_engine_hour", "no_measure"}
     assert names["explain"] - own == names["run"] - {"allow_error_rows"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--deep"], ["--json"]])
+def test_verify_of_a_complete_output_is_exit_code_0(monkeypatch, capsys, tmp_path, flags):
+    make_complete(str(tmp_path / "out"))
+    assert run_main(monkeypatch, "verify", str(tmp_path / "out"), *flags) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+def test_verify_of_an_unfinished_output_is_exit_code_1(monkeypatch, capsys, tmp_path):
+    make_sink(str(tmp_path / "out"))
+    assert run_main(monkeypatch, "verify", str(tmp_path / "out")) == 1
+    assert "12 still to do" in capsys.readouterr().out
+
+
+def test_clean_says_what_it_would_remove(monkeypatch, capsys, tmp_path):
+    make_complete(str(tmp_path / "out"))
+    staged = tmp_path / "out" / "_raybatch" / "staging" / "x"
+    staged.write_text("x")
+    assert run_main(monkeypatch, "clean", str(tmp_path / "out"), "--dry-run") == 0
+    assert ("would remove 1 files (1 bytes)" in capsys.readouterr().out, True) == (
+        True,
+        staged.exists(),
+    )
+
+
+def test_clean_refuses_a_wrong_age(monkeypatch, capsys, tmp_path):
+    make_complete(str(tmp_path / "out"))
+    assert run_main(monkeypatch, "clean", str(tmp_path / "out"), "--older-than", "week") == 1
+    assert "--older-than 'week' is no age" in capsys.readouterr().err
+
+
+def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, capsys, job_file):
+    asked = []
+
+    def retry_errors(job, sink, *, progress, **options):
+        asked.append((job.config.sink, sink, options))
+        return RunReport(
+            source="out", sink=sink, model="m", rows_in=1, rows_out=1, statuses={"invalid": 1}
+        )
+
+    monkeypatch.setattr(Job, "retry_errors", retry_errors)
+    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    flags = ["--into", "new", "--statuses", "error, crashed"]
+    assert run_main(monkeypatch, "retry-errors", job_file, *flags) == 2
+    assert run_main(monkeypatch, "retry-errors", job_file, *flags, "--allow-error-rows") == 0
+    assert [("out", "new", {"statuses": ["error", "crashed"]})] * 2 == asked
+    assert "rows: 1 in, 1 out" in capsys.readouterr().out
+
+
+def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "retry-errors", job_file) == 2
+    assert "--into" in capsys.readouterr().err
+
+
+def test_extend_is_an_option_of_the_job(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "run", job_file, "--extend", "--overwrite") == 1
+    assert "overwrite begins again and extend goes on" in capsys.readouterr().err

@@ -151,6 +151,7 @@ def test_rows_of_an_open_unit_are_kept_and_not_generated_again(model, tmp_path):
     check_output(sink, report, 600)
     assert kept > 0
     assert received[-1] == 600 - kept
+    assert not list(sink.glob("_raybatch/frag/*/*.arrow"))
 
 
 def test_results_of_a_probe_are_kept(model, tmp_path):

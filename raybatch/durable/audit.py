@@ -34,9 +34,10 @@ class Audit:
         num_units: of the plan.
         expected_rows: of the plan.
         written_rows: in parts of the plan, as their footers say.
-        lost_rows: of the plan, in no part of it.
+        lost_rows: of the plan, in no part of it; those of missing units among them.
         duplicated_rows: in parts beyond the rows that the plan gives to their units.
         num_missing: units without a part.
+        missing_rows: of these units.
         missing: numbers of the first of them.
         num_foreign: files that are no part of a unit of this plan.
         foreign: what is wrong with the first of them.
@@ -49,6 +50,7 @@ class Audit:
     lost_rows: int
     duplicated_rows: int
     num_missing: int
+    missing_rows: int
     missing: tuple[int, ...]
     num_foreign: int
     foreign: tuple[str, ...]
@@ -60,6 +62,11 @@ class Audit:
         return not (
             self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
         ) and (self.written_rows == self.expected_rows)
+
+    @property
+    def unreadable_rows(self) -> int:
+        """Return the lost rows of units that have a part; those of missing units may still come."""
+        return self.lost_rows - self.missing_rows
 
     def __str__(self) -> str:
         said = (
@@ -118,14 +125,16 @@ def audit(
     else:
         with ThreadPoolExecutor(num_threads) as threads:
             total = _add_shares(threads.map(read, starts))
+    missing_rows = int(plan.unit_rows[missing].sum())
     strangers = tuple(f"{store.uri}/{name} is no part of the plan" for name in unknown)
     return Audit(
         num_units=plan.num_units,
         expected_rows=plan.num_rows,
         written_rows=total.written_rows,
-        lost_rows=total.lost_rows + int(plan.unit_rows[missing].sum()),
+        lost_rows=total.lost_rows + missing_rows,
         duplicated_rows=total.duplicated_rows,
         num_missing=len(missing),
+        missing_rows=missing_rows,
         missing=tuple(int(unit) for unit in missing[:_NUM_EXAMPLES]),
         num_foreign=total.num_foreign + len(unknown),
         foreign=(strangers + total.foreign)[:_NUM_EXAMPLES],
@@ -150,13 +159,16 @@ def finish(store: Store, plan: UnitPlan, found: Audit) -> None:
     }
     if not plan.is_partitioned:
         said["files"] = [part_name(number) for number in range(plan.num_units)]
+    data = json.dumps(said, sort_keys=True).encode()
     reach("before_success")
-    store.create(SUCCESS, json.dumps(said, sort_keys=True).encode())
+    # what is there is true, of the input before it grew
+    if not store.create(SUCCESS, data) and not is_finished(store, plan):
+        store.replace(SUCCESS, data)
     reach("after_success")
 
 
 def is_finished(store: Store, plan: UnitPlan) -> bool:
-    """Return whether the output is complete.
+    """Return whether the output is complete, with all input that was added to it.
 
     Raises:
         CommitError: it is, and it belongs to another plan.
@@ -164,6 +176,8 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     try:
         said = json.loads(store.read(SUCCESS))
     except FileNotFoundError:
+        return False
+    if plan.extends(said.get("plan")):
         return False
     if said.get("plan") != plan.hash:
         raise CommitError(
@@ -203,10 +217,10 @@ def _read_share(store: Store, plan: UnitPlan, units: Ints, part_format: PartForm
         where = f"{store.uri}/{name}"
         try:
             if plan.is_partitioned:
-                footer = read_files(store, plan.hash, unit, part_format)
+                footer = read_files(store, plan.hash_of(number), unit, part_format)
             else:
                 footer = read_footer(store, name, part_format)
-                footer.check_plan(unit, plan.hash, where)
+                footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
             is_gone = isinstance(error, FileNotFoundError)
             foreign.append(f"a file of {where} is missing: {error}" if is_gone else str(error))

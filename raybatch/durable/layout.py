@@ -14,6 +14,7 @@ __all__ = [
     "DONE",
     "FRAGMENTS",
     "PLAN",
+    "PLANS",
     "RUNS",
     "SCHEMA",
     "STAGING",
@@ -24,10 +25,14 @@ __all__ = [
     "done_unit",
     "fragment_folder",
     "fragment_name",
+    "fragment_unit",
     "heartbeat_name",
     "heartbeat_run",
+    "is_probe",
     "part_name",
     "part_unit",
+    "plan_name",
+    "plan_of_shard",
     "probe_name",
     "run_log_name",
     "run_log_run",
@@ -36,6 +41,7 @@ __all__ = [
 
 PLAN = "_raybatch/plan.json"
 SCHEMA = "_raybatch/schema.arrow"
+PLANS = "_raybatch/plan"
 SUCCESS = "_SUCCESS"
 DATA = "data"
 DONE = "_raybatch/done"
@@ -48,6 +54,9 @@ _DIGITS = r"(\d{6}|[1-9]\d{6,})"
 _PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
 _LOG = re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII)
 _ALIVE = re.compile(r"_raybatch/runs/([^/]+)\.alive")
+_FRAGMENT = re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII)
+_SHARD = re.compile(r"_raybatch/plan/([^/]+)/[^/]+")
+_PROBE = re.compile(r"_raybatch/probe-[^/]+")
 _DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
 
 
@@ -83,6 +92,11 @@ def part_unit(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def plan_name(number: int) -> str:
+    """Return the name of a plan of an output: 1 is the first, others are of later input."""
+    return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
+
+
 def done_name(unit: int) -> str:
     """Return the name of the record that a unit of a partitioned output is complete."""
     return f"{DONE}/{unit:06d}.json"
@@ -102,6 +116,18 @@ def fragment_folder(unit: int) -> str:
 def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str:
     """Return the name of a fragment of a unit's journal."""
     return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
+
+
+def fragment_unit(name: str) -> int | None:
+    """Return the unit whose journal a file is in; None where it is in none."""
+    match = _FRAGMENT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def plan_of_shard(name: str) -> str | None:
+    """Return the hash of the plan that a file is a shard of; None where it is of none."""
+    match = _SHARD.fullmatch(name)
+    return match[1] if match else None
 
 
 def attempt_name(unit: int, number: int) -> str:
@@ -139,3 +165,8 @@ def staging_name(token: str) -> str:
 def probe_name(token: str) -> str:
     """Return the name of a file that shows whether a store creates files exclusively."""
     return f"_raybatch/probe-{token}"
+
+
+def is_probe(name: str) -> bool:
+    """Return whether a file was made by a store to see what it can do."""
+    return _PROBE.fullmatch(name) is not None

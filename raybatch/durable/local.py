@@ -3,7 +3,7 @@
 import errno
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from raybatch.durable.exclusive import tell_last_writer_wins
@@ -51,20 +51,11 @@ class LocalStore:
         return self._is_exclusive
 
     def create(self, name: str, data: bytes) -> bool:
-        path = self._path(name)
-        _make_folder(os.path.dirname(path))
-        with self._staged(data) as staged:
-            won = _publish(staged, path)
-        # also after a lost race: the winner may have died before it did this
-        _flush_folder(os.path.dirname(path))
-        return won
+        # the folder is flushed also after a lost race: the winner may have died before it did this
+        return self._put(name, data, _publish)
 
     def replace(self, name: str, data: bytes) -> None:
-        path = self._path(name)
-        _make_folder(os.path.dirname(path))
-        with self._staged(data) as staged:
-            os.replace(staged, path)
-        _flush_folder(os.path.dirname(path))
+        self._put(name, data, _move)
 
     def read(self, name: str) -> bytes:
         with open(self._path(name), "rb") as file:
@@ -93,6 +84,16 @@ class LocalStore:
     def _path(self, name: str) -> str:
         return os.path.join(self._root, check_name(name))
 
+    def _put(self, name: str, data: bytes, publish: Callable[[str, str], bool]) -> bool:
+        path = self._path(name)
+        _make_folder(os.path.dirname(path))
+        won: bool | None = None
+        while won is None:
+            with self._staged(data) as staged:
+                won = _unless_vanished(publish, staged, path)
+        _flush_folder(os.path.dirname(path))
+        return won
+
     @contextmanager
     def _staged(self, data: bytes) -> Iterator[str]:
         """Hold `data` in a file of no lasting name, on the disk."""
@@ -107,6 +108,21 @@ class LocalStore:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _unless_vanished(publish: Callable[[str, str], bool], staged: str, path: str) -> bool | None:
+    """Give a staged file its name, as `publish` does; None where the file has vanished."""
+    try:
+        return publish(staged, path)
+    except FileNotFoundError:  # another run was complete and has tidied up
+        if os.path.exists(staged) or not os.path.isdir(os.path.dirname(path)):
+            raise
+        return None
+
+
+def _move(staged: str, path: str) -> bool:
+    os.replace(staged, path)
+    return True
 
 
 def _publish(staged: str, path: str) -> bool:

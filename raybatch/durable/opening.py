@@ -10,7 +10,7 @@ from raybatch.errors import CommitError
 __all__ = ["open_plan"]
 
 
-def open_plan(store: Store, make: Callable[[], bytes]) -> bytes:
+def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
     """Return the plan of an output, making it where there is none.
 
     What is returned was read from the store: of two runs at once both follow the one plan that
@@ -19,29 +19,31 @@ def open_plan(store: Store, make: Callable[[], bytes]) -> bytes:
     Args:
         store: of the sink.
         make: writes the shards of a new plan, under names of its own, and returns `plan.json`.
+        name: of the file; another than the first plan's for input that came later.
 
     Raises:
         CommitError: there are parts and no plan.
     """
-    stored = _read(store)
+    stored = _read(store, name)
     if stored is None:
-        _refuse_parts_without_plan(store)
+        if name == PLAN:
+            _refuse_parts_without_plan(store)
         reach("before_shards")
         made = make()
         reach("before_plan")
-        store.create(PLAN, made)
+        store.create(name, made)
         reach("after_plan")
-        stored = _read(store)
+        stored = _read(store, name)
     if stored is None:
         raise CommitError(
-            f"{store.uri}/{PLAN} was there and is gone; somebody else removes files of this output"
+            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
         )
     return stored
 
 
-def _read(store: Store) -> bytes | None:
+def _read(store: Store, name: str = PLAN) -> bytes | None:
     try:
-        return store.read(PLAN)
+        return store.read(name)
     except FileNotFoundError:
         return None
 

@@ -1,7 +1,8 @@
 """What is committed: units of a plan, and what the rows of a unit came to."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "UnitCounts",
     "UnitPlan",
     "add_row_sums",
+    "join_plans",
     "row_sum",
     "row_sums",
     "sum_counts",
@@ -68,12 +70,16 @@ class UnitPlan:
         unit_rows: int64 [U], rows of each unit.
         row_sums: uint64 [U], see `row_sums`.
         is_partitioned: the rows of a unit lie in one file per value of some input columns.
+        first_unit: number in the output of the first unit, for a plan of input that came later.
+        hashes: first unit and hash of each plan, where this is several of them in one.
     """
 
     hash: str
     unit_rows: Ints
     row_sums: Uint64s
     is_partitioned: bool = False
+    first_unit: int = 0
+    hashes: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.unit_rows) != len(self.row_sums):
@@ -91,13 +97,39 @@ class UnitPlan:
         """Return the rows of all units."""
         return int(self.unit_rows.sum())
 
+    def hash_of(self, number: int) -> str:
+        """Return the hash of the plan that a unit belongs to."""
+        if not self.hashes:
+            return self.hash
+        return self.hashes[bisect_right(self.hashes, number, key=lambda one: one[0]) - 1][1]
+
+    def extends(self, other: object) -> bool:
+        """Return whether this is the plan of hash `other` and others after it."""
+        return self.hash.startswith(f"{other}+")
+
     def unit(self, number: int) -> Unit:
-        """Return one unit."""
+        """Return one unit of this plan, the first of which is 0."""
         return Unit(
-            number=number,
+            number=self.first_unit + number,
             num_rows=int(self.unit_rows[number]),
             row_sum=int(self.row_sums[number]),
         )
+
+
+def join_plans(plans: Sequence[UnitPlan]) -> UnitPlan:
+    """Return the plans of an output in one, in the order in which they were made."""
+    if len(plans) == 1:
+        return plans[0]
+    starts = np.cumsum([0, *(plan.num_units for plan in plans)]).tolist()
+    if [plan.first_unit for plan in plans] != starts[:-1]:
+        raise CommitError(f"the plans {[plan.hash for plan in plans]} do not follow each other")
+    return UnitPlan(
+        hash="+".join(plan.hash for plan in plans),
+        unit_rows=np.concatenate([plan.unit_rows for plan in plans]),
+        row_sums=np.concatenate([plan.row_sums for plan in plans]),
+        is_partitioned=plans[0].is_partitioned,
+        hashes=tuple((plan.first_unit, plan.hash) for plan in plans),
+    )
 
 
 def row_sum(row: Ints) -> int:

@@ -146,6 +146,7 @@ def _trusting_audit(store: Store, plan: UnitPlan, **options: Any) -> Audit:  # n
         lost_rows=lost,
         duplicated_rows=0,
         num_missing=len(missing),
+        missing_rows=lost,
         missing=tuple(missing.tolist()),
         num_foreign=0,
         foreign=(),

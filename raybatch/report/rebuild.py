@@ -1,16 +1,18 @@
 """Makes the report of a job from what lies below its sink, whatever became of the runs."""
 
-from raybatch.durable.audit import Audit, audit
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raybatch.durable.audit import Audit, audit, is_finished
 from raybatch.history.reading import read_history, with_unlogged
 from raybatch.history.records import History, RunRecord
 from raybatch.pictures.wording import count
 from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.record import RunReport, error_counts
-from raybatch.stages.plan.store import StoredPlan, read_plan
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plan, read_plans
 from raybatch.stages.sink import output_files
 from raybatch.stages.storage import store_of, told_as
-from raybatch.stages.unit_writer import plan_units
 
 __all__ = ["counted_report", "report_of"]
 
@@ -26,21 +28,32 @@ def report_of(sink: str) -> RunReport:
     Raises:
         ConfigError: there is no plan of this version below it, or it cannot be read.
     """
-    stored = read_plan(sink)
     with told_as(f"the output in {sink!r} cannot be read"):
-        store = store_of(sink)
-        found, history = audit(store, plan_units(sink, stored)), read_history(store)
-        return counted_report(sink, stored, found, history)
+        store, plans = store_of(sink), read_plans(sink)
+        if not plans:
+            read_plan(sink)  # says what is missing
+        units = read_all_units(sink, plans)
+        found, history = audit(store, units), read_history(store)
+        report = counted_report(sink, plans, found, history, is_complete=is_finished(store, units))
+    return replace(report, is_rebuilt=True)
 
 
-def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History) -> RunReport:
-    """Return what plan, audit and logs say of a job.
+def counted_report(
+    sink: str,
+    plans: Sequence[StoredPlan],
+    found: Audit,
+    history: History,
+    *,
+    is_complete: bool,
+) -> RunReport:
+    """Return what plans, audit and logs say of a job.
 
     Args:
         sink: of the job.
-        stored: its plan.
+        plans: of it, at least one.
         found: in its output.
         history: of its runs.
+        is_complete: all units were written once, so that one that is not there is lost.
     """
     counts = found.counts
     history = with_unlogged(
@@ -52,12 +65,13 @@ def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History
     root = store_of(sink).uri + "/"
     last = history.runs[-1] if history.runs else RunRecord(run_id="", started=0.0, seconds=0.0)
     return RunReport(
-        source=redacted(last.source) or "not known",
+        source=redacted(last.source or plans[0].source) or "not known",
         sink=redacted(sink),
-        model=last.model or "not known",
+        model=last.model or redacted(plans[0].model) or "not known",
         rows_in=found.expected_rows,
         rows_out=found.written_rows,
-        rows_lost=found.lost_rows,
+        rows_lost=found.lost_rows if is_complete else found.unreadable_rows,
+        rows_todo=0 if is_complete else found.missing_rows,
         rows_duplicated=found.duplicated_rows,
         rows_resumed=last.rows_resumed,
         statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
@@ -73,7 +87,7 @@ def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History
         restarts=sum(run.last.restarts for run in history.runs),
         versions=last.versions,
         output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
-        planned_hit_rate=_planned_hit_rate(stored),
+        planned_hit_rate=_planned_hit_rate(plans),
         num_units=found.num_units,
         problems=_problems(found),
         prompt_lengths=_lengths(counts.prompt_lengths, counts.prompt_tokens),
@@ -82,10 +96,11 @@ def counted_report(sink: str, stored: StoredPlan, found: Audit, history: History
     )
 
 
-def _planned_hit_rate(stored: StoredPlan) -> float | None:
-    if not stored.logical_tokens:
+def _planned_hit_rate(plans: Sequence[StoredPlan]) -> float | None:
+    logical = sum(stored.logical_tokens for stored in plans)
+    if not logical:
         return None
-    return 1 - stored.computed_tokens / stored.logical_tokens
+    return 1 - sum(stored.computed_tokens for stored in plans) / logical
 
 
 def _lengths(counts: tuple[int, ...], total: int) -> Histogram:

@@ -26,6 +26,7 @@ from raybatch.pictures.cards import Card, draw_cards
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
 from raybatch.pictures.wording import amount, duration, full, percent, printable
 from raybatch.prefix.histogram import Histogram
+from raybatch.stages.schema import GOOD_STATUSES
 
 __all__ = [
     "PAGE_PATH",
@@ -42,7 +43,6 @@ REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
 
 _MAX_MESSAGE = 120
-_GOOD_STATUSES = ("ok", "truncated", "filtered")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +83,7 @@ class RunReport:
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
         rows_duplicated: sink rows beyond the first of the same row.
+        rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         rows_resumed: rows that earlier runs had written.
         statuses: row status (see `raybatch.stages.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
@@ -107,6 +108,7 @@ class RunReport:
         prompt_lengths: prompt tokens of the rows that were asked.
         output_lengths: generated tokens, of each sample.
         history: all runs of the job.
+        is_rebuilt: made after a run that left no report of its own.
     """
 
     source: str
@@ -116,6 +118,7 @@ class RunReport:
     rows_out: int
     rows_lost: int = 0
     rows_duplicated: int = 0
+    rows_todo: int = 0
     rows_resumed: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     errors: tuple[ErrorCount, ...] = ()
@@ -137,11 +140,12 @@ class RunReport:
     prompt_lengths: Histogram = field(default_factory=Histogram)
     output_lengths: Histogram = field(default_factory=Histogram)
     history: History = field(default_factory=History)
+    is_rebuilt: bool = False
 
     @property
     def rows_failed(self) -> int:
         """Rows whose status is an error."""
-        return sum(n for status, n in self.statuses.items() if status not in _GOOD_STATUSES)
+        return sum(n for status, n in self.statuses.items() if status not in GOOD_STATUSES)
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -154,8 +158,8 @@ class RunReport:
         return _rate(self.generated_tokens, self.engines_s)
 
     def exit_code(self) -> int:
-        """Return 0 for a finished run, 2 with error rows in it, 1 for lost or repeated rows."""
-        if self.rows_lost or self.rows_duplicated:
+        """Return 0 for a finished run, 2 with error rows in it, 1 where rows are not there once."""
+        if self.rows_lost or self.rows_duplicated or self.rows_todo:
             return 1
         return 2 if self.rows_failed else 0
 
@@ -266,6 +270,8 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
     if report.rows_duplicated:
         rows += f", {report.rows_duplicated} duplicated"
+    if report.rows_todo:
+        rows += f", {report.rows_todo} still to do"
     if report.rows_resumed:
         rows += f"; {report.rows_resumed} of them were written by earlier runs"
     facts = [("model", report.model), ("source", report.source), ("rows", rows)]
@@ -299,7 +305,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
         ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
         ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
-        ("report", report_path(report.sink)),
+        ("report", "none yet" if report.is_rebuilt else report_path(report.sink)),
     ]
 
 

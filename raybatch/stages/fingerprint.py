@@ -21,15 +21,18 @@ from raybatch.errors import ConfigError, encodable
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.options import StageConfig
 from raybatch.stages.prepare import find_model
+from raybatch.stages.schema import OutputSchema
 from raybatch.stages.source import Source
 from raybatch.stages.storage import told_as
 
 __all__ = [
     "InputFile",
     "check_same",
+    "compare_files",
     "fingerprint",
     "fingerprint_digest",
     "input_files",
+    "output_columns",
     "output_schema",
 ]
 
@@ -133,6 +136,20 @@ def output_schema(source: pa.Schema, config: StageConfig) -> pa.Schema:
     return pa.schema([*kept, *output.arrow()], metadata=source.metadata)
 
 
+def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema | None:
+    """Return the columns that the stage of a job adds, from what decides its answers.
+
+    None where it says nothing of them, as for pipelines of the user's own.
+    """
+    if "output_prefix" not in fingerprint:
+        return None
+    return OutputSchema(
+        num_samples=json.loads(fingerprint["sampling.n"]),
+        has_logprobs=json.loads(fingerprint["sampling.logprobs"]) is not None,
+        prefix=json.loads(fingerprint["output_prefix"]),
+    )
+
+
 def input_files(source: Source) -> tuple[InputFile, ...]:
     """Return every file of a source with its rows, and a digest of its size and its end.
 
@@ -151,6 +168,30 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
             (name, num_rows, digest)
             for ((name, _), num_rows), digest in zip(rows.items(), digests, strict=True)
         )
+
+
+def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
+    """Return the names of files that have changed, and of those that cannot be read.
+
+    Args:
+        root: folder that their names are relative to.
+        files: as they once were.
+    """
+
+    def state(file: InputFile) -> str:
+        name, _, digest = file
+        try:
+            return "same" if _digest(f"{root}/{name}") == digest else "changed"
+        except ConfigError:
+            return "unreadable"
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        states = list(pool.map(state, files))
+    found = [(name, said) for (name, _, _), said in zip(files, states, strict=True)]
+    return (
+        [name for name, said in found if said == "changed"],
+        [name for name, said in found if said == "unreadable"],
+    )
 
 
 def _digest(path: str) -> str:
@@ -174,36 +215,43 @@ def check_same(
     stored_files: Sequence[InputFile],
     now: Mapping[str, str],
     files: Sequence[InputFile],
+    may_grow: bool = False,
 ) -> None:
     """Raise ConfigError where the output below a sink was begun by a job with other answers.
 
-    The error names what is different: options, and files of the input.
+    The error names what is different: options, and files of the input; new ones may have come
+    where the input may grow.
     """
     different = [
         f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
         for name in sorted({*stored, *now})
         if stored.get(name) != now.get(name)
     ]
-    different += _different_files(stored_files, files)
+    different += _different_files(stored_files, files, may_grow)
+    new = {name for name, *_ in files} - {name for name, *_ in stored_files}
+    more = ", set extend=True (--extend in a shell) to add new files" if new else ""
     if different:
         raise ConfigError(
             f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
-            "go on with it, choose another folder, or set overwrite=True (--overwrite in a shell) "
-            "to begin again"
+            f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "
+            "shell) to begin again"
         )
 
 
-def _different_files(stored: Sequence[InputFile], files: Sequence[InputFile]) -> list[str]:
+def _different_files(
+    stored: Sequence[InputFile], files: Sequence[InputFile], may_grow: bool
+) -> list[str]:
     before, after = ({name: rest for name, *rest in found} for found in (stored, files))
     said = []
     for what, names in (
         ("is missing", sorted(before.keys() - after.keys())),
-        ("is new", sorted(after.keys() - before.keys())),
+        ("is new", [] if may_grow else sorted(after.keys() - before.keys())),
         ("has changed", sorted(n for n in before.keys() & after.keys() if before[n] != after[n])),
     ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             said.append(f"the input file {names[0]}{more} {what}")
-    if not said and [name for name, *_ in stored] != [name for name, *_ in files]:
+    order = [name for name, *_ in files if name in before]
+    if not said and [name for name, *_ in stored] != order:
         said.append("the input files are read in another order")
     return said

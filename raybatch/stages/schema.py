@@ -13,6 +13,8 @@ ERROR_COLUMN = "__inference_error__"
 
 Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "error", "crashed"]
 
+GOOD_STATUSES: tuple[Status, ...] = ("ok", "truncated", "filtered")
+
 _STATUS_OF_ERROR: Mapping[str, Status] = {
     "PromptTooLong": "too_long",
     "CapacityError": "too_long",

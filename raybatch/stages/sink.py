@@ -10,12 +10,12 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
-from raybatch.durable.layout import DATA, STAGING, SUCCESS, part_unit, probe_name
-from raybatch.durable.store import Store
+from raybatch.durable.layout import DATA, PLAN, STAGING, SUCCESS, part_unit, probe_name
+from raybatch.durable.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import store_of, told_as
 
-__all__ = ["check_partitions", "output_files", "prepare_sink"]
+__all__ = ["check_partitions", "is_marked", "output_files", "prepare_sink"]
 
 _PARTITION_TYPES = (
     pa.types.is_string,
@@ -28,6 +28,7 @@ _PARTITION_TYPES = (
 # Its presence says that a run of this library has written the folder.
 _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
+_LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
 _OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^/]+/)?)?[^/]+")
 
 
@@ -120,9 +121,12 @@ def _is_ours(name: str) -> bool:
 
 
 def _order_of_removal(name: str) -> tuple[int, str]:
-    first = (SUCCESS, "_raybatch/plan.json")
+    if name == SUCCESS:
+        return 0, name
+    if _LATER_PLAN.fullmatch(name):  # without the first they would be taken to follow another
+        return 1, name
     # the mark goes last: without it a second attempt would refuse what is left
-    return (first.index(name) if name in first else 3 if name == _MARKER else 2), name
+    return (2 if name == PLAN else 4 if name == _MARKER else 3), name
 
 
 def _check_layout(sink: str, marker: bytes) -> None:
@@ -138,6 +142,11 @@ def _check_layout(sink: str, marker: bytes) -> None:
             f"the output in {sink} has layout {layout}, this version of raybatch writes layout "
             f"{_LAYOUT}; choose another folder, or set overwrite=True (--overwrite in a shell)"
         )
+
+
+def is_marked(store: Store) -> bool:
+    """Return whether a run of this library has written the folder."""
+    return store.size(_MARKER) is not None
 
 
 def output_files(sink: str) -> list[str]:

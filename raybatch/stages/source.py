@@ -1,11 +1,11 @@
 """Files as a Ray dataset whose rows know their file and position."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import fsspec
 import pyarrow as pa
@@ -68,6 +68,19 @@ class Source:
     num_rows: int
     skipped: tuple[SkippedFile, ...] = ()
     is_projected: bool = False
+
+    @property
+    def root(self) -> str:
+        """Return the folder that the names of the files are relative to, "" where none is known."""
+        for part in self.slices:
+            if part.path.endswith(f"/{part.name}"):
+                return part.path.removesuffix(f"/{part.name}")
+        return ""
+
+    def only(self, names: Collection[str]) -> Self:
+        """Return the files of these names."""
+        slices = tuple(part for part in self.slices if part.name in names)
+        return replace(self, slices=slices, num_rows=sum(part.num_rows for part in slices))
 
     def tasks(self) -> list[range]:
         """Return the slices of each read task: neighbours, few to a task where they are large."""

@@ -14,12 +14,12 @@ from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import FRAGMENTS
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.plan.store import StoredPlan
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.receipts import UnitReceipt
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
-from raybatch.stages.unit_writer import UnitWriter, plan_units
+from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["FeederRunner", "RunObserver"]
 
@@ -60,10 +60,12 @@ class FeederRunner:
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
-            done = committed(store_of(self.sink), plan_units(self.sink, stored))
+            units = read_all_units(self.sink, read_plans(self.sink))
+            done = committed(store_of(self.sink), units)
         reach("after_list")
-        self.observer.planned(stored, ~done)
-        return ~done
+        is_todo = ~done[stored.first_unit : stored.first_unit + stored.num_units]
+        self.observer.planned(stored, is_todo)
+        return is_todo
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
         feeder = self._feeder(

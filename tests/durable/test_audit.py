@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from raybatch.durable.audit import audit, finish, is_finished
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import part_name
 from raybatch.durable.store import open_store
-from raybatch.durable.units import ErrorCount, UnitCounts, sum_counts
+from raybatch.durable.units import ErrorCount, UnitCounts, join_plans, sum_counts
 from raybatch.errors import CommitError
 from tests.durable.support import make_plan, unit_of
 
@@ -153,3 +154,70 @@ def test_an_empty_plan_is_complete(store):
     plan = make_plan([])
     finish(store, plan, audit(store, plan))
     assert is_finished(store, plan)
+
+
+LATER = replace(make_plan([[0, 1], [2]], hash="plan-b"), first_unit=3)
+BOTH = join_plans([PLAN, LATER])
+
+
+def commit_later(store, *numbers, plan=LATER):
+    for number in numbers:
+        commit_unit(store, **unit_of(plan, [[0, 1], [2]], number))
+
+
+def test_units_of_a_later_plan_are_numbered_after_the_last(store):
+    commit_later(store, 0, 1)
+    assert [part_name(3), part_name(4)] == store.names("data")
+
+
+def test_units_of_several_plans_are_audited_together(store):
+    commit(store, 0, 1, 2)
+    commit_later(store, 0, 1)
+    found = audit(store, BOTH)
+    assert (9, True, 5) == (found.written_rows, found.is_clean, found.num_units)
+
+
+def test_a_unit_of_the_wrong_one_of_several_plans_is_foreign(store):
+    commit(store, 0, 1, 2)
+    commit_later(store, 0, 1, plan=replace(LATER, hash="plan-a"))
+    found = audit(store, BOTH)
+    assert (2, 3) == (found.num_foreign, found.lost_rows)
+    assert "belongs to plan plan-a, the output to plan plan-b" in found.foreign[0]
+
+
+def test_an_output_that_has_grown_is_not_finished_until_the_rest_is_there(store):
+    commit(store, 0, 1, 2)
+    finish(store, PLAN, audit(store, PLAN))
+    before = store.read("_SUCCESS")
+    assert not is_finished(store, BOTH)
+    with pytest.raises(CommitError, match="2 units are missing"):
+        finish(store, BOTH, audit(store, BOTH))
+    assert before == store.read("_SUCCESS")
+
+
+def test_success_is_replaced_when_an_output_has_grown(store):
+    commit(store, 0, 1, 2)
+    finish(store, PLAN, audit(store, PLAN))
+    commit_later(store, 0, 1)
+    finish(store, BOTH, audit(store, BOTH))
+    said = json.loads(store.read("_SUCCESS"))
+    assert ("plan-a+plan-b", 5, 9, 5) == (
+        said["plan"],
+        said["units"],
+        said["rows"],
+        len(said["files"]),
+    )
+
+
+def test_success_of_a_grown_output_is_not_taken_back_by_who_knows_less(store):
+    commit(store, 0, 1, 2)
+    commit_later(store, 0, 1)
+    finish(store, BOTH, audit(store, BOTH))
+    with pytest.raises(CommitError, match="belongs to plan"):
+        finish(store, PLAN, audit(store, BOTH))
+    assert is_finished(store, BOTH)
+
+
+def test_plans_that_do_not_follow_each_other_are_refused():
+    with pytest.raises(CommitError, match="do not follow each other"):
+        join_plans([PLAN, replace(LATER, first_unit=2)])

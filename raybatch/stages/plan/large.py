@@ -292,6 +292,10 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         shards=tuple(zip(written, firsts, strict=False)),
         fingerprint=job.fingerprint,
         partition_by=job.partition_by,
+        source=job.source.root,
+        model=job.config.model,
+        number=job.number,
+        first_unit=job.first_unit,
     )
     return write_plan(job.sink, stored, units)
 

@@ -81,6 +81,8 @@ class PlannedRun:
         fingerprint: what decides the answers.
         files: of the source.
         partition_by: columns of the source by which the output is laid out.
+        number: of the plan among those of the output, from 1.
+        first_unit: number in the output of the plan's first unit.
     """
 
     source: Source
@@ -92,6 +94,8 @@ class PlannedRun:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[InputFile] = ()
     partition_by: tuple[str, ...] = ()
+    number: int = 1
+    first_unit: int = 0
 
     @property
     def id_column(self) -> str:

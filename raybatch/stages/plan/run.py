@@ -50,6 +50,9 @@ def store_input_order(job: PlannedRun) -> StoredPlan:
         fingerprint=job.fingerprint,
         files=job.files,
         partition_by=job.partition_by,
+        model=job.config.model,
+        number=job.number,
+        first_unit=job.first_unit,
     )
 
 
@@ -61,6 +64,9 @@ def store_stretches(
     fingerprint: Mapping[str, str],
     files: Sequence[InputFile],
     partition_by: tuple[str, ...] = (),
+    model: str = "",
+    number: int = 1,
+    first_unit: int = 0,
 ) -> StoredPlan:
     """Write such a plan of a source, and return the one that holds.
 
@@ -71,6 +77,9 @@ def store_stretches(
         fingerprint: what decides the answers.
         files: of the source.
         partition_by: columns by which the output is laid out.
+        model: as the user named it.
+        number: of the plan among those of the output, from 1.
+        first_unit: number in the output of its first unit.
     """
     rows = [
         sum(part.num_rows for part in source.slices[slices.start : slices.stop])
@@ -93,6 +102,10 @@ def store_stretches(
         shards=(),
         fingerprint=fingerprint,
         partition_by=partition_by,
+        source=source.root,
+        model=model,
+        number=number,
+        first_unit=first_unit,
     )
     return write_plan(sink, stored, stretches(name, unit_rows))
 

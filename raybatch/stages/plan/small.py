@@ -212,6 +212,10 @@ def store_plan(
         shards=((write_shard(job.sink, name, 0, shard), 0),),
         fingerprint=job.fingerprint,
         partition_by=job.partition_by,
+        source=job.source.root,
+        model=job.config.model,
+        number=job.number,
+        first_unit=job.first_unit,
     )
     sums = row_sums(shard.column("unit").to_numpy(), np.arange(whole.num_rows), whole.num_units)
     units = UnitPlan(hash=name, unit_rows=np.diff(whole.unit_starts), row_sums=sums)

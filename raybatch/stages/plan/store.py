@@ -21,9 +21,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
-from raybatch.durable.layout import PLAN
+from raybatch.durable.layout import plan_name
 from raybatch.durable.opening import open_plan
-from raybatch.durable.units import UnitPlan, row_sum
+from raybatch.durable.units import UnitPlan, join_plans, row_sum
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
@@ -39,7 +39,9 @@ __all__ = [
     "log_plan",
     "make_shard",
     "plan_hash",
+    "read_all_units",
     "read_plan",
+    "read_plans",
     "read_shards",
     "read_units",
     "rows_in_stretches",
@@ -85,6 +87,11 @@ class StoredPlan:
             input and `units.arrow` says all.
         fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
         partition_by: columns of the source by which the output is laid out.
+        source: folder that the names of the files are relative to, when the plan was made; for
+            people and for looking whether the files are still the same.
+        model: as the user named it; for people.
+        number: of the plan among those of the output; above 1 it is of input that came later.
+        first_unit: number in the output of its first unit.
     """
 
     hash: str
@@ -100,6 +107,10 @@ class StoredPlan:
     shards: tuple[tuple[str, int], ...]
     fingerprint: Mapping[str, str]
     partition_by: tuple[str, ...] = ()
+    source: str = ""
+    model: str = ""
+    number: int = 1
+    first_unit: int = 0
     version: int = _VERSION
 
 
@@ -201,27 +212,46 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     table = pa.table({"num_rows": units.unit_rows, "row_sum": units.row_sums})
     _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
-    with told_as(f"{sink.rstrip('/')}/{PLAN} cannot be written"):
-        said = open_plan(store_of(sink), text.encode)
-    found = _parse(sink, said)
+    name = plan_name(stored.number)
+    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+        said = open_plan(store_of(sink), text.encode, name=name)
+    found = _parse(sink, said, name)
+    if (found.files, found.fingerprint) != (stored.files, stored.fingerprint):
+        raise ConfigError(
+            f"another run was faster to plan {sink}, and for other input files or options; run the "
+            "job again"
+        )
     if found.hash != stored.hash:
         logger.info("another run was faster to plan %s; its plan is followed", sink)
     return found
 
 
-def read_plan(sink: str) -> StoredPlan:
-    """Return what `plan.json` below the sink says.
+def read_plan(sink: str, number: int = 1) -> StoredPlan:
+    """Return what `plan.json` below the sink says, or a later plan of that number.
 
     Raises:
         ConfigError: there is none, or it is not one of this version.
     """
-    path = f"{sink.rstrip('/')}/{PLAN}"
-    with told_as(f"{path} cannot be read"):
-        return _parse(sink, store_of(sink).read(PLAN))
+    name = plan_name(number)
+    with told_as(f"{sink.rstrip('/')}/{name} cannot be read"):
+        return _parse(sink, store_of(sink).read(name), name)
 
 
-def _parse(sink: str, said: bytes) -> StoredPlan:
-    path = f"{sink.rstrip('/')}/{PLAN}"
+def read_plans(sink: str) -> tuple[StoredPlan, ...]:
+    """Return all plans of an output in the order in which they were made; none before the first."""
+    store, plans = store_of(sink), list[StoredPlan]()
+    while store.size(plan_name(len(plans) + 1)) is not None:
+        plans.append(read_plan(sink, len(plans) + 1))
+    return tuple(plans)
+
+
+def read_all_units(sink: str, plans: Sequence[StoredPlan]) -> UnitPlan:
+    """Return rows and sums of the units of all plans of an output."""
+    return join_plans([read_units(sink, stored) for stored in plans])
+
+
+def _parse(sink: str, said: bytes, name: str) -> StoredPlan:
+    path = f"{sink.rstrip('/')}/{name}"
     with told_as(f"{path} is not a plan of this version of raybatch"):
         values = json.loads(said)
         for name in ("files", "shards"):
@@ -244,6 +274,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
             unit_rows=table.column("num_rows").to_numpy(),
             row_sums=table.column("row_sum").to_numpy(),
             is_partitioned=bool(stored.partition_by),
+            first_unit=stored.first_unit,
         )
 
 

@@ -1,0 +1,61 @@
+"""What runs leave beside the data: staged files, journals, probes, plans that do not hold.
+
+Nothing here is ever counted as data, and nothing named here is a part, the plan that holds, or what
+says that the output is complete.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+
+from raybatch.durable.layout import (
+    FRAGMENTS,
+    PLANS,
+    STAGING,
+    fragment_unit,
+    is_probe,
+    plan_of_shard,
+)
+from raybatch.durable.protocols import Store
+
+__all__ = ["drop_journal_and_staging", "leftovers"]
+
+
+def drop_journal_and_staging(store: Store) -> int:
+    """Remove what nobody needs once the output is complete; return how many files.
+
+    Other runs may still be at work: one that finds its staged file gone stages it again, and one
+    that finds no journal finds the parts.
+    """
+    names = [*store.names(FRAGMENTS), *store.names(STAGING)]
+    for name in names:
+        store.remove(name)
+    return len(names)
+
+
+def leftovers(
+    store: Store,
+    *,
+    plans: Collection[str],
+    is_committed: Callable[[int], bool],
+    is_finished: bool,
+) -> Iterator[tuple[str, bool]]:
+    """Yield the files that could go, each with whether a run at work could still miss it.
+
+    Args:
+        store: of the sink.
+        plans: hashes of the plans that hold; with none, no folder of a plan is named.
+        is_committed: whether a unit is in the output.
+        is_finished: the output is complete.
+    """
+    for name in store.names(FRAGMENTS):
+        unit = fragment_unit(name)
+        if is_finished or (unit is not None and is_committed(unit)):
+            yield name, False
+    for name in store.names(STAGING):
+        yield name, not is_finished
+    for name in store.names("_raybatch"):
+        if is_probe(name):
+            yield name, not is_finished
+    for name in store.names(PLANS) if plans else []:
+        plan = plan_of_shard(name)
+        if plan is not None and plan not in plans:
+            yield name, True

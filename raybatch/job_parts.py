@@ -1,0 +1,104 @@
+"""What a run of a job has to do: plans that are not complete, and input that is in no plan yet."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+
+from raybatch.durable.audit import is_finished
+from raybatch.durable.commit import committed
+from raybatch.stages.fingerprint import InputFile, check_same
+from raybatch.stages.plan.planned import PlannedRun
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
+from raybatch.stages.storage import store_of
+
+__all__ = ["JobPart", "is_complete", "is_whole", "parts_to_run", "plans_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPart:
+    """One plan of an output and the input files that it is of.
+
+    Args:
+        job: what the plan is about, with these files alone.
+        stored: the plan; None where it is still to be made.
+        rows_done: rows of it that are in the output.
+    """
+
+    job: PlannedRun
+    stored: StoredPlan | None
+    rows_done: int
+
+
+def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
+    """Return the plans that lie below the sink of a job.
+
+    Args:
+        job: with all of its files.
+        may_grow: files that are in no plan are fine.
+
+    Raises:
+        ConfigError: they are those of another job.
+    """
+    plans = read_plans(job.sink)
+    stored_files = [file for stored in plans for file in stored.files]
+    files = _in_order_of(plans, job.files)
+    for stored in plans:
+        check_same(
+            job.sink,
+            stored=stored.fingerprint,
+            stored_files=stored_files,
+            now=job.fingerprint,
+            files=files,
+            may_grow=may_grow,
+        )
+    return plans
+
+
+def _in_order_of(plans: Sequence[StoredPlan], files: Sequence[InputFile]) -> list[InputFile]:
+    """Return files as plans have them one after the other, then those that are in none."""
+    plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
+    return sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
+
+
+def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
+    """Return whether nothing is left to do for a job whose plans these are."""
+    if not plans or sum(len(stored.files) for stored in plans) < len(job.files):
+        return False
+    return is_finished(store_of(job.sink), read_all_units(job.sink, plans))
+
+
+def is_complete(part: JobPart) -> bool:
+    """Return whether all units of a part that has run are in the output."""
+    plans = read_plans(part.job.sink)
+    (stored,) = (one for one in plans if one.number == part.job.number)
+    is_done = committed(store_of(part.job.sink), read_all_units(part.job.sink, plans))
+    return bool(is_done[stored.first_unit :][: stored.num_units].all())
+
+
+def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> list[JobPart]:
+    """Return the plans with units to do, in their order, then the files that are in none."""
+    parts, known = [], set[str]()
+    if plans:
+        units = read_all_units(job.sink, plans)
+        is_done = committed(store_of(job.sink), units)
+    for stored in plans:
+        names = {name for name, *_ in stored.files}
+        known |= names
+        own = slice(stored.first_unit, stored.first_unit + stored.num_units)
+        if not is_done[own].all():
+            rows_done = int(units.unit_rows[own][is_done[own]].sum())
+            again = _numbered(job, stored.number, stored.first_unit)
+            parts.append(JobPart(job=_only(again, names), stored=stored, rows_done=rows_done))
+    new = {name for name, *_ in job.files} - known
+    if new or not plans:
+        added = _numbered(job, len(plans) + 1, sum(stored.num_units for stored in plans))
+        parts.append(JobPart(job=_only(added, new), stored=None, rows_done=0))
+    return parts
+
+
+def _numbered(job: PlannedRun, number: int, first_unit: int) -> PlannedRun:
+    return replace(job, number=number, first_unit=first_unit)
+
+
+def _only(job: PlannedRun, names: Set[str]) -> PlannedRun:
+    files = tuple(file for file in job.files if file[0] in names)
+    return replace(job, source=job.source.only(names), files=files)

@@ -1,0 +1,135 @@
+"""Removes what runs leave behind beside the data of an output."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import numpy as np
+
+from raybatch.durable.audit import is_finished
+from raybatch.durable.commit import listed_units
+from raybatch.durable.leftovers import leftovers
+from raybatch.durable.protocols import Store
+from raybatch.durable.store import open_store
+from raybatch.errors import ConfigError
+from raybatch.pictures.wording import printable
+from raybatch.stages.plan.store import read_all_units, read_plans
+from raybatch.stages.sink import is_marked
+from raybatch.stages.storage import told_as
+
+__all__ = ["Cleaned", "clean", "parse_age"]
+
+WEEK_S = 7 * 24 * 3600.0
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+_NUM_NAMES = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cleaned:
+    """What was removed from an output.
+
+    Args:
+        sink: that was cleaned.
+        names: of the files, relative to it.
+        num_bytes: of all of them.
+        num_young: files that stay because a run may need them still.
+        is_dry_run: nothing was removed.
+    """
+
+    sink: str
+    names: tuple[str, ...]
+    num_bytes: int
+    num_young: int
+    is_dry_run: bool
+
+    def __str__(self) -> str:
+        did = "would remove" if self.is_dry_run else "removed"
+        lines = [f"{did} {len(self.names)} files ({self.num_bytes} bytes) from {self.sink}"]
+        lines += [f"  {name}" for name in self.names[:_NUM_NAMES]]
+        if len(self.names) > _NUM_NAMES:
+            lines.append(f"  and {len(self.names) - _NUM_NAMES} more")
+        if self.num_young:
+            lines.append(f"{self.num_young} files are younger than --older-than and stay")
+        return "\n".join(printable(line) for line in lines)
+
+
+def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = False) -> Cleaned:
+    """Remove staged files, probes, journals and plans that nobody needs; never data.
+
+    Taken at any age: journals of units that are in the output, and of a complete output the other
+    journals and staged files too. Others are taken once they are old, since a run that is at work
+    may need them.
+
+    Args:
+        sink: folder that a job has written to, local or with a protocol.
+        older_than_s: age from which files count as left behind.
+        is_dry_run: remove nothing, say what would be.
+
+    Raises:
+        ConfigError: no job has written there, or it cannot be read or written.
+    """
+    sink = str(sink)
+    store = open_store(sink)
+    with told_as(f"output {sink!r} cannot be cleaned"):
+        if not is_marked(store):
+            raise ConfigError(f"{sink}: no job of raybatch has written here; nothing is removed")
+        chosen, num_young = _chosen(sink, store, older_than_s)
+        num_bytes = sum(store.size(name) or 0 for name in chosen)
+        for name in [] if is_dry_run else chosen:
+            store.remove(name)
+    return Cleaned(
+        sink=sink,
+        names=tuple(chosen),
+        num_bytes=num_bytes,
+        num_young=num_young,
+        is_dry_run=is_dry_run,
+    )
+
+
+def parse_age(age: str) -> float:
+    """Return the seconds of an age such as "30m", "12h" or "7d".
+
+    Raises:
+        ConfigError: it is no such age.
+
+    Example:
+        >>> parse_age("2h")
+        7200.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", age.strip())
+    if match is None:
+        raise ConfigError(f"--older-than {age!r} is no age; write a number and s, m, h or d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], int]:
+    """Return the files to remove, and how many more are too young."""
+    plans, is_done, is_complete = read_plans(sink), np.zeros(0, bool), False
+    if plans:
+        units = read_all_units(sink, plans)
+        is_done, _ = listed_units(store, units)
+        is_complete = is_finished(store, units)
+    found = leftovers(
+        store,
+        plans=frozenset(stored.hash for stored in plans),
+        is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
+        is_finished=is_complete,
+    )
+    chosen, num_young = [], 0
+    for name, may_be_needed in found:
+        if may_be_needed and _age_s(sink, name) < older_than_s:
+            num_young += 1
+        else:
+            chosen.append(name)
+    return chosen, num_young
+
+
+def _age_s(sink: str, name: str) -> float:
+    """Return the age of a file; 0 where its store does not tell one."""
+    fs, root = fsspec.core.url_to_fs(sink)
+    try:
+        return time.time() - float(fs.modified(f"{root.rstrip('/')}/{name}").timestamp())
+    except (NotImplementedError, FileNotFoundError):
+        return 0.0

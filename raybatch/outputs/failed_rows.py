@@ -1,0 +1,157 @@
+"""The error rows of a finished output as the source of a job that tries them again.
+
+Nothing in an output is ever overwritten, so the second answers go to a folder of their own.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Self, get_args
+
+import pyarrow as pa
+
+from raybatch.durable.audit import is_finished
+from raybatch.durable.layout import DATA, PLAN, part_name
+from raybatch.durable.parts import read_footer
+from raybatch.durable.protocols import Store
+from raybatch.durable.store import open_store
+from raybatch.durable.units import UnitPlan
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.stages.file_slices import FileSlice, joined
+from raybatch.stages.fingerprint import output_columns
+from raybatch.stages.plan.store import read_all_units, read_plans
+from raybatch.stages.schema import GOOD_STATUSES, OutputSchema, Status
+from raybatch.stages.source import Source, scan_source
+from raybatch.stages.storage import told_as
+from raybatch.stages.tally import row_statuses
+
+__all__ = ["ERROR_STATUSES", "FailedRows", "failed_rows"]
+
+logger = logging.getLogger(__name__)
+
+ERROR_STATUSES = tuple(name for name in get_args(Status) if name not in GOOD_STATUSES)
+_RETRIED = tuple(name for name in get_args(Status) if name != "ok")
+_THREADS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedRows(Source):
+    """Rows of the parts of an output that have one of some statuses.
+
+    Args:
+        parts: the same slices with all of their rows and columns.
+        output: columns of the stage that has written the parts.
+        statuses: of the rows that are read.
+    """
+
+    parts: Source
+    output: OutputSchema
+    statuses: frozenset[str]
+
+    def only(self, names: Collection[str]) -> Self:
+        """Return the rows of the parts of these names."""
+        return replace(Source.only(self, names), parts=self.parts.only(names))
+
+    def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
+        """Yield the rows of some neighbouring slices, without the columns of the stage.
+
+        Args:
+            task: positions of the slices.
+            row_id_column: of other sources; these rows have ids, and a job reads them from there.
+        """
+        for table in self.parts.read(task, row_id_column=row_id_column):
+            is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
+            chosen = table.filter(pa.array(is_wanted, pa.bool_()))
+            if chosen.num_rows:
+                yield chosen.select(self.schema.names)
+
+
+def failed_rows(
+    sink: str, output: OutputSchema, *, id_column: str, statuses: Collection[str] = ERROR_STATUSES
+) -> FailedRows:
+    """Return the rows of a finished output that have one of some statuses.
+
+    Args:
+        sink: of the job that has written the output.
+        output: columns of the stage that will try the rows again.
+        id_column: where that stage reads the ids of the rows.
+        statuses: of the rows.
+
+    Raises:
+        ConfigError: there is no such status, the output is not finished, or the new answers would
+            have other columns.
+    """
+    _check_statuses(statuses)
+    store = open_store(sink)
+    with told_as(f"output {sink!r} cannot be read"):
+        if store.size(PLAN) is None:
+            raise ConfigError(f"{sink}: there is no output of a job to take error rows from")
+        plans = read_plans(sink)
+        plan = read_all_units(sink, plans)
+        if plan.is_partitioned:
+            raise ConfigError(
+                f"the output in {sink} is laid out by columns, whose values are not in its files; "
+                "error rows of such outputs cannot be run again yet"
+            )
+        if not is_finished(store, plan):
+            raise ConfigError(
+                f"the output in {sink} is not finished; run the job again to the end, then its "
+                "error rows"
+            )
+        _check_columns(sink, output_columns(plans[0].fingerprint), output)
+        parts = scan_source(f"{store.uri}/{DATA}")
+        numbers = _rows_of_parts(store, plan, frozenset(statuses))
+    # a whole file each: how many rows of a slice failed is not known
+    slices = [(part, numbers.get(f"{DATA}/{part.name}", 0)) for part in joined(parts.slices)]
+    wanted = [(part, number) for part, number in slices if number]
+    dropped = set(output.arrow().names) - {id_column}
+    num_rows = sum(number for _, number in wanted)
+    logger.info("%d rows of %s are tried again", num_rows, sink)
+    return FailedRows(
+        schema=pa.schema([f for f in parts.schema if f.name not in dropped], parts.schema.metadata),
+        slices=tuple(_with_rows(part, number) for part, number in wanted),
+        num_rows=num_rows,
+        parts=replace(parts, slices=tuple(part for part, _ in wanted)),
+        output=output,
+        statuses=frozenset(statuses),
+    )
+
+
+def _check_statuses(statuses: Collection[str]) -> None:
+    for name in statuses:
+        if name not in _RETRIED:
+            raise ConfigError(
+                f"status {name!r} cannot be tried again{did_you_mean(name, _RETRIED)}; there are "
+                f"{', '.join(_RETRIED)}"
+            )
+    if not statuses:
+        raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
+
+
+def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) -> None:
+    if before is None:
+        raise ConfigError(f"the output in {sink} was not written by a job, and has no error rows")
+    if before != now:
+        raise ConfigError(
+            f"the new answers would have other columns than those in {sink}, so they could not be "
+            f"read together; set output_prefix={before.prefix!r}, sampling.n={before.num_samples} "
+            f"and sampling.logprobs {'as before' if before.has_logprobs else 'to none'}"
+        )
+
+
+def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> dict[str, int]:
+    """Return the parts that have rows of some statuses, with their number, from the footers."""
+
+    def count(unit: int) -> int:
+        counts = read_footer(store, part_name(unit)).counts
+        return sum(number for status, number in counts.statuses.items() if status in statuses)
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        numbers = list(threads.map(count, range(plan.num_units)))
+    return {part_name(unit): number for unit, number in enumerate(numbers) if number}
+
+
+def _with_rows(part: FileSlice, num_rows: int) -> FileSlice:
+    num_bytes = part.num_bytes * num_rows // max(1, part.num_rows)
+    return replace(part, num_rows=num_rows, num_bytes=num_bytes)

@@ -1,0 +1,52 @@
+"""The report of an output whose run has left none, or one that is older than the parts."""
+
+import logging
+
+from raybatch import report
+from raybatch.durable.layout import PLAN
+from raybatch.errors import ConfigError
+from raybatch.report import RunReport, read_report
+from raybatch.stages.sink import is_marked, output_files
+from raybatch.stages.storage import store_of, told_as
+
+__all__ = ["report_of"]
+
+logger = logging.getLogger(__name__)
+
+
+def report_of(sink: str) -> RunReport:
+    """Return the report of an output, also after a run that died.
+
+    The one that a run has written is taken if it names the parts that are there. Else it is made
+    from the plan and the footers: what only the run knew, such as times, is missing in it.
+
+    Raises:
+        ConfigError: no job has written there, or it has not come as far as a plan.
+    """
+    with told_as(f"output {sink!r} cannot be read"):
+        store = store_of(sink)
+        if store.size(PLAN) is None:
+            if is_marked(store):
+                raise ConfigError(
+                    f"{sink}: a run began here and ended before its plan was written, so there is "
+                    "nothing to report; run the job again"
+                )
+            return read_report(sink)
+        parts = _part_names(sink)
+        stored = _stored_report(sink)
+        if stored is not None and set(stored.output_files) == set(parts):
+            return stored
+        return report.report_of(sink)
+
+
+def _stored_report(sink: str) -> RunReport | None:
+    try:
+        return read_report(sink)
+    except ConfigError as error:  # none, torn, or of another version
+        logger.info("%s", error)
+        return None
+
+
+def _part_names(sink: str) -> tuple[str, ...]:
+    root = store_of(sink).uri + "/"
+    return tuple(path.removeprefix(root) for path in output_files(sink))

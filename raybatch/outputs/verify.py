@@ -1,0 +1,242 @@
+"""Proves that an output holds every row of its plan exactly once, or says what is wrong with it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raybatch.durable.audit import Audit, audit
+from raybatch.durable.layout import PLAN, SUCCESS
+from raybatch.durable.protocols import Store
+from raybatch.durable.store import open_store
+from raybatch.durable.units import UnitPlan
+from raybatch.errors import ConfigError
+from raybatch.outputs.deep import DeepLook, look_into_parts
+from raybatch.pictures.wording import printable
+from raybatch.stages.fingerprint import compare_files, output_columns
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
+from raybatch.stages.sink import is_marked
+from raybatch.stages.storage import told_as
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What is in an output beside what should be; `print` it, or take `to_json`.
+
+    Args:
+        sink: that was looked at.
+        plan: hash of its plan; "" where a run died before there was one.
+        is_deep: values of all parts were read too, not names and footers alone.
+        has_success: a run has said that the output is complete.
+        num_units: of the plan.
+        num_units_missing: that have no part.
+        expected_rows: of the plan.
+        written_rows: in parts of the plan.
+        lost_rows: whose part cannot be read, or is gone although the output was complete.
+        duplicated_rows: written more than once; of row ids alone when `is_deep`.
+        rows_to_do: whose units no run has written yet.
+        statuses: row status to number of rows.
+        problems: what is wrong, where, and the way out.
+        notes: what is worth knowing and not wrong.
+    """
+
+    sink: str
+    plan: str
+    is_deep: bool
+    has_success: bool
+    num_units: int
+    num_units_missing: int
+    expected_rows: int
+    written_rows: int
+    lost_rows: int
+    duplicated_rows: int
+    rows_to_do: int
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Return whether nothing is wrong with what is there; it may be unfinished."""
+        return not (self.problems or self.lost_rows or self.duplicated_rows)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing is wrong and every row is there."""
+        is_whole = self.has_success and self.written_rows == self.expected_rows
+        return self.is_clean and is_whole and not self.num_units_missing
+
+    def exit_code(self) -> int:
+        """Return 0 for a clean and complete output, else 1."""
+        return 0 if self.is_complete else 1
+
+    def __str__(self) -> str:
+        done = self.num_units - self.num_units_missing
+        facts = [
+            ("output", self.sink),
+            ("plan", self.plan or "none"),
+            ("rows", f"{self.expected_rows} expected, {self.written_rows} written"),
+            ("", f"{self.lost_rows} lost, {self.duplicated_rows} duplicated"),
+            ("", f"{self.rows_to_do} still to do"),
+            ("units", f"{done} of {self.num_units}"),
+            ("status", ", ".join(f"{n} {name}" for name, n in self.statuses.items()) or "-"),
+            ("_SUCCESS", "yes" if self.has_success else "no"),
+            ("looked at", "every value" if self.is_deep else "names and footers"),
+        ]
+        lines = [f"{name:<10} {value}" for name, value in facts]
+        lines += [f"problem: {said}" for said in self.problems]
+        lines += [f"note: {said}" for said in self.notes]
+        return "\n".join(printable(line) for line in [*lines, f"verdict: {self._verdict()}"])
+
+    def to_json(self) -> str:
+        """Return every field and the verdict as a JSON object."""
+        values = dataclasses.asdict(self)
+        values.update(is_clean=self.is_clean, is_complete=self.is_complete)
+        return json.dumps(values, indent=2, sort_keys=True)
+
+    def _verdict(self) -> str:
+        if not self.is_clean:
+            return "something is wrong, see above"
+        if self.is_complete:
+            return "complete, every row exactly once"
+        return "not complete, nothing is wrong so far; run the job again to go on"
+
+
+def verify(sink: str | Path, *, deep: bool = False) -> Verification:
+    """Compare an output with the plan of its job; changes nothing, and needs no Ray.
+
+    Args:
+        sink: folder that a job has written to, local or with a protocol.
+        deep: read every part: one schema, all values, unique row ids, counts as the footers say.
+
+    Raises:
+        ConfigError: no job has written there, or it cannot be read.
+    """
+    sink = str(sink)
+    store = open_store(sink)
+    with told_as(f"output {sink!r} cannot be read"):
+        if store.size(PLAN) is None:
+            return _without_plan(sink, store, is_deep=deep)
+        plans = read_plans(sink)
+        plan = read_all_units(sink, plans)
+        found = audit(store, plan)
+        success = _read_success(store)
+        output = output_columns(plans[0].fingerprint)
+        look = look_into_parts(store, plan, output) if deep else None
+    return _verification(sink, plans, plan, found, success, look)
+
+
+def _verification(
+    sink: str,
+    plans: Sequence[StoredPlan],
+    plan: UnitPlan,
+    found: Audit,
+    success: Mapping[str, object] | None,
+    look: DeepLook | None,
+) -> Verification:
+    if success is not None and plan.extends(success.get("plan")):
+        success = None  # true of the input before it grew
+    has_success = success is not None
+    problems = list(found.foreign)
+    if found.num_foreign > len(problems):
+        problems.append(f"{found.num_foreign - len(problems)} more files are like these")
+    if success is not None:
+        problems += _untrue(sink, success, plan, found)
+    if look is not None:
+        problems += look.problems
+        if look.num_problems > len(look.problems):
+            problems.append(f"{look.num_problems - len(look.problems)} more such findings")
+    changed, notes = _compare_input(plans)
+    (notes if has_success else problems).extend(changed)
+    repeated = 0 if look is None else look.repeated_rows
+    return Verification(
+        sink=sink,
+        plan=plan.hash,
+        is_deep=look is not None,
+        has_success=has_success,
+        num_units=found.num_units,
+        num_units_missing=found.num_missing,
+        expected_rows=found.expected_rows,
+        written_rows=found.written_rows,
+        lost_rows=found.lost_rows if has_success else found.unreadable_rows,
+        duplicated_rows=max(found.duplicated_rows, repeated),
+        rows_to_do=0 if has_success else found.missing_rows,
+        statuses=dict(sorted(found.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
+    if not is_marked(store):
+        raise ConfigError(f"{sink}: no job of raybatch has written here; name the sink of one")
+    return Verification(
+        sink=sink,
+        plan="",
+        is_deep=is_deep,
+        has_success=False,
+        num_units=0,
+        num_units_missing=0,
+        expected_rows=0,
+        written_rows=0,
+        lost_rows=0,
+        duplicated_rows=0,
+        rows_to_do=0,
+        notes=("a run began here and ended before its plan was written; nothing is lost",),
+    )
+
+
+def _read_success(store: Store) -> Mapping[str, object] | None:
+    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
+    try:
+        said = json.loads(store.read(SUCCESS))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Audit) -> list[str]:
+    """Return what `_SUCCESS` says and the output does not bear out."""
+    true = {"plan": plan.hash, "units": found.num_units, "rows": found.expected_rows}
+    wrong = [
+        f"{name} is {success.get(name)!r}, the plan says {value!r}"
+        for name, value in true.items()
+        if success.get(name) != value
+    ]
+    counts = success.get("counts")
+    statuses = counts.get("statuses") if isinstance(counts, dict) else None
+    if not wrong and not found.lost_rows and statuses != dict(found.counts.statuses):
+        wrong.append(f"it counts {statuses}, the footers {dict(found.counts.statuses)}")
+    if found.num_missing:
+        units = ", ".join(str(unit) for unit in found.missing)
+        wrong.append(
+            f"it was complete and {found.num_missing} parts are gone, such as those of units "
+            f"{units}; bring them back from a copy, or remove {SUCCESS} and run the job again"
+        )
+    return [f"{sink.rstrip('/')}/{SUCCESS}: {said}" for said in wrong]
+
+
+def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
+    """Return what has changed in the input, and what could not be looked at."""
+    files = [file for stored in plans for file in stored.files]
+    root = plans[0].source
+    if not root or not files:
+        return [], []
+    changed, unreadable = compare_files(root, files)
+    said, unseen = [], []
+    if changed:
+        said.append(
+            f"{len(changed)} input files have changed since the plan was made, such as "
+            f"{root}/{changed[0]}; the output belongs to what they were"
+        )
+    if unreadable:
+        unseen.append(
+            f"{len(unreadable)} of {len(files)} input files cannot be read from here, such "
+            f"as {root}/{unreadable[0]}, and were not compared"
+        )
+    return said, unseen

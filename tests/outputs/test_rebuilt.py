@@ -1,0 +1,93 @@
+"""A report of what is there, also where no run has left one."""
+
+import pytest
+
+from raybatch.durable.layout import part_name
+from raybatch.durable.store import open_store
+from raybatch.errors import ConfigError
+from raybatch.outputs.rebuilt import report_of
+from raybatch.report import RunReport
+from tests.outputs.support import make_complete, make_sink, write_input, write_unit
+
+
+@pytest.fixture
+def sink(tmp_path):
+    return str(tmp_path / "out")
+
+
+def write_report(sink, *units):
+    names = tuple(part_name(unit) for unit in units)
+    report = RunReport(
+        source="in", sink=sink, model="m", rows_in=12, rows_out=12, total_s=3.0, output_files=names
+    )
+    report.write()
+    return report
+
+
+def test_the_report_of_a_run_is_taken_where_it_names_the_parts(sink):
+    make_complete(sink)
+    assert write_report(sink, 0, 1, 2) == report_of(sink)
+
+
+def test_a_report_older_than_the_parts_is_made_anew(sink):
+    make_complete(sink)
+    write_report(sink, 0)
+    assert report_of(sink).is_rebuilt
+
+
+def test_a_torn_report_is_made_anew(sink):
+    make_complete(sink)
+    write_report(sink, 0, 1, 2)
+    open_store(sink).replace("_raybatch/report.json", b'{"source": ')
+    assert report_of(sink).is_rebuilt
+
+
+def test_rows_without_a_report_are_counted_from_the_footers(sink, tmp_path):
+    source = write_input(tmp_path / "in")
+    make_complete(sink, source)
+    report = report_of(sink)
+    assert (12, 12, 0, 0) == (
+        report.rows_in,
+        report.rows_out,
+        report.rows_lost,
+        report.rows_todo,
+    )
+    assert (2, 60, 20) == (report.rows_failed, report.prompt_tokens, report.generated_tokens)
+    assert (f"file://{source}", "some/model") == (report.source, report.model)
+    assert {"ReplicaCrash": ("a.parquet:1",), "InvalidPrompt": ("a.parquet:6",)} == {
+        error.error_class: error.row_ids for error in report.errors
+    }
+
+
+def test_rows_of_a_run_that_died_are_still_to_do_and_not_lost(sink):
+    write_unit(sink, make_sink(sink), 2)
+    report = report_of(sink)
+    assert (4, 0, 8, 1) == (
+        report.rows_out,
+        report.rows_lost,
+        report.rows_todo,
+        report.exit_code(),
+    )
+    assert "rows: 12 in, 4 out, 0 lost, 8 still to do" in report.to_text()
+    assert "time:" not in report.to_text()
+
+
+def test_a_part_that_is_gone_after_success_is_lost(sink):
+    make_complete(sink)
+    open_store(sink).remove(part_name(0))
+    report = report_of(sink)
+    assert (4, 0) == (report.rows_lost, report.rows_todo)
+
+
+def test_a_part_that_cannot_be_read_is_lost(sink):
+    write_unit(sink, make_sink(sink), 2)
+    open_store(sink).create(part_name(0), b"torn")
+    report = report_of(sink)
+    assert (4, 4) == (report.rows_lost, report.rows_todo)
+
+
+def test_a_run_that_died_before_its_plan_has_nothing_to_report(sink):
+    make_sink(sink)
+    open_store(sink).remove("_raybatch/plan.json")
+    with pytest.raises(ConfigError, match="before its plan was written"):
+        report_of(sink)

@@ -1,0 +1,90 @@
+"""Error rows of a finished job run again, into a folder of their own."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+import raybatch
+from raybatch.errors import ConfigError
+from raybatch.job import Job
+from tests.outputs.support import contents
+from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+
+NUM_ROWS = 30
+LONG = [4, 11, 29]
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with local_ray():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished job whose long prompts are error rows."""
+    folder = tmp_path_factory.mktemp("retry")
+    make_tokenizer(folder / "model", has_chat_template=False)
+    texts = ["x" * 60 if i in LONG else f"t{i}" for i in range(NUM_ROWS)]
+    write_parquet(folder / "in" / "a.parquet", pa.table({"text": texts}))
+    assert make_job(folder, "error").run(progress=lambda *_: None).exit_code() == 2
+    return folder
+
+
+def make_job(folder: Path, on_too_long: str, plan: dict[str, object] | str | None = None) -> Job:
+    stage = fake_stage(
+        folder / "model",
+        prompt="{text}",
+        on_too_long=on_too_long,
+        engine={"max_model_len": 40},
+        replicas=1,
+    )
+    return Job(folder / "in", folder / "out", stage, plan=plan or {"unit_rows": 8})
+
+
+PLANS = [{"unit_rows": 8}, {"unit_rows": 8, "max_driver_bytes": 1}, "off"]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["small", "large", "off"])
+def test_error_rows_get_answers_under_their_ids_and_nothing_else_changes(folder, tmp_path, plan):
+    before = contents(folder / "out")
+    job = make_job(folder, "truncate_left", plan)
+    report = job.retry_errors(tmp_path / "new", progress=lambda *_: None)
+    assert (3, 3, 0) == (report.rows_in, report.rows_out, report.exit_code())
+    assert before == contents(folder / "out")
+    old, new = pq.read_table(folder / "out"), pq.read_table(tmp_path / "new")
+    assert old.schema == new.schema
+    # as docs/output.md has it
+    is_replaced = pc.is_in(old["row_id"], value_set=new["row_id"])
+    ids = pa.concat_tables([old.filter(pc.invert(is_replaced)), new])["row_id"].to_pylist()
+    assert sorted(ids) == sorted(f"a.parquet:{i}" for i in range(NUM_ROWS))
+    assert sorted(new.column("row_id").to_pylist()) == sorted(f"a.parquet:{i}" for i in LONG)
+    assert raybatch.verify(tmp_path / "new", deep=True).is_complete
+
+
+def test_a_second_retry_of_the_same_rows_does_nothing(folder, tmp_path):
+    job = make_job(folder, "truncate_left")
+    job.retry_errors(tmp_path / "new", progress=lambda *_: None)
+    before = contents(tmp_path / "new")
+    job.retry_errors(tmp_path / "new", progress=lambda *_: None)
+    assert before == contents(tmp_path / "new")
+
+
+def test_a_retry_of_no_rows_is_a_finished_output(folder, tmp_path):
+    job = make_job(folder, "error")
+    report = job.retry_errors(tmp_path / "new", statuses=["crashed"], progress=lambda *_: None)
+    assert (0, 0) == (report.rows_in, report.exit_code())
+    assert "row_id" in pq.read_table(tmp_path / "new").column_names
+
+
+@pytest.mark.parametrize("name", ["", "data", "retried"])
+def test_a_folder_of_the_output_itself_is_refused(folder, name):
+    before = contents(folder / "out")
+    with pytest.raises(ConfigError, match="lies"):
+        make_job(folder, "error").retry_errors(folder / "out" / name)
+    assert before == contents(folder / "out")
