@@ -6,7 +6,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
+from raybatch.actors.pool import release_pools
 from raybatch.durable.store import open_store
 from raybatch.job import Job
 from tests.s3 import bucket, s3_endpoint
@@ -22,6 +24,8 @@ pytestmark = pytest.mark.ray
 # after the endpoint: processes of Ray inherit where it is
 @pytest.fixture(scope="module", autouse=True)
 def cluster(s3_endpoint):
+    release_pools()
+    ray.shutdown()
     with local_ray():
         yield
 
