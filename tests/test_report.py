@@ -275,9 +275,10 @@ def crashed(tmp_path):
 
 def test_a_report_is_made_of_what_a_crash_left(crashed):
     report = report_of(crashed)
-    assert (5, 2, 3, 0) == (
+    assert (5, 2, 3, 0, 0) == (
         report.rows_in,
         report.rows_out,
+        report.rows_todo,
         report.rows_lost,
         report.rows_duplicated,
     )

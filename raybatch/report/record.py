@@ -294,16 +294,21 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     runs = report.history.runs
     if len(runs) > 1:
         seconds += f" in {len(runs)} runs"
-    return [
-        *facts,
-        *(("  problem", problem) for problem in report.problems),
-        ("tokens", tokens),
-        *_hit_rates(report),
+    measured = [
         ("speed", _speed(report)),
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
         ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
+    ]
+    unmeasured = [("note", "made from plan and parts; no run has left a log")]
+    is_measured = runs or not report.is_rebuilt
+    return [
+        *facts,
+        *(("  problem", problem) for problem in report.problems),
+        ("tokens", tokens),
+        *_hit_rates(report),
+        *(measured if is_measured else unmeasured),
         ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
         ("report", "none yet" if report.is_rebuilt else report_path(report.sink)),
     ]
