@@ -194,7 +194,7 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def ended(cluster, tmp_path_factory):
-    """Jobs that run at once: two good ones, one with a bad row, and one without its source."""
+    """Jobs of every outcome: two good ones, one with a bad row, and one without its source."""
     names = ("good", "bad_row", "no_source", "script")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     texts = [f"Oak {i} is green." for i in range(20)]
@@ -205,11 +205,15 @@ def ended(cluster, tmp_path_factory):
     (folders["no_source"] / "prompts" / "part-0.parquet").unlink()
     # the prompts of this one go with the job, in its working directory
     flags = {"bad_row": ("--working-dir", ".")}
+    # Ray installs a wheel that is new to a host once for each of two jobs that come at once, and
+    # one of them may fail (2.60): the first job brings it alone
+    ended = {"good": (*finish(start_submit(cluster, folders["good"])), folders["good"])}
     running = {
-        name: start_submit(cluster, folders[name], *flags.get(name, ())) for name in names[:3]
+        name: start_submit(cluster, folders[name], *flags.get(name, ())) for name in names[1:3]
     }
     running["script"] = start_script(cluster, folders["script"])
-    return {name: (*finish(process), folders[name]) for name, process in running.items()}
+    ended |= {name: (*finish(process), folders[name]) for name, process in running.items()}
+    return ended
 
 
 def test_submitted_job_ends_with_0_and_its_log_is_shown(ended):
