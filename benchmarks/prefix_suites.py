@@ -144,6 +144,7 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
         _trial(ZERO, 25, CONTROL, 5),
         _trial(W1, 25, pools(2, 4), 1),
         _trial(W1, 25, JOBS),
+        _trial(DOCS, 25, JOBS),
         _trial(W1, 25, _on(["raydata-llm"], "sorted"), 1),
     ),
     "full": (
