@@ -55,15 +55,14 @@ def LLMStage(  # noqa: N802 - it returns a class
         model: checkpoint folder, hub id or URI; "demo" is the embedded model.
         prompt: template with columns in braces, such as "{document} Q: {question}".
         messages: a column of OpenAI messages, a function of the row (a dict) that returns them, or
-            a list of messages whose contents are templates.
+            messages whose contents are templates.
         tokenized_prompt: a column of token ids.
         system: system message put before the messages of each row that has none.
         sampling: options that decide the tokens.
         overrides: sampling option to the column that replaces it per row; null takes `sampling`.
         sampling_column: a column of JSON texts or structs with several options per row.
         id_column: identity of the rows; without it a hash of the prompt and a count.
-        chat: whether `prompt` becomes a user message; "auto" asks whether the model has a chat
-            template.
+        chat: make `prompt` a user message; "auto" does where the model has a chat template.
         chat_template: in place of the model's own.
         chat_template_kwargs: options of the chat template, such as enable_thinking.
         special_tokens: "escape" makes special tokens in the data plain text.
