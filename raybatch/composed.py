@@ -25,6 +25,7 @@ from raybatch.stages.fingerprint import check_same, input_files
 from raybatch.stages.plan.dataset import pieces_of
 from raybatch.stages.plan.run import fit_units, store_stretches
 from raybatch.stages.plan.store import (
+    PlanSubject,
     StoredPlan,
     read_plan,
     rows_in_stretches,
@@ -93,7 +94,8 @@ def _check_names(schema: pa.Schema) -> None:
 def _open(source: Source, sink: str, plan: PlanConfig, said: Mapping[str, str]) -> StoredPlan:
     files = input_files(source)
     if store_of(sink).size(PLAN) is None:
-        return store_stretches(source, sink, plan, fingerprint=said, files=files)
+        subject = PlanSubject(options=plan, files=files, fingerprint=said, source=source.root)
+        return store_stretches(source, sink, subject)
     stored = read_plan(sink)
     check_same(sink, stored=stored.fingerprint, stored_files=stored.files, now=said, files=files)
     return stored

@@ -1,6 +1,5 @@
 """Drives the tasks that plan a large source, and hands out its rows in the order of the plan."""
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +35,6 @@ from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, 
 from raybatch.stages.plan.store import (
     StoredPlan,
     log_plan,
-    plan_hash,
     stretches,
     write_plan,
     write_shard,
@@ -265,20 +263,15 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         shards, unit_rows = _ranked(large, plan)
     else:
         unit_rows = even_units([piece.num_rows for piece in large.pieces], plan)
-    name = plan_hash(
-        _get([digest for digest, _ in shards]),
-        [piece.contents for piece in large.pieces],
-        options=plan,
-        files=job.files,
-        fingerprint=job.fingerprint,
-    )
+    digests = _get([digest for digest, _ in shards])
+    name = job.subject.hash_of(digests, [piece.contents for piece in large.pieces])
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     units = stretches(name, unit_rows)
     if shards:
         units = replace(units, row_sums=_sums(tables, firsts, len(unit_rows)))
     write = ray.remote(write_shard)
     written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
-    stored = StoredPlan(
+    stored = job.subject.stored(
         hash=name,
         num_rows=large.num_rows,
         num_units=len(unit_rows),
@@ -287,15 +280,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         logical_tokens=large.logical_tokens,
         computed_tokens=large.computed_tokens,
         block_size=large.block_size,
-        options=dataclasses.asdict(plan),
-        files=tuple(job.files),
         shards=tuple(zip(written, firsts, strict=False)),
-        fingerprint=job.fingerprint,
-        partition_by=job.partition_by,
-        source=job.source.root,
-        model=job.config.model,
-        number=job.number,
-        first_unit=job.first_unit,
     )
     return write_plan(job.sink, stored, units)
 

@@ -13,7 +13,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.plan import Arrangement, RowPlan
 from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.options import StageConfig
-from raybatch.stages.plan.store import StoredPlan
+from raybatch.stages.plan.store import PlanSubject, StoredPlan
 from raybatch.stages.source import Source
 from raybatch.types import TokenIds
 
@@ -98,11 +98,18 @@ class PlannedRun:
     first_unit: int = 0
 
     @property
-    def id_column(self) -> str:
-        """Where the ids of the rows are."""
-        column = self.row_id_column or self.config.id_column
-        assert column is not None, "a job makes ids where the user has none"
-        return column
+    def subject(self) -> PlanSubject:
+        """What the plan is of."""
+        return PlanSubject(
+            options=self.plan,
+            files=self.files,
+            fingerprint=self.fingerprint,
+            source=self.source.root,
+            model=self.config.model,
+            partition_by=self.partition_by,
+            number=self.number,
+            first_unit=self.first_unit,
+        )
 
     @property
     def runner(self) -> UnitRunner:

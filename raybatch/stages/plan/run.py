@@ -1,18 +1,15 @@
 """Plans a source in the driver or by Ray tasks, whichever suits its size, and runs the plan."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from raybatch.config import PlanConfig
-from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.plan.dataset import pieces_of
 from raybatch.stages.plan.large import LargePlan, even_units, run_large, run_stored
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.small import run_small
-from raybatch.stages.plan.store import StoredPlan, plan_hash, stretches, write_plan
+from raybatch.stages.plan.store import PlanSubject, StoredPlan, stretches, write_plan
 from raybatch.stages.source import Source
 
 __all__ = ["fit_units", "is_small", "run_planned", "store_input_order", "store_stretches"]
@@ -43,52 +40,25 @@ def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | La
 
 def store_input_order(job: PlannedRun) -> StoredPlan:
     """Write a plan that reads no row: units are stretches of the input, one after the other."""
-    return store_stretches(
-        job.source,
-        job.sink,
-        job.plan,
-        fingerprint=job.fingerprint,
-        files=job.files,
-        partition_by=job.partition_by,
-        model=job.config.model,
-        number=job.number,
-        first_unit=job.first_unit,
-    )
+    return store_stretches(job.source, job.sink, job.subject)
 
 
-def store_stretches(
-    source: Source,
-    sink: str,
-    plan: PlanConfig,
-    *,
-    fingerprint: Mapping[str, str],
-    files: Sequence[InputFile],
-    partition_by: tuple[str, ...] = (),
-    model: str = "",
-    number: int = 1,
-    first_unit: int = 0,
-) -> StoredPlan:
+def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPlan:
     """Write such a plan of a source, and return the one that holds.
 
     Args:
         source: to be read.
         sink: folder of the output.
-        plan: options.
-        fingerprint: what decides the answers.
-        files: of the source.
-        partition_by: columns by which the output is laid out.
-        model: as the user named it.
-        number: of the plan among those of the output, from 1.
-        first_unit: number in the output of its first unit.
+        subject: what the plan is of.
     """
     rows = [
         sum(part.num_rows for part in source.slices[slices.start : slices.stop])
         for slices, _ in pieces_of(source)
     ]
     # an input without rows has one part, so that readers find the columns
-    unit_rows = even_units(rows, plan) if rows else np.zeros(1, np.int64)
-    name = plan_hash([], [], options=plan, files=files, fingerprint=fingerprint)
-    stored = StoredPlan(
+    unit_rows = even_units(rows, subject.options) if rows else np.zeros(1, np.int64)
+    name = subject.hash_of([], [])
+    stored = subject.stored(
         hash=name,
         num_rows=source.num_rows,
         num_units=len(unit_rows),
@@ -97,15 +67,7 @@ def store_stretches(
         logical_tokens=0,
         computed_tokens=0,
         block_size=0,
-        options=dataclasses.asdict(plan),
-        files=tuple(files),
         shards=(),
-        fingerprint=fingerprint,
-        partition_by=partition_by,
-        source=source.root,
-        model=model,
-        number=number,
-        first_unit=first_unit,
     )
     return write_plan(sink, stored, stretches(name, unit_rows))
 

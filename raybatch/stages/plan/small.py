@@ -4,7 +4,6 @@ Prompts are rendered and tokenized once, here, and travel with their rows to the
 larger is planned by `raybatch.stages.plan.large`.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from raybatch.stages.plan.store import (
     contents_digest,
     digest_of,
     log_plan,
-    plan_hash,
     read_shards,
     shard_of,
     write_plan,
@@ -191,14 +189,8 @@ def store_plan(
     """
     whole = planned.whole
     shard = shard_of(whole, expected)
-    name = plan_hash(
-        [digest_of(shard)],
-        [contents_digest(planned.keys)],
-        options=job.plan,
-        files=job.files,
-        fingerprint=job.fingerprint,
-    )
-    stored = StoredPlan(
+    name = job.subject.hash_of([digest_of(shard)], [contents_digest(planned.keys)])
+    stored = job.subject.stored(
         hash=name,
         num_rows=whole.num_rows,
         num_units=whole.num_units,
@@ -207,15 +199,7 @@ def store_plan(
         logical_tokens=planned.found.stats.logical_tokens,
         computed_tokens=planned.found.computed_tokens,
         block_size=planned.keys.block_size,
-        options=dataclasses.asdict(job.plan),
-        files=tuple(job.files),
         shards=((write_shard(job.sink, name, 0, shard), 0),),
-        fingerprint=job.fingerprint,
-        partition_by=job.partition_by,
-        source=job.source.root,
-        model=job.config.model,
-        number=job.number,
-        first_unit=job.first_unit,
     )
     sums = row_sums(shard.column("unit").to_numpy(), np.arange(whole.num_rows), whole.num_units)
     units = UnitPlan(hash=name, unit_rows=np.diff(whole.unit_starts), row_sums=sums)

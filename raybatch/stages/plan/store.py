@@ -33,12 +33,12 @@ from raybatch.stages.storage import store_of, told_as
 
 __all__ = [
     "SHARD_SCHEMA",
+    "PlanSubject",
     "StoredPlan",
     "contents_digest",
     "digest_of",
     "log_plan",
     "make_shard",
-    "plan_hash",
     "read_all_units",
     "read_plan",
     "read_plans",
@@ -114,6 +114,49 @@ class StoredPlan:
     version: int = _VERSION
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSubject:
+    """What a plan is of, whoever makes it; the fields are those of `StoredPlan`.
+
+    Args:
+        options: of the plan.
+        files: name, rows and digest of each file of the source, in order.
+        fingerprint: what decides the answers.
+        source: folder that the names of the files are relative to.
+        model: as the user named it.
+        partition_by: columns of the source by which the output is laid out.
+        number: of the plan among those of the output.
+        first_unit: number in the output of its first unit.
+    """
+
+    options: PlanConfig
+    files: Sequence[InputFile]
+    fingerprint: Mapping[str, str]
+    source: str = ""
+    model: str = ""
+    partition_by: tuple[str, ...] = ()
+    number: int = 1
+    first_unit: int = 0
+
+    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
+        """Return the hash of a whole plan.
+
+        Args:
+            shards: digest of each shard.
+            contents: digest of all that decides the results of the rows of each piece: prompts,
+                options and seeds, see `contents_digest`.
+        """
+        options = dataclasses.asdict(self.options)
+        parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def stored(self, **found: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
+        """Return what `plan.json` says of a plan, given the fields that were found by planning."""
+        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        own |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
+        return StoredPlan(**own, **found)
+
+
 def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
     """Return the shard of a plan that holds all rows of a source: one row each, in input order.
 
@@ -152,29 +195,6 @@ def digest_of(shard: pa.Table) -> str:
         values = column.fill_null(-1).to_numpy()
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
-
-
-def plan_hash(
-    shards: Sequence[str],
-    contents: Sequence[str],
-    *,
-    options: PlanConfig,
-    files: Sequence[InputFile],
-    fingerprint: Mapping[str, str],
-) -> str:
-    """Return the hash of a whole plan.
-
-    Args:
-        shards: digest of each shard.
-        contents: digest of all that decides the results of the rows of each piece: prompts,
-            options and seeds, see `contents_digest`.
-        options: of the plan.
-        files: name, rows and digest of each file of the source.
-        fingerprint: what decides the answers.
-    """
-    options_now = dataclasses.asdict(options)
-    parts = [list(shards), list(contents), options_now, list(files), dict(fingerprint)]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
 def contents_digest(keys: BlockKeys) -> str:
