@@ -24,12 +24,8 @@ from raybatch.stages.file_slices import ROWS_PER_TABLE
 from raybatch.stages.fingerprint import check_same, input_files
 from raybatch.stages.plan.dataset import pieces_of
 from raybatch.stages.plan.run import fit_units, store_stretches
-from raybatch.stages.plan.store import (
-    PlanSubject,
-    StoredPlan,
-    read_plan,
-    rows_in_stretches,
-)
+from raybatch.stages.plan.shards import rows_in_stretches
+from raybatch.stages.plan.store import PlanSubject, StoredPlan, read_plan
 from raybatch.stages.plan_columns import with_columns
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.stages.sink import prepare_sink

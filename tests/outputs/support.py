@@ -16,7 +16,8 @@ from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.stages.fingerprint import input_files, output_schema
 from raybatch.stages.options import StageConfig
-from raybatch.stages.plan.store import StoredPlan, stretches, write_plan
+from raybatch.stages.plan.shards import stretches
+from raybatch.stages.plan.store import StoredPlan, write_plan
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.source import scan_source

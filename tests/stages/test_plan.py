@@ -19,17 +19,9 @@ from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import estimate, probe_rows
 from raybatch.stages.plan.records import ArrangeJob, ProbedRows
 from raybatch.stages.plan.run import fit_units
+from raybatch.stages.plan.shards import digest_of, shard_of, stretches
 from raybatch.stages.plan.small import RowDescriber, gather, plan_gathered, run_small
-from raybatch.stages.plan.store import (
-    StoredPlan,
-    digest_of,
-    read_plan,
-    read_shards,
-    shard_of,
-    stretches,
-    write_plan,
-    write_shard,
-)
+from raybatch.stages.plan.store import StoredPlan, read_plan, read_shards, write_plan, write_shard
 from raybatch.stages.plan_columns import check_names, take_off
 from raybatch.stages.source import scan_source
 from raybatch.types import Sampling

@@ -12,7 +12,8 @@ import ray
 from raybatch.durable import journal
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedRun
-from raybatch.stages.plan.store import StoredPlan, read_shards, read_units, rows_in_stretches
+from raybatch.stages.plan.shards import rows_in_stretches
+from raybatch.stages.plan.store import StoredPlan, read_shards, read_units
 from raybatch.stages.plan_columns import (
     RANK,
     place_columns,

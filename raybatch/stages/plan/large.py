@@ -32,13 +32,8 @@ from raybatch.stages.plan.dataset import (
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import generated_lengths, log_probe
 from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
-from raybatch.stages.plan.store import (
-    StoredPlan,
-    log_plan,
-    stretches,
-    write_plan,
-    write_shard,
-)
+from raybatch.stages.plan.shards import stretches
+from raybatch.stages.plan.store import StoredPlan, log_plan, write_plan, write_shard
 from raybatch.stages.ray_errors import own_cause
 
 __all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]

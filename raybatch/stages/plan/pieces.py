@@ -23,9 +23,9 @@ from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.records import (
     PieceSummary,
 )
+from raybatch.stages.plan.shards import contents_digest, digest_of, make_shard
 from raybatch.stages.plan.sidecar import Sidecar
 from raybatch.stages.plan.small import RowDescriber
-from raybatch.stages.plan.store import contents_digest, digest_of, make_shard
 from raybatch.stages.plan_columns import ROW
 from raybatch.stages.source import Source
 

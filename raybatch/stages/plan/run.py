@@ -8,8 +8,9 @@ from raybatch.config import PlanConfig
 from raybatch.stages.plan.dataset import pieces_of
 from raybatch.stages.plan.large import LargePlan, even_units, run_large, run_stored
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.shards import stretches
 from raybatch.stages.plan.small import run_small
-from raybatch.stages.plan.store import PlanSubject, StoredPlan, stretches, write_plan
+from raybatch.stages.plan.store import PlanSubject, StoredPlan, write_plan
 from raybatch.stages.source import Source
 
 __all__ = ["fit_units", "is_small", "run_planned", "store_input_order", "store_stretches"]

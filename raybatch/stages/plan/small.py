@@ -24,17 +24,9 @@ from raybatch.stages.plan.dataset import with_places
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.probe import estimate, generated_lengths, log_probe, probe_rows
+from raybatch.stages.plan.shards import contents_digest, digest_of, shard_of
 from raybatch.stages.plan.sidecar import Sidecar, describe_rows
-from raybatch.stages.plan.store import (
-    StoredPlan,
-    contents_digest,
-    digest_of,
-    log_plan,
-    read_shards,
-    shard_of,
-    write_plan,
-    write_shard,
-)
+from raybatch.stages.plan.store import StoredPlan, log_plan, read_shards, write_plan, write_shard
 from raybatch.stages.plan_columns import (
     place_columns,
     plan_columns,

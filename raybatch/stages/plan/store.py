@@ -23,30 +23,21 @@ import pyarrow as pa
 from raybatch.config import PlanConfig
 from raybatch.durable.layout import plan_name
 from raybatch.durable.opening import open_plan
-from raybatch.durable.units import UnitPlan, join_plans, row_sum
+from raybatch.durable.units import UnitPlan, join_plans
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.load import Floats, Ints
-from raybatch.prefix.plan import RowPlan
 from raybatch.stages.fingerprint import InputFile
+from raybatch.stages.plan.shards import SHARD_SCHEMA, rows_in_stretches
 from raybatch.stages.storage import store_of, told_as
 
 __all__ = [
-    "SHARD_SCHEMA",
     "PlanSubject",
     "StoredPlan",
-    "contents_digest",
-    "digest_of",
     "log_plan",
-    "make_shard",
     "read_all_units",
     "read_plan",
     "read_plans",
     "read_shards",
     "read_units",
-    "rows_in_stretches",
-    "shard_of",
-    "stretches",
     "write_plan",
     "write_shard",
 ]
@@ -56,16 +47,6 @@ logger = logging.getLogger(__name__)
 Ints32 = npt.NDArray[np.int32]
 
 _VERSION = 2
-
-SHARD_SCHEMA = pa.schema(
-    [
-        pa.field("unit", pa.int32(), nullable=False),
-        pa.field("pos", pa.int32(), nullable=False),
-        pa.field("group_id", pa.int64()),
-        pa.field("prefix_len", pa.int32(), nullable=False),
-        pa.field("expected_len", pa.int32()),
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,51 +136,6 @@ class PlanSubject:
         own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         own |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
         return StoredPlan(**own, **found)
-
-
-def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
-    """Return the shard of a plan that holds all rows of a source: one row each, in input order.
-
-    Args:
-        plan: of all rows.
-        expected: float64 [R], output to expect of each row; NaN where nothing is known.
-    """
-    unit = np.empty(plan.num_rows, np.int32)
-    pos = np.empty(plan.num_rows, np.int32)
-    sizes = np.diff(plan.unit_starts)
-    unit[plan.order] = np.repeat(np.arange(plan.num_units), sizes)
-    pos[plan.order] = np.arange(plan.num_rows) - np.repeat(plan.unit_starts[:-1], sizes)
-    return make_shard(unit, pos, plan.group_id, plan.prefix_len, expected)
-
-
-def make_shard(
-    unit: Ints32, pos: Ints32, group_id: Ints, prefix_len: Ints32, expected: Floats
-) -> pa.Table:
-    """Return a shard of columns; a negative group and an expected length of NaN become null."""
-    is_unknown = np.isnan(expected)
-    whole = np.where(is_unknown, 0, np.ceil(np.nan_to_num(expected))).astype(np.int32)
-    columns = [
-        unit,
-        pos,
-        pa.array(group_id, mask=group_id < 0),
-        prefix_len,
-        pa.array(whole, mask=is_unknown),
-    ]
-    return pa.table(columns, schema=SHARD_SCHEMA)
-
-
-def digest_of(shard: pa.Table) -> str:
-    """Return a hash of what a shard says."""
-    digest = hashlib.blake2b(digest_size=16)
-    for column in shard.columns:
-        values = column.fill_null(-1).to_numpy()
-        digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
-
-
-def contents_digest(keys: BlockKeys) -> str:
-    """Return a hash of what is asked of engines: its rows' digests, in order."""
-    return hashlib.blake2b(keys.digest.astype("<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
@@ -317,21 +253,6 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
     return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
 
 
-def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
-    """Return what a plan says of rows whose units are stretches of the input.
-
-    Args:
-        unit_rows: int64 [U], rows of each unit.
-        row: int64 [R], numbers of rows in the source.
-    """
-    ends = np.cumsum(unit_rows)
-    unit = np.searchsorted(ends, row, side="right")
-    pos = row - (ends - unit_rows)[unit]
-    nothing, unknown = np.zeros(len(row), np.int32), np.full(len(row), np.nan)
-    alone = np.full(len(row), -1)
-    return make_shard(unit.astype(np.int32), pos.astype(np.int32), alone, nothing, unknown)
-
-
 def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
     """Say in the log what was planned.
 
@@ -355,15 +276,6 @@ def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = Fa
             "sharing saves too little to reorder rows; `raybatch explain` says whether another "
             "order of the template's fields would share more"
         )
-
-
-def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
-    """Return the units of a plan that are stretches of the input, one after the other."""
-    sums = [
-        row_sum(np.arange(end - size, end))
-        for size, end in zip(unit_rows, np.cumsum(unit_rows), strict=True)
-    ]
-    return UnitPlan(hash=plan, unit_rows=unit_rows, row_sums=np.array(sums, np.uint64))
 
 
 def _create(sink: str, name: str, data: bytes) -> bool:
