@@ -203,7 +203,6 @@ class UnitSink(Datasink):  # type: ignore[misc]
             schema=self._schema or settle_schema(store, own),
             output=None,
             attempt=attempt,
-            has_journal=True,
         )
         with told_as(f"the rows do not fit the columns of the output in {self._sink!r}"):
             for number in np.unique(unit).tolist():

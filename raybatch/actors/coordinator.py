@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from raybatch.actors.records import (
     Assignment,
     PoolSpec,
     PoolState,
+    Requests,
     Room,
     Span,
     Submission,
@@ -74,10 +76,13 @@ class Coordinator:
         """Return whether every batch to come would be answered with a failure."""
         return self._inbox.failure is not None
 
-    async def generate(self, submission: Submission) -> Answer:
-        """Queue a row batch and wait a while for its results."""
+    async def generate(self, submission: Submission, requests: Requests) -> Answer:
+        """Queue a row batch, or take over that of a feeder that died, and wait for its results."""
         await self._start_crew()
-        batch = self._inbox.add(submission)
+        batch = self._inbox.take_over(submission)
+        if batch is None:
+            # what a feeder owns goes with it, while its rows are still wanted
+            batch = self._inbox.add(replace(submission, refs=[ray.put(requests)]))
         if batch is None:
             return Answer(status="unknown")
         self._dispatch()

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class Inbox:
     clients: dict[str, ClientCounters] = field(default_factory=lambda: defaultdict(ClientCounters))
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _ids: dict[str, int] = field(default_factory=dict)
+    # by client and the name that it gave them
+    _named: dict[tuple[str, str], OpenBatch] = field(default_factory=dict)
     # the tokens in order of arrival
     _cancelled: dict[str, None] = field(default_factory=dict)
     _next_id: Iterator[int] = field(default_factory=itertools.count)
@@ -75,6 +77,27 @@ class Inbox:
         """Return the number of record batches that wait for their feeders."""
         return sum(len(batch.results) for batch in self._open.values())
 
+    def take_over(self, submission: Submission) -> OpenBatch | None:
+        """Return the open batch of the same name, which is the submission's from now on.
+
+        Whoever waits for it under another token hears that it is unknown.
+
+        Returns:
+            None where there is no such batch, or the submission was cancelled on its way.
+        """
+        batch = self._named.get((submission.client, submission.name))
+        if (
+            batch is None
+            or submission.token in self._cancelled
+            or not _are_alike(batch.submission, submission)
+        ):
+            return None
+        del self._ids[batch.submission.token]
+        self._ids[submission.token] = batch.batch_id
+        batch.submission = replace(batch.submission, token=submission.token)
+        batch.last_asked = time.monotonic()
+        return batch
+
     def add(self, submission: Submission) -> OpenBatch | None:
         """Open a batch and queue its rows; return None when it was cancelled on its way."""
         if submission.token in self._cancelled:
@@ -84,6 +107,8 @@ class Inbox:
         batch = OpenBatch(next(self._next_id), submission, now)
         self._open[batch.batch_id] = batch
         self._ids[submission.token] = batch.batch_id
+        if submission.name:
+            self._named[submission.client, submission.name] = batch
         prompt, max_new = submission.prompt_tokens, submission.max_new_tokens
         if self.failure is None:
             expected = submission.expected_new_tokens
@@ -114,11 +139,12 @@ class Inbox:
     async def answer(self, batch: OpenBatch, wait_s: float) -> Answer:
         """Wait for a batch; when it is done or the pool has failed, close it."""
         batch.last_asked = time.monotonic()
+        token = batch.submission.token
         try:
             await asyncio.wait_for(batch.done.wait(), wait_s)
         except TimeoutError:
             return Answer(status="pending")
-        if batch.batch_id not in self._open:
+        if self.find(token) is None:
             return Answer(status="unknown")
         if self.failure is not None:
             rank, cause = self.failure
@@ -174,7 +200,10 @@ class Inbox:
         """Forget a batch and its rows."""
         if self._open.pop(batch.batch_id, None) is None:
             return
-        del self._ids[batch.submission.token]
+        submission = batch.submission
+        del self._ids[submission.token]
+        if self._named.get(key := (submission.client, submission.name)) is batch:
+            del self._named[key]
         self._take_out(batch)
         batch.done.set()
 
@@ -231,3 +260,10 @@ class Inbox:
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):
             batch.done.set()
+
+
+def _are_alike(one: Submission, other: Submission) -> bool:
+    """Return whether two submissions have rows of the same lengths, as those of one name do."""
+    return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
+        one.max_new_tokens, other.max_new_tokens
+    )

@@ -65,7 +65,12 @@ class PoolHandle:
         return _restore, (self.spec, coordinator)
 
     async def generate(
-        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+        self,
+        table: pa.Table,
+        samplings: Sequence[Sampling],
+        *,
+        client: str = "default",
+        name: str = "",
     ) -> pa.Table:
         """Run all rows of a request table and return the result table.
 
@@ -75,19 +80,22 @@ class PoolHandle:
             table: see `raybatch.actors.wire.REQUEST_SCHEMA`.
             samplings: what the column `sampling` points into.
             client: name under which rows and tokens are counted.
+            name: of these rows among those of the client; whoever asks for them again under this
+                name, because the process that asked before died, gets what is finished of them.
 
         Raises:
             ConfigError: the table lacks columns or points outside `samplings`.
             ReplicaError: no replica could be started, or the pool was shut down.
         """
         coordinator = self._connect()
-        submission = make_submission(table, samplings, client, self.spec.engine)
+        requests = table, tuple(samplings)
+        submission = make_submission(*requests, client, self.spec.engine, name=name)
         try:
-            answer = await coordinator.generate.remote(submission)
+            answer = await coordinator.generate.remote(submission, requests)
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = make_submission(table, samplings, client, self.spec.engine)
-                    answer = await coordinator.generate.remote(submission)
+                    submission = submission.again()
+                    answer = await coordinator.generate.remote(submission, requests)
                 else:
                     answer = await _ask_again(coordinator, submission, answer)
         except asyncio.CancelledError:
@@ -102,13 +110,14 @@ class PoolHandle:
     ) -> pa.Table:
         """Do the same as `generate` for callers without an event loop."""
         coordinator = self._connect()
-        submission = make_submission(table, samplings, client, self.spec.engine)
+        requests = table, tuple(samplings)
+        submission = make_submission(*requests, client, self.spec.engine)
         try:
-            answer = ray.get(coordinator.generate.remote(submission))
+            answer = ray.get(coordinator.generate.remote(submission, requests))
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = make_submission(table, samplings, client, self.spec.engine)
-                    answer = ray.get(coordinator.generate.remote(submission))
+                    submission = submission.again()
+                    answer = ray.get(coordinator.generate.remote(submission, requests))
                 else:
                     answer = ray.get(_ask_again(coordinator, submission, answer))
         except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Frozen records that travel between pool handle, coordinator and replicas."""
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -9,8 +10,11 @@ import pyarrow as pa
 
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.types import Sampling
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
+# a table of `raybatch.actors.wire.REQUEST_SCHEMA`, and what its column `sampling` points into
+Requests = tuple[pa.Table, tuple[Sampling, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +87,10 @@ class Submission:
     Args:
         token: chosen by the feeder, unique; it names the batch in later calls.
         client: the stage that asks, for the counters.
-        refs: one object reference to the pair (request table, samplings); in a list, so that
-            Ray passes the reference and not the object.
+        name: of these rows among those of the client, for as long as it asks; a feeder that takes
+            the place of another names them alike, and gets what is finished. "" has no heir.
+        refs: one object reference to the pair (request table, samplings), which the coordinator
+            owns; in a list, so that Ray passes the reference and not the object.
         prompt_tokens: int32 [rows].
         max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
@@ -94,12 +100,17 @@ class Submission:
 
     token: str
     client: str
-    refs: list[Any]
+    name: str = ""
+    refs: list[Any] = field(default_factory=list)
     prompt_tokens: npt.NDArray[np.int32]
     max_new_tokens: npt.NDArray[np.int64]
     expected_new_tokens: npt.NDArray[np.int64] | None = None
     groups: RowGroups | None = None
     block_keys: BlockKeys | None = None
+
+    def again(self) -> "Submission":
+        """Return the same rows as another batch."""
+        return replace(self, token=uuid.uuid4().hex)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

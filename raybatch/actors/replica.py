@@ -158,7 +158,7 @@ class Replica:
             try:
                 table, samplings = await work.refs[0]
             except ray.exceptions.ObjectLostError:
-                # its feeder is gone, or the host that held the table
+                # the host that held the table is gone
                 await coordinator.note_lost.remote(work.batch_id)
                 return None
             batch = _OpenBatch(RequestReader(table, samplings))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-import ray
 
 from raybatch.actors.arrow_arrays import flat_values, offsets_of, to_numpy, whole_array
 from raybatch.actors.records import RowGroups, Submission
@@ -23,9 +22,14 @@ from raybatch.types import Sampling
 
 
 def make_submission(
-    table: pa.Table, samplings: Sequence[Sampling], client: str, engine: EngineConfig
+    table: pa.Table,
+    samplings: Sequence[Sampling],
+    client: str,
+    engine: EngineConfig,
+    *,
+    name: str = "",
 ) -> Submission:
-    """Put a request table into the object store and describe it.
+    """Describe a request table.
 
     Planned rows carry their groups. Others carry block keys, unless prefix caching is off: who
     wants no sharing gets none, while a plan is obeyed in any case.
@@ -35,6 +39,7 @@ def make_submission(
         samplings: what the column `sampling` points into.
         client: name under which rows and tokens are counted.
         engine: options of the engines.
+        name: see `Submission`.
 
     Raises:
         ConfigError: the table lacks columns or points outside `samplings`.
@@ -45,7 +50,7 @@ def make_submission(
     return Submission(
         token=uuid.uuid4().hex,
         client=client,
-        refs=[ray.put((table, tuple(samplings)))],
+        name=name,
         prompt_tokens=prompt_lengths(table),
         max_new_tokens=max_new_tokens(table, samplings),
         expected_new_tokens=expected_new_tokens(table, samplings),

@@ -84,8 +84,15 @@ class StageFeeder:
         batch: Any,  # noqa: ANN401
         *,
         changes: Mapping[str, Any] | None = None,
+        name: str = "",
     ) -> pa.Table:
-        """Answer a row batch; with `changes` of the sampling options it is asked once more."""
+        """Answer a row batch; with `changes` of the sampling options it is asked once more.
+
+        Args:
+            batch: of any format.
+            changes: of the sampling options.
+            name: of these rows in the pool, see `PoolHandle.generate`.
+        """
         if self._failure is not None:
             raise self._failure
         table, planned = take_off(to_table(batch))
@@ -106,7 +113,7 @@ class StageFeeder:
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
                 results = await self.pool.generate(
-                    prepared.requests, prepared.samplings, client=client
+                    prepared.requests, prepared.samplings, client=client, name=name
                 )
             finished = await asyncio.to_thread(self._finish, table, prepared, results, planned)
             errors = _classes(self._errors_of(finished))

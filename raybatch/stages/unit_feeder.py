@@ -4,6 +4,7 @@ Only receipts travel back through Ray: a lost object or a task that Ray runs aga
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -53,20 +54,24 @@ class PlacedFeeder(StageFeeder):
             return await self._answer_placed(to_table(batch))
 
     async def _answer_placed(self, table: pa.Table) -> pa.Table:
-        _, positions = places(table)
+        units, positions = places(table)
         columns = {POS: pa.array(positions), journal.ROW: table.column(ROW)}
-        finished = await self._answer(table)
-        for wave in self.waves:
-            finished = await self._ask_again(table, finished, wave)
+        # the same for whoever answers these rows after this process died
+        name = hashlib.blake2b(units.tobytes() + positions.tobytes(), digest_size=16).hexdigest()
+        finished = await self._answer(table, name=name)
+        for number, wave in enumerate(self.waves):
+            finished = await self._ask_again(table, finished, wave, name=f"{name}-{number}")
         return with_columns(finished, columns)
 
-    async def _ask_again(self, table: pa.Table, finished: pa.Table, wave: WaveConfig) -> pa.Table:
+    async def _ask_again(
+        self, table: pa.Table, finished: pa.Table, wave: WaveConfig, *, name: str
+    ) -> pa.Table:
         """Return finished rows where those that the rule is for have a new result."""
         statuses = row_statuses(finished, self.config.output)
         chosen = np.array([i for i, status in enumerate(statuses) if status in wave.on], np.int64)
         if not len(chosen):
             return finished
-        again = await self._answer(table.take(chosen), changes=wave.sampling)
+        again = await self._answer(table.take(chosen), changes=wave.sampling, name=name)
         name = self.config.output_prefix + "attempts"
         place = again.column_names.index(name)
         before = finished.column(name).take(chosen)

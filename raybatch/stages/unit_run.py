@@ -12,7 +12,6 @@ import pyarrow as pa
 from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import FRAGMENTS
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.ray_errors import errors_told_once, own_cause
@@ -109,15 +108,13 @@ class FeederRunner:
         return type(base.__name__, (base,), own | attributes)
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:
-        store = store_of(self.sink)
         return UnitWriter(
             sink=self.sink,
-            store=store,
+            store=store_of(self.sink),
             stored=stored,
             schema=self.schema,
             output=self.stage.config.output,
             attempt=self.attempt,
-            has_journal=bool(store.names(FRAGMENTS)),
         )
 
 

@@ -32,7 +32,6 @@ class UnitWriter:
         schema: of every part.
         output: the columns of the stage; None where nothing is known of the columns.
         attempt: name of the run, for people alone.
-        has_journal: some rows of units that are not complete are in the journal.
     """
 
     sink: str
@@ -41,7 +40,6 @@ class UnitWriter:
     schema: pa.Schema
     output: OutputSchema | None
     attempt: str
-    has_journal: bool
 
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
@@ -50,9 +48,9 @@ class UnitWriter:
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
-        if not self.has_journal:
-            return self._kept_schema.empty_table()
-        return self._read_journal(unit)
+        return read_fragments(
+            self.store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
+        )
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
@@ -83,7 +81,7 @@ class UnitWriter:
         with told_as(self._told):
             if finished.num_rows < num_rows:
                 self.flush(unit, finished)
-                finished = self._read_journal(unit)
+                finished = self.journal_of(unit)
                 if finished.num_rows < num_rows:
                     return None
             return self._commit(unit, finished)
@@ -101,11 +99,6 @@ class UnitWriter:
             by = self.stored.partition_by
             return commit_partitioned(*target, by=by, count=self._counts, **options)
         return commit_unit(*target, counts=self._counts(rows), **options)
-
-    def _read_journal(self, unit: int) -> pa.Table:
-        return read_fragments(
-            self.store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
-        )
 
     def _counts(self, rows: pa.Table) -> UnitCounts:
         if self.output is None:

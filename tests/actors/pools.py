@@ -1,5 +1,6 @@
 """Small pools of fake engines, and what their tests share."""
 
+import asyncio
 import threading
 import time
 
@@ -89,5 +90,8 @@ def make_feeder(handle):
 
         def run(self, table, sampling):
             return self._handle.generate_sync(table, (sampling,)).num_rows
+
+        def run_named(self, table, sampling, name):
+            return asyncio.run(self._handle.generate(table, (sampling,), name=name))
 
     return Feeder.remote(handle)

@@ -12,11 +12,11 @@ from raybatch.actors.wire import encode_completions
 from raybatch.types import Completion
 
 
-def submission(num_rows, token="t"):
+def submission(num_rows, token="t", name="", client="c"):
     return Submission(
         token=token,
-        client="c",
-        refs=[],
+        client=client,
+        name=name,
         prompt_tokens=np.ones(num_rows, np.int32),
         max_new_tokens=np.full(num_rows, 2, np.int64),
     )
@@ -90,3 +90,57 @@ def test_a_failed_pool_leaves_only_finished_rows_in_the_counters(inbox):
     counters = inbox.clients["c"]
     received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
     assert (received, counters.rows_done) == ((2, 2, 0), 2)
+
+
+def finish(inbox, batch, row):
+    """Let replica 1 finish a row that it holds."""
+    inbox.take(1, batch.batch_id, encode_completions([row], [Completion(request_id=row)]))
+
+
+def test_an_heir_gets_what_was_finished_before_it_came(inbox):
+    batch = inbox.add(submission(2, "first", name="unit 1"))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(inbox, batch, 0)
+    heir = inbox.take_over(submission(2, "second", name="unit 1"))
+    finish(inbox, batch, 1)
+    answer = asyncio.run(inbox.answer(heir, 1.0))
+    assert (answer.status, sum(each.num_rows for each in answer.results)) == ("done", 2)
+    assert inbox.clients["c"].rows_received == 2
+
+
+def test_who_was_inherited_from_does_not_take_the_answer(inbox):
+    async def run():
+        batch = inbox.add(submission(1, "first", name="unit 1"))
+        first = asyncio.ensure_future(inbox.answer(batch, 5.0))
+        await asyncio.sleep(0)
+        heir = inbox.take_over(submission(1, "second", name="unit 1"))
+        inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+        finish(inbox, batch, 0)
+        return (await first).status, (await inbox.answer(heir, 5.0)).status
+
+    assert asyncio.run(run()) == ("unknown", "done")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        submission(2, "second"),
+        submission(2, "second", name="unit 2"),
+        submission(2, "second", name="unit 1", client="d"),
+        submission(3, "second", name="unit 1"),
+    ],
+)
+def test_only_the_same_rows_of_the_same_client_are_inherited(inbox, other):
+    inbox.add(submission(2, "first", name="unit 1"))
+    assert inbox.take_over(other) is None
+
+
+def test_an_answered_batch_has_no_heir(inbox):
+    inbox.drop(inbox.add(submission(2, "first", name="unit 1")))
+    assert inbox.take_over(submission(2, "second", name="unit 1")) is None
+
+
+def test_an_heir_that_was_cancelled_on_its_way_inherits_nothing(inbox):
+    inbox.add(submission(2, "first", name="unit 1"))
+    inbox.cancel("second")
+    assert inbox.take_over(submission(2, "second", name="unit 1")) is None

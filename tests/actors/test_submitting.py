@@ -1,9 +1,7 @@
 """What the coordinator learns of a request table."""
 
 import numpy as np
-import pytest
 
-from raybatch.actors import submitting
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire import request_table
 from raybatch.config import EngineConfig
@@ -12,11 +10,6 @@ from tests.actors.queues import BLOCK, keys_of, plain_prompts
 
 SAMPLINGS = (Sampling(max_tokens=9),)
 PROMPTS = plain_prompts([1, 1, None])
-
-
-@pytest.fixture(autouse=True)
-def no_store(monkeypatch):
-    monkeypatch.setattr(submitting.ray, "put", lambda value: value)
 
 
 def submitted(client="c", *, caching=True, **columns):
