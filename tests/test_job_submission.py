@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -37,11 +37,12 @@ JOB_TIMEOUT_S = 240.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running head node: where its job server listens, its token, and who talks to it."""
+    """A running head node: where its job server listens, its token, who talks to it, its pid."""
 
     address: str
     token: str
     environment: dict[str, str]
+    pid: int
 
 
 def free_ports(count):
@@ -134,13 +135,13 @@ def cluster():
             url = f"http://127.0.0.1:{agent}/api/local_raylet_healthz"
             wait_until_healthy(process, url, log)
             address = f"http://127.0.0.1:{dashboard}"
-            yield Cluster(address=address, token=token, environment=environment)
+            yield Cluster(address=address, token=token, environment=environment, pid=process.pid)
         finally:
             end(process)
             log.unlink()
 
 
-def write_job(folder, *, texts, source=None, **fake):
+def write_job(folder, *, texts, source=None, unit_rows=None, **fake):
     """Write prompts and a job file with the fake backend, and return the options of the job."""
     prompts = folder / "prompts"
     prompts.mkdir(parents=True)
@@ -157,6 +158,8 @@ def write_job(folder, *, texts, source=None, **fake):
             "backend": {"kind": "fake", "options": fake},
         },
     }
+    if unit_rows is not None:
+        job["plan"] = {"unit_rows": unit_rows, "max_unit_rows": unit_rows}
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     return job
 
@@ -251,7 +254,8 @@ def test_wrong_option_is_told_before_anything_is_sent(cluster, tmp_path):
 
 def test_wrong_token_is_one_line(cluster, tmp_path):
     write_job(tmp_path, texts=["a"])
-    wrong = Cluster(cluster.address, "", {**cluster.environment, "RAY_AUTH_TOKEN": "wrong"})
+    environment = {**cluster.environment, "RAY_AUTH_TOKEN": "wrong"}
+    wrong = replace(cluster, token="", environment=environment)
     code, _, err = finish(start_submit(wrong, tmp_path))
     assert (code, err.splitlines()[-1]) == (
         1,
@@ -297,3 +301,38 @@ def test_check_finds_a_closed_cluster_closed(cluster, tmp_path):
 def test_the_script_of_the_manifest_runs_a_job(ended):
     code, out, err, _ = ended["script"]
     assert (code, "rows: 20 in, 20 out, 0 lost" in out) == (0, True), out + err
+
+
+def kill_when_written(cluster, data, num_parts):
+    """End a job's driver and everything that works for it once so many units are written."""
+    deadline_s = time.monotonic() + JOB_TIMEOUT_S
+    while len(list(data.glob("*.parquet"))) < num_parts:
+        assert time.monotonic() < deadline_s, f"{data} does not fill"
+        time.sleep(0.02)
+    marks = ("-m raybatch run", "ray::Replica", "ray::Coordinator", "ray::MapWorker")
+    killed = set()
+    for process in psutil.Process(cluster.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())
+            if mark := next((mark for mark in marks if mark in command), None):
+                process.kill()
+                killed.add(mark)
+    assert killed.issuperset(marks[:2]), killed
+
+
+def test_a_submitted_job_that_is_killed_twice_ends_with_every_row_once(cluster, tmp_path):
+    texts = [f"Oak {i} is green." for i in range(600)]
+    job = write_job(tmp_path, texts=texts, unit_rows=10, step_s=0.02, max_num_seqs=8)
+    sink = Path(job["sink"])
+    for number, num_parts in enumerate((5, 25)):
+        running = start_submit(cluster, tmp_path, "--submission-id", f"killed-{number}")
+        kill_when_written(cluster, sink / "data", num_parts)
+        code, out, err = finish(running)
+        assert code, out + err
+        assert not (sink / "_SUCCESS").exists()
+    code, out, err = finish(start_submit(cluster, tmp_path, "--submission-id", "killed-last"))
+    assert (code, "rows: 600 in, 600 out, 0 lost" in out) == (0, True), out + err
+    code, out, err = finish(start(cluster, tmp_path, *RAYBATCH, "verify", str(sink), "--deep"))
+    assert code == 0, out + err
+    rows = pq.read_table(sink, columns=["n"]).column("n").to_pylist()
+    assert sorted(rows) == list(range(600))
