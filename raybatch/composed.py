@@ -27,6 +27,7 @@ from raybatch.stages.plan.run import fit_units, store_stretches
 from raybatch.stages.plan.shards import rows_in_stretches
 from raybatch.stages.plan.store import PlanSubject, StoredPlan, read_plan
 from raybatch.stages.plan_columns import with_columns
+from raybatch.stages.ray_context import settle_context
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
@@ -145,8 +146,7 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
     plan, store = plan_units(sink, stored), store_of(sink)
     if is_finished(store, plan):
         return audit(store, plan)
-    dataset.context.execution_no_progress_timeout_s = -1
-    dataset.context.raise_original_map_exception = True
+    settle_context(dataset)
     try:
         with errors_told_once():
             dataset.write_datasink(UnitSink(sink, stored, schema))

@@ -6,6 +6,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import ray
+from ray.data.checkpoint import CheckpointConfig
 
 import raybatch
 from raybatch.errors import CommitError, ConfigError
@@ -109,3 +111,25 @@ def test_another_version_is_refused(source, tmp_path):
     read(source, sink, version="1")
     with pytest.raises(ConfigError, match=r"pipeline is .*2.* and was .*1"):
         read(source, sink, version="2")
+
+
+@pytest.fixture
+def ray_checkpoint(tmp_path):
+    """Ray Data's own checkpoint, switched on as a user does for datasets of his own."""
+    context = ray.data.DataContext.get_current()
+    config = CheckpointConfig(id_column="number", checkpoint_path=str(tmp_path / "checkpoint"))
+    context.checkpoint_config = config
+    yield config
+    context.checkpoint_config = None
+
+
+def test_rows_come_out_once_where_ray_keeps_a_checkpoint_of_its_own(
+    source, tmp_path, ray_checkpoint
+):
+    sink = tmp_path / "out"
+    with pytest.raises(ValueError, match="a bug of the user"):
+        raybatch.write_parquet(mapped(read(source, sink), fail_late), sink)
+    raybatch.write_parquet(mapped(read(source, sink)), sink)
+    numbers = pq.read_table(sink, columns=["number"])["number"].to_pylist()
+    assert sorted(numbers) == list(range(NUM_ROWS))
+    assert ray.data.DataContext.get_current().checkpoint_config is ray_checkpoint

@@ -14,6 +14,7 @@ from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
+from raybatch.stages.ray_context import settle_context
 from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.receipts import UnitReceipt
 from raybatch.stages.storage import store_of, told_as
@@ -120,13 +121,10 @@ class FeederRunner:
 
 def _results(dataset: Any, feeder: type[StageFeeder]) -> Iterator[pa.Table]:  # noqa: ANN401
     """Yield what feeders give back for the blocks of a dataset, as it comes."""
-    # A run of long outputs may finish no block for half an hour, and progress is shown here.
-    dataset.context.execution_no_progress_timeout_s = -1
+    settle_context(dataset)
     dataset.context.enable_progress_bars = False
     # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
     dataset.context.issue_detectors_config.detectors = []
-    # Ray's wrapper of an exception loses the cause on its way to the driver.
-    dataset.context.raise_original_map_exception = True
     try:
         with errors_told_once():
             answered = feeder.apply(dataset, batch_size=None)
