@@ -1,16 +1,20 @@
 """What a run of a job has to do: plans that are not complete, and input that is in no plan yet."""
 
+import logging
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import committed
 from raybatch.stages.fingerprint import InputFile, check_same
 from raybatch.stages.plan.planned import PlannedRun
+from raybatch.stages.plan.run import fit_units
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.storage import store_of
 
-__all__ = ["JobPart", "is_complete", "is_whole", "parts_to_run", "plans_of"]
+__all__ = ["JobPart", "is_complete", "is_whole", "parts_to_run", "plans_of", "tell_what_holds"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,22 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
             may_grow=may_grow,
         )
     return plans
+
+
+def tell_what_holds(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
+    """Log the options of a plan that differ from those of the plans in use, which hold."""
+    for stored in plans:
+        names = {name for name, *_ in stored.files}
+        now = asdict(fit_units(job.plan, job.source.only(names)))
+        for name, value in stored.options.items():
+            if name in now and now[name] != value:
+                logger.warning(
+                    "plan.%s is %r in the plan below %s, which holds; %r is not used",
+                    name,
+                    value,
+                    job.sink,
+                    now[name],
+                )
 
 
 def _in_order_of(plans: Sequence[StoredPlan], files: Sequence[InputFile]) -> list[InputFile]:

@@ -19,7 +19,14 @@ from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.history.reading import read_history
 from raybatch.history.recorder import RunRecorder, new_run_id
 from raybatch.job_config import JobConfig
-from raybatch.job_parts import JobPart, is_complete, is_whole, parts_to_run, plans_of
+from raybatch.job_parts import (
+    JobPart,
+    is_complete,
+    is_whole,
+    parts_to_run,
+    plans_of,
+    tell_what_holds,
+)
 from raybatch.outputs.rebuilt import report_of
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.redaction import redacted
@@ -81,6 +88,8 @@ class JobRun:
             files=input_files(self.source),
         )
         plans = plans_of(job, may_grow=self.config.extend)
+        tell_what_holds(job, plans)
+        is_new = not plans
         if not plans:
             self._check_plan_repeats(store)
         if is_whole(job, plans):
@@ -98,16 +107,19 @@ class JobRun:
             found = audit(store, units)
             if not found.is_clean:
                 recorder.incomplete()
-        # what earlier runs took is not known here, nor what several plans foretell together
-        is_all = not rows_resumed and len(parts) == 1
-        report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
-        with told_as(f"the report cannot be written below {self.config.sink!r}"):
-            report.write(self.config.sink)
         if found.is_clean:
             finish(store, units, found)
             drop_journal_and_staging(store)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
+        # what earlier runs took is not known here, nor what several plans foretell together
+        is_all = is_new and len(parts) == 1
+        report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
+        try:
+            with told_as(f"the report cannot be written below {self.config.sink!r}"):
+                report.write(self.config.sink)
+        except ConfigError as error:  # what it is about is written all the same
+            logger.error("%s; 'raybatch report' makes it again", error)
         return report
 
     def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:

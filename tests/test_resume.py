@@ -137,9 +137,9 @@ def test_the_log_of_a_run_has_every_unit_and_no_text_of_a_row(model, tmp_path):
 
 
 def test_rows_of_an_open_unit_are_kept_and_not_generated_again(model, tmp_path):
-    lengths = [2] * 300 + [200] * 300
-    write_source(tmp_path, num_rows=600, lengths=lengths)
-    plan = {"order": "ascending", "unit_rows": 600, "max_unit_rows": 600, "min_saved_fraction": 0}
+    # short rows and long ones share every call of the pool
+    write_source(tmp_path, num_rows=600, lengths=[2, 200] * 300)
+    plan = {"mode": "off", "unit_rows": 600, "max_unit_rows": 600}
     sink = tmp_path / "out"
     job = make_job(tmp_path, model, plan, num_seqs=600, flush_every_s=0.2)
     run_until(job, lambda: any(sink.glob("_raybatch/frag/*/*.arrow")))
@@ -149,7 +149,7 @@ def test_rows_of_an_open_unit_are_kept_and_not_generated_again(model, tmp_path):
     job = make_job(tmp_path, model, plan, num_seqs=600, flush_every_s=60)
     report = job.run(progress=lambda stats, _: received.append(stats.rows_received))
     check_output(sink, report, 600)
-    assert kept > 0
+    assert kept >= 100
     assert received[-1] == 600 - kept
     assert not list(sink.glob("_raybatch/frag/*/*.arrow"))
 

@@ -95,6 +95,10 @@ class Coordinator:
             return Answer(status="unknown")
         return await self._answer(batch)
 
+    async def so_far(self, client: str, name: str, skip: int) -> Answer:
+        """Return what is finished of a row batch, without its first `skip` results."""
+        return self._inbox.so_far(client, name, skip=skip)
+
     async def cancel(self, token: str) -> None:
         """Forget a row batch, also one that has not arrived yet."""
         self._inbox.cancel(token)

@@ -98,6 +98,14 @@ class Inbox:
         batch.last_asked = time.monotonic()
         return batch
 
+    def so_far(self, client: str, name: str, *, skip: int) -> Answer:
+        """Return the results of an open batch without its first `skip`; it keeps them."""
+        batch = self._named.get((client, name))
+        if batch is None:
+            return Answer(status="unknown")
+        attempts = self.queue.attempts(batch.batch_id)
+        return Answer(status="pending", results=tuple(batch.results[skip:]), attempts=attempts)
+
     def add(self, submission: Submission) -> OpenBatch | None:
         """Open a batch and queue its rows; return None when it was cancelled on its way."""
         if submission.token in self._cancelled:

@@ -26,7 +26,7 @@ from raybatch.actors.coordinator import Coordinator
 from raybatch.actors.crew import CrewPlan
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.actors.submitting import make_submission
-from raybatch.actors.wire import combine_results
+from raybatch.actors.wire import RESULT_SCHEMA, combine_results
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
 
@@ -104,6 +104,27 @@ class PoolHandle:
         except RayActorError as error:
             raise self._coordinator_died(error) from error
         return _results(answer)
+
+    async def so_far(self, *, client: str, name: str, num_seen: int) -> tuple[pa.Table, int]:
+        """Return results of a call of `generate` that waits for others, so that they can be kept.
+
+        Args:
+            client: of the call.
+            name: of the call.
+            num_seen: what the second value was when this was asked before; 0 at first.
+
+        Returns:
+            A result table, as `generate` returns one, of rows with all their samples that have
+            finished since; and what to say the next time.
+        """
+        try:
+            answer = await self._connect().so_far.remote(client, name, num_seen)
+        except RayActorError:
+            # whoever waits for the rows hears of it
+            answer = Answer(status="unknown")
+        if answer.attempts is None:
+            return RESULT_SCHEMA.empty_table(), num_seen
+        return _results(answer), num_seen + len(answer.results)
 
     def generate_sync(
         self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"

@@ -37,7 +37,7 @@ class UnitsSoFar:
     """How far the units of a run are.
 
     Args:
-        total: units of the plan; 0 while there is none.
+        total: units of all plans; 0 while there is none.
         done: units that are written, those of earlier runs among them.
         resumed: units that earlier runs had written.
         rows_resumed: rows of these.
@@ -90,7 +90,7 @@ class RunRecorder:
         self._began_s = clock()
         self._next_beat_s = self._began_s
         self._sampler = Sampler()
-        self._num_receipts = 0
+        self._num_receipts = self._done_before = 0
         self._end = "finished"
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="raybatch-run-log", daemon=True)
@@ -133,13 +133,15 @@ class RunRecorder:
         """Say that the run has ended without all of its rows."""
         self._end = "incomplete"
 
-    def planned(self, stored: StoredPlan, is_todo: npt.NDArray[np.bool_]) -> None:
-        """Hear of the plan that holds, and which of its units are still to be written."""
-        resumed = int(np.count_nonzero(~is_todo))
+    def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
+        """Hear of the plan that runs next, and which units of the whole output are written."""
+        done, is_first = int(np.count_nonzero(is_done)), self.units.total == 0
+        resumed = done if is_first else self.units.resumed
         logical, computed = stored.logical_tokens, stored.computed_tokens
+        self._done_before = done
         self.units = UnitsSoFar(
-            total=stored.num_units,
-            done=resumed,
+            total=len(is_done),
+            done=done,
             resumed=resumed,
             rows_resumed=self.rows_resumed,
             planned_hit_rate=1 - computed / logical if logical else None,
@@ -148,7 +150,7 @@ class RunRecorder:
             "planned",
             plan=stored.hash,
             rows=stored.num_rows,
-            units=stored.num_units,
+            units=len(is_done),
             units_resumed=resumed,
             prompt_tokens=logical,
             computed_tokens=computed,
@@ -175,8 +177,8 @@ class RunRecorder:
 
     def observe(self, stats: PoolStats) -> None:
         """Take a state of the pool; a sample of it is written when it is due."""
-        # receipts come with the last unit of a block
-        self._note_done(self.units.resumed + stats.num_units_written)
+        # receipts come with the last unit of a block; a pool counts for each plan anew
+        self._note_done(self._done_before + stats.num_units_written)
         found = self._sampler.observe(self._elapsed_s(), stats)
         for event in found.events:
             level = "info" if event["state"] == "ready" else "warning"

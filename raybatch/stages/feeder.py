@@ -19,9 +19,10 @@ from raybatch.actors.wire import RESULT_SCHEMA
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
-from raybatch.stages.finish import Answers, finish_rows
+from raybatch.stages.finish import finish_rows
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.inputs import column_of
+from raybatch.stages.open_call import Answered, Asked, OpenCall
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan_columns import PlannedRows, take_off
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
@@ -84,14 +85,14 @@ class StageFeeder:
         batch: Any,  # noqa: ANN401
         *,
         changes: Mapping[str, Any] | None = None,
-        name: str = "",
+        call: OpenCall | None = None,
     ) -> pa.Table:
         """Answer a row batch; with `changes` of the sampling options it is asked once more.
 
         Args:
             batch: of any format.
             changes: of the sampling options.
-            name: of these rows in the pool, see `PoolHandle.generate`.
+            call: is told what is asked under its name.
         """
         if self._failure is not None:
             raise self._failure
@@ -110,12 +111,16 @@ class StageFeeder:
             unasked = _classes(prompt_errors)
             num_unasked = table.num_rows - len(prepared.rows)
             await self.pool.note_outside(num_unasked, unasked, client=client)
+            group_ids = None if planned is None else planned.group_ids
+            asked = Asked(table=table, prepared=prepared, group_ids=group_ids)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
+                call = call or OpenCall(name="")
+                call.asked = asked
                 results = await self.pool.generate(
-                    prepared.requests, prepared.samplings, client=client, name=name
+                    prepared.requests, prepared.samplings, client=client, name=call.name
                 )
-            finished = await asyncio.to_thread(self._finish, table, prepared, results, planned)
+            finished = await asyncio.to_thread(self._finish, asked.answered(results))
             errors = _classes(self._errors_of(finished))
             errors -= unasked + _classes(results.column("error").to_pylist())
             await self.pool.note_outside(0, errors, client=client)
@@ -187,29 +192,18 @@ class StageFeeder:
                 _raise_if(row_id, prompt.error)
         return prepared
 
-    def _finish(
-        self,
-        table: pa.Table,
-        prepared: Prepared,
-        results: pa.Table,
-        planned: PlannedRows | None,
-    ) -> pa.Table:
+    def _finish(self, answered: Answered) -> pa.Table:
         finished = finish_rows(
-            table,
-            row_ids=prepared.row_ids,
-            prompts=prepared.prompts,
-            answers=Answers(
-                rows=prepared.rows,
-                copies=prepared.copies,
-                samplings=prepared.request_samplings,
-                results=results,
-            ),
+            answered.table,
+            row_ids=answered.row_ids,
+            prompts=answered.prompts,
+            answers=answered.answers,
             tokenizer=self._tokenizer,
             output=self.config.output,
-            group_ids=None if planned is None else planned.group_ids,
+            group_ids=answered.group_ids,
         )
         if self.config.on_error == "raise":
-            for row_id, error in zip(prepared.row_ids, self._errors_of(finished), strict=True):
+            for row_id, error in zip(answered.row_ids, self._errors_of(finished), strict=True):
                 _raise_if(row_id, error)
         return finished
 

@@ -6,7 +6,8 @@ Only receipts travel back through Ray: a lost object or a task that Ray runs aga
 import asyncio
 import hashlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.open_call import OpenCall
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
@@ -51,27 +53,46 @@ class PlacedFeeder(StageFeeder):
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         self._no_cpu_hint.stop()
         with message_kept():
-            return await self._answer_placed(to_table(batch))
+            return await self._answer_placed(PlacedRows.of(to_table(batch)))
 
-    async def _answer_placed(self, table: pa.Table) -> pa.Table:
-        units, positions = places(table)
-        columns = {POS: pa.array(positions), journal.ROW: table.column(ROW)}
-        # the same for whoever answers these rows after this process died
-        name = hashlib.blake2b(units.tobytes() + positions.tobytes(), digest_size=16).hexdigest()
-        finished = await self._answer(table, name=name)
+    async def _answer_placed(self, rows: "PlacedRows") -> pa.Table:
+        finished = await self._answer(rows.table, call=rows.call)
         for number, wave in enumerate(self.waves):
-            finished = await self._ask_again(table, finished, wave, name=f"{name}-{number}")
-        return with_columns(finished, columns)
+            again = OpenCall(name=f"{rows.call.name}-{number}")
+            finished = await self._ask_again(rows.table, finished, wave, again)
+        return with_columns(finished, rows.places)
+
+    async def _placed_so_far(self, rows: "PlacedRows") -> pa.Table | None:
+        """Return what is finished of rows that are being answered, and was not returned before.
+
+        Returns:
+            The rows; None where there are none. Those that a wave would ask again are left out.
+        """
+        call, asked = rows.call, rows.call.asked
+        if asked is None:
+            return None
+        results, call.num_seen = await self.pool.so_far(
+            client=self.client, name=call.name, num_seen=call.num_seen
+        )
+        if not results.num_rows:
+            return None
+        positions, answered = asked.answered_so_far(results)
+        finished = await asyncio.to_thread(self._finish, answered)
+        statuses = row_statuses(finished, self.config.output)
+        again = {status for wave in self.waves for status in wave.on}
+        is_final = pa.array([status not in again for status in statuses], pa.bool_())
+        chosen = {name: column.take(pa.array(positions)) for name, column in rows.places.items()}
+        return with_columns(finished, chosen).filter(is_final)
 
     async def _ask_again(
-        self, table: pa.Table, finished: pa.Table, wave: WaveConfig, *, name: str
+        self, table: pa.Table, finished: pa.Table, wave: WaveConfig, call: OpenCall
     ) -> pa.Table:
         """Return finished rows where those that the rule is for have a new result."""
         statuses = row_statuses(finished, self.config.output)
         chosen = np.array([i for i, status in enumerate(statuses) if status in wave.on], np.int64)
         if not len(chosen):
             return finished
-        again = await self._answer(table.take(chosen), changes=wave.sampling, name=name)
+        again = await self._answer(table.take(chosen), changes=wave.sampling, call=call)
         name = self.config.output_prefix + "attempts"
         place = again.column_names.index(name)
         before = finished.column(name).take(chosen)
@@ -80,6 +101,29 @@ class PlacedFeeder(StageFeeder):
         source = np.arange(finished.num_rows)
         source[chosen] = finished.num_rows + np.arange(len(chosen))
         return pa.concat_tables([finished, again]).take(source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedRows:
+    """Planned rows that are asked for together.
+
+    Args:
+        table: the rows.
+        places: columns of the journal, position in the unit and number in the source.
+        call: of the pool; its name is the same for whoever answers these rows after a process died.
+    """
+
+    table: pa.Table
+    places: Mapping[str, pa.ChunkedArray]
+    call: OpenCall
+
+    @classmethod
+    def of(cls, table: pa.Table) -> "PlacedRows":
+        """Read the places from the columns of the plan."""
+        units, positions = places(table)
+        name = hashlib.blake2b(units.tobytes() + positions.tobytes(), digest_size=16).hexdigest()
+        columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
+        return cls(table=table, places=columns, call=OpenCall(name=name))
 
 
 class UnitFeeder(PlacedFeeder):
@@ -135,17 +179,18 @@ class UnitFeeder(PlacedFeeder):
     async def _write(self, unit: int, rows: pa.Table) -> Receipt | None:
         receipt = None
         reach("before_unit", unit=unit)
-        self.pool.note_unit(unit, "started", client=self.client)
+        number = self.writer.stored.first_unit + unit
+        self.pool.note_unit(number, "started", client=self.client)
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
-            finished = await self._finish_unit(unit, _without(rows, known), known)
+            finished = await self._finish_unit(unit, _unknown(rows, known), known)
             if finished is None:
                 return None
             reach("after_rows", unit=unit)
             receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         finally:
             state = "left" if receipt is None else "written"
-            self.pool.note_unit(unit, state, client=self.client)
+            self.pool.note_unit(number, state, client=self.client)
         return receipt
 
     async def _has_to_stop(self) -> bool:
@@ -159,26 +204,54 @@ class UnitFeeder(PlacedFeeder):
         Returns:
             All rows; None where the run stops before, and finished rows are in the journal.
         """
-        kept, kept_s = [known], time.monotonic()
-        new: list[pa.Table] = []
-        pending = {asyncio.ensure_future(self._answer_placed(call)) for call in _calls(rows)}
+        finished, kept, kept_s = [known], set(known.column(POS).to_pylist()), time.monotonic()
+        asked = [PlacedRows.of(call) for call in _calls(rows)]
+        pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in asked}
         try:
             while pending:
-                done, pending = await asyncio.wait(
+                done, _ = await asyncio.wait(
                     pending, timeout=_WAKE_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                new += [call.result() for call in done]
+                finished += [call.result() for call in done]
+                for call in done:
+                    del pending[call]
                 stops = bool(pending) and await self._has_to_stop()
                 is_due = time.monotonic() >= kept_s + self.flush_every_s
-                if new and pending and (is_due or stops):
-                    await asyncio.to_thread(self.writer.flush, unit, self.writer.joined(new))
-                    kept, new, kept_s = kept + new, [], time.monotonic()
+                if pending and (is_due or stops):
+                    kept |= await self._keep(unit, finished, pending.values(), kept)
+                    kept_s = time.monotonic()
                 if stops:
                     return None
         finally:
             for call in pending:
                 call.cancel()
-        return self.writer.joined(kept + new)
+        return self.writer.joined(finished)
+
+    async def _keep(
+        self,
+        unit: int,
+        finished: Sequence[pa.Table],
+        pending: Iterable[PlacedRows],
+        kept: Set[int],
+    ) -> set[int]:
+        """Write to the journal what is finished, also of calls that wait for other rows.
+
+        Args:
+            unit: of the rows.
+            finished: calls that are over.
+            pending: calls that are not.
+            kept: positions that are in the journal.
+
+        Returns:
+            Positions that came to it.
+        """
+        so_far = await asyncio.gather(*(self._placed_so_far(rows) for rows in pending))
+        tables = [table for table in (*finished, *so_far) if table is not None]
+        tables = [_without(table, kept) for table in tables]
+        new = self.writer.joined(tables)
+        if new.num_rows:
+            await asyncio.to_thread(self.writer.flush, unit, new)
+        return set(new.column(POS).to_pylist())
 
 
 async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -191,13 +264,19 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
             task.cancel()
 
 
-def _without(rows: pa.Table, known: pa.Table) -> pa.Table:
-    """Return the rows that are not in the journal."""
+def _unknown(rows: pa.Table, known: pa.Table) -> pa.Table:
+    """Return planned rows that are not in the journal."""
     if not known.num_rows:
         return rows
     _, positions = places(rows)
     is_known = np.isin(positions, known.column(POS).to_numpy())
     return rows.filter(pa.array(~is_known))
+
+
+def _without(finished: pa.Table, kept: Set[int]) -> pa.Table:
+    """Return finished rows that are not in the journal."""
+    is_new = [position not in kept for position in finished.column(POS).to_pylist()]
+    return finished.filter(pa.array(is_new, pa.bool_()))
 
 
 def _calls(rows: pa.Table) -> list[pa.Table]:

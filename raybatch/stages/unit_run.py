@@ -27,8 +27,8 @@ __all__ = ["FeederRunner", "RunObserver"]
 class RunObserver(Protocol):
     """Is told what happens to the units of a run, while it happens."""
 
-    def planned(self, stored: StoredPlan, is_todo: npt.NDArray[np.bool_]) -> None:
-        """Hear of the plan that holds, and which of its units are still to be written."""
+    def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
+        """Hear of the plan that runs next, and which units of the whole output are written."""
 
     def unit_done(self, receipt: UnitReceipt) -> None:
         """Hear of a unit that is written."""
@@ -63,9 +63,8 @@ class FeederRunner:
             units = read_all_units(self.sink, read_plans(self.sink))
             done = committed(store_of(self.sink), units)
         reach("after_list")
-        is_todo = ~done[stored.first_unit : stored.first_unit + stored.num_units]
-        self.observer.planned(stored, is_todo)
-        return is_todo
+        self.observer.planned(stored, done)
+        return ~done[stored.first_unit : stored.first_unit + stored.num_units]
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
         feeder = self._feeder(

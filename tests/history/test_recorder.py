@@ -130,7 +130,7 @@ def test_a_run_with_missing_rows_is_incomplete(store):
 
 def test_units_count_from_those_that_were_there(store):
     with recorder_of(store, rows_resumed=10) as recorder:
-        recorder.planned(stored_plan(), np.array([False, True]))
+        recorder.planned(stored_plan(), np.array([True, False]))
         assert (2, 1, 1, 10) == (
             recorder.units.total,
             recorder.units.done,
@@ -144,10 +144,22 @@ def test_units_count_from_those_that_were_there(store):
 
 def test_units_count_as_soon_as_feeders_say_so(store):
     with recorder_of(store) as recorder:
-        recorder.planned(stored_plan(num_units=5), np.array([False, True, True, True, True]))
+        recorder.planned(stored_plan(num_units=5), np.array([True, False, False, False, False]))
         recorder.observe(PoolStats(num_units_written=3))
         recorder.unit_done(receipt(1))
         assert 4 == recorder.units.done
+
+
+def test_units_of_a_second_plan_come_after_those_of_the_first(store):
+    with recorder_of(store) as recorder:
+        recorder.planned(stored_plan(num_units=3), np.array([True, False, False]))
+        recorder.unit_done(receipt(1))
+        recorder.unit_done(receipt(2))
+        recorder.planned(stored_plan(num_units=2), np.array([True, True, True, False, False]))
+        recorder.observe(PoolStats(num_units_written=1))
+        assert (5, 4, 1) == (recorder.units.total, recorder.units.done, recorder.units.resumed)
+    (units_resumed,) = {e["units_resumed"] for e in events_of(store) if e["event"] == "planned"}
+    assert 1 == units_resumed
 
 
 def test_a_killed_run_has_written_what_the_next_one_found():
