@@ -87,7 +87,7 @@ class Job:
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         overwrite: bool = False,
         extend: bool = False,
-        flush_every_s: float = 60.0,
+        flush_every_s: float = 5.0,
         partition_by: Sequence[str] | str = (),
         limits: LimitConfig | Mapping[str, Any] | None = None,
         waves: Sequence[WaveConfig | Mapping[str, Any]] = (),

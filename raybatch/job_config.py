@@ -62,7 +62,7 @@ class JobConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     overwrite: bool = False
     extend: bool = False
-    flush_every_s: float = 60.0
+    flush_every_s: float = 5.0
     partition_by: tuple[str, ...] = ()
     limits: LimitConfig = field(default_factory=LimitConfig)
     waves: tuple[WaveConfig, ...] = ()
