@@ -226,6 +226,19 @@ def test_a_run_that_meets_its_limit_ends_between_units_and_goes_on_later(model, 
     check_output(sink, make_job(tmp_path, model, plan).run(progress=lambda *_: None))
 
 
+def test_limits_are_kept_where_the_progress_callback_fails(model, tmp_path, caplog):
+    write_source(tmp_path, lengths=[20] * NUM_ROWS)
+    plan = {"unit_rows": 8, "max_unit_rows": 8, "min_saved_fraction": 1}
+
+    def fail(stats, num_rows):
+        raise BrokenPipeError("nobody looks on")
+
+    # the callback has been called before a token is done
+    report = make_job(tmp_path, model, plan, limits={"max_tokens": 200}).run(progress=fail)
+    assert 1 == caplog.text.count("the progress callback failed: BrokenPipeError: nobody looks on")
+    assert (report.exit_code(), report.rows_out < NUM_ROWS) == (1, True)
+
+
 def test_cut_rows_are_asked_again_with_more_tokens(model, tmp_path):
     write_source(tmp_path, lengths=[2 + i % 3 for i in range(NUM_ROWS)])
     waves = [

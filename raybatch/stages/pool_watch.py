@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from raybatch.errors import error_text
 from raybatch.types import PoolStats
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class PoolWatch:
         self._callback = callback
         self._clock = clock
         self.rows_done = 0
+        self._has_failed = False
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
 
@@ -82,7 +84,7 @@ class PoolWatch:
         self._is_done.set()
         self._thread.join()
         if kind is None:
-            self._callback(self._read_stats(), self._num_rows)
+            self._tell(self._read_stats())
 
     def _poll(self) -> None:
         next_callback_s = 0.0
@@ -95,8 +97,16 @@ class PoolWatch:
             now_s = self._clock.elapsed_s()
             self._note(stats, now_s)
             if now_s >= next_callback_s:
-                self._callback(stats, self._num_rows)
+                self._tell(stats)
                 next_callback_s = now_s + _PROGRESS_EVERY_S
+
+    def _tell(self, stats: PoolStats) -> None:
+        try:
+            self._callback(stats, self._num_rows)
+        except Exception as error:  # rows do not depend on who looks on, and limits are still kept
+            if not self._has_failed:
+                logger.warning("the progress callback failed: %s", error_text(error))
+            self._has_failed = True
 
     def _note(self, stats: PoolStats, now_s: float) -> None:
         self.rows_done = stats.rows_done - self._before.rows_done
