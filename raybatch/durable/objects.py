@@ -9,7 +9,7 @@ import fsspec
 
 from raybatch.durable.exclusive import tell_last_writer_wins
 from raybatch.durable.layout import check_name, probe_name
-from raybatch.durable.repeating import is_repeatable, says_it_exists
+from raybatch.durable.repeating import says_it_exists, says_unsupported
 
 __all__ = ["ObjectStore"]
 
@@ -126,7 +126,7 @@ class ObjectStore:
             # a first one that is refused means a repeated request, and shows the same
             return not (self._create(name, b"") and self._create(name, b""))
         except Exception as error:
-            if is_repeatable(error) or isinstance(error, PermissionError | FileNotFoundError):
+            if not says_unsupported(error):
                 raise
             logger.info("%s refuses conditional writes: %s", self.uri, error)
             return False

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from raybatch.durable.protocols import Store
 
-__all__ = ["Repeating", "is_repeatable", "says_it_exists"]
+__all__ = ["Repeating", "is_repeatable", "says_it_exists", "says_unsupported"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,18 @@ _NUMBERS = frozenset(
 _CONFLICT = 409
 _STATUSES = frozenset({408, _CONFLICT, 425, 429, 500, 502, 503, 504})
 _EXISTS = 412
+_UNSUPPORTED = frozenset({400, 405, 501})
+# by name, for clients that may not be installed; few of them are an OSError
+_BROKEN_CONNECTIONS = frozenset(
+    {
+        "aiohttp.client_exceptions.ClientConnectionError",
+        "aiohttp.client_exceptions.ClientPayloadError",
+        "botocore.exceptions.ConnectionError",
+        "botocore.exceptions.HTTPClientError",
+        "botocore.exceptions.IncompleteReadError",
+        "botocore.parsers.ResponseParserError",
+    }
+)
 
 
 class Repeating:
@@ -118,7 +130,7 @@ def is_repeatable(error: BaseException) -> bool:
     """Return whether an operation that raised this may succeed when it is sent again."""
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
         return False
-    if isinstance(error, TimeoutError | ConnectionError):
+    if isinstance(error, TimeoutError | ConnectionError) or _is_broken_connection(error):
         return True
     if _STATUSES.intersection(_statuses(error)):
         return True
@@ -128,6 +140,21 @@ def is_repeatable(error: BaseException) -> bool:
 def says_it_exists(error: BaseException) -> bool:
     """Return whether a `create` that raised this found the file there."""
     return isinstance(error, FileExistsError) or _EXISTS in _statuses(error)
+
+
+def says_unsupported(error: BaseException) -> bool:
+    """Return whether what raised this is nothing that the store, or its client, can ever do."""
+    if isinstance(error, NotImplementedError | TypeError):
+        return True
+    # stores answer 400 to what was too slow and to whom they do not know, too
+    if isinstance(error, TimeoutError | PermissionError):
+        return False
+    return bool(_UNSUPPORTED.intersection(_statuses(error)))
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    return bool(names & _BROKEN_CONNECTIONS)
 
 
 def _statuses(error: BaseException | None) -> list[int]:

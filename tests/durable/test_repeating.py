@@ -3,9 +3,17 @@
 import errno
 
 import pytest
+from aiohttp.client_exceptions import ClientPayloadError, ServerDisconnectedError
+from botocore.exceptions import (
+    ConnectionClosedError,
+    ConnectTimeoutError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    ReadTimeoutError,
+)
 
 from raybatch.durable.local import LocalStore
-from raybatch.durable.repeating import Repeating, is_repeatable, says_it_exists
+from raybatch.durable.repeating import Repeating, is_repeatable, says_it_exists, says_unsupported
 
 
 def http(status, kind=OSError):
@@ -47,6 +55,12 @@ REPEATED = [
     http(409),
     http(500),
     http(503),
+    EndpointConnectionError(endpoint_url="http://x"),
+    ConnectTimeoutError(endpoint_url="http://x"),
+    ReadTimeoutError(endpoint_url="http://x"),
+    ConnectionClosedError(endpoint_url="http://x"),
+    ServerDisconnectedError(),
+    ClientPayloadError("cut"),
 ]
 RAISED = [
     FileNotFoundError(),
@@ -55,6 +69,7 @@ RAISED = [
     http(403),
     http(400),
     ValueError("bug"),
+    NoCredentialsError(),
 ]
 
 
@@ -71,6 +86,21 @@ def test_a_failure_that_stays_is_not(error):
 @pytest.mark.parametrize("error", [FileExistsError(), http(412)], ids=repr)
 def test_a_refused_create_is_known_in_every_spelling(error):
     assert says_it_exists(error)
+
+
+UNSUPPORTED = [http(400), http(405), http(501), NotImplementedError(), TypeError("mode")]
+# a store that does not answer in time, or knows nobody, may say 400 as well
+REFUSED = [http(400, TimeoutError), http(400, PermissionError), http(403), http(503), OSError()]
+
+
+@pytest.mark.parametrize("error", UNSUPPORTED, ids=repr)
+def test_what_a_store_can_never_do_is_known(error):
+    assert says_unsupported(error)
+
+
+@pytest.mark.parametrize("error", [*REFUSED, *REPEATED], ids=repr)
+def test_other_failures_say_nothing_of_what_a_store_can_do(error):
+    assert not says_unsupported(error)
 
 
 def test_an_operation_is_repeated_until_it_succeeds(local):

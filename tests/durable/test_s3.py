@@ -18,10 +18,18 @@ FAULTS = [
     for status in (500, 503, 409, None)
     for is_after in (False, True)
 ]
+# longer than the client waits; a connection that is closed at once makes it ask again by itself
+NO_ANSWER = HttpFault(status=None, hang_s=2.0)
 # the client gives up soon and leaves the repeating to the store
 OPTIONS = {
     "config_kwargs": {"read_timeout": 0.5, "connect_timeout": 5, "retries": {"max_attempts": 0}}
 }
+
+
+@pytest.fixture(autouse=True)
+def _client_that_does_not_repeat(monkeypatch):
+    # it would send a request again that was not answered, and hide whether the store does
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
 
 
 @pytest.fixture
@@ -131,9 +139,23 @@ def test_an_object_is_created_once_through_an_error(bucket, s3_endpoint, fault):
     assert {fault.name: 1} == proxy.faults
 
 
+def test_a_probe_without_an_answer_is_repeated(bucket, s3_endpoint):
+    faults = iter([NO_ANSWER])
+
+    def first(request):
+        return next(faults, None) if request.method == "PUT" else None
+
+    with s3_proxy(s3_endpoint, first) as proxy:
+        inner = ObjectStore(
+            f"s3://{bucket}/out", options={**OPTIONS, "endpoint_url": proxy.endpoint}
+        )
+        assert Repeating(inner, sleep=lambda _: None).is_exclusive
+    assert 1 == sum(proxy.faults.values())
+
+
 @pytest.mark.parametrize("operation", ["read", "tail", "size", "names", "remove"])
 def test_every_operation_is_repeated(bucket, s3_endpoint, operation):
-    faults = iter([HttpFault(status=500), HttpFault(status=503), HttpFault(status=None)])
+    faults = iter([HttpFault(status=500), HttpFault(status=503), NO_ANSWER])
     is_armed = [False]
 
     def some(request):

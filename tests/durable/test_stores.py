@@ -8,9 +8,11 @@ import uuid
 
 import fsspec
 import pytest
+from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
 from raybatch.durable import local as local_module
 from raybatch.durable.objects import ObjectStore
+from raybatch.durable.repeating import Repeating
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 
@@ -184,6 +186,50 @@ def test_a_store_that_replaces_is_found_out(caplog):
     assert not store.is_exclusive
     assert "let one run at a time write here" in caplog.text
     assert [True, False] == [store.create("a", data) for data in (b"one", b"two")]
+
+
+class FailingFileSystem(fsspec.get_filesystem_class("memory")):
+    """Raises the next of `errors` when it writes."""
+
+    protocol = "memory"
+    errors = ()
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        if self.errors:
+            raise self.errors.pop()
+        super().pipe_file(path, value, mode=mode)
+
+
+def failing_store(*errors):
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}")
+    store._fs = FailingFileSystem(skip_instance_cache=True)
+    store._fs.errors = list(errors)
+    return store
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EndpointConnectionError(endpoint_url="http://x"),
+        ReadTimeoutError(endpoint_url="http://x"),
+        OSError(errno.EINVAL, "unknown"),
+    ],
+    ids=repr,
+)
+def test_a_probe_that_failed_says_nothing_of_a_store(error):
+    store = failing_store(error)
+    with pytest.raises(type(error)):
+        _ = store.is_exclusive
+    assert store.is_exclusive
+
+
+def test_a_probe_goes_on_through_an_outage():
+    errors = [ReadTimeoutError(endpoint_url="http://x"), ConnectionResetError()]
+    assert Repeating(failing_store(*errors), sleep=lambda _: None).is_exclusive
+
+
+def test_a_store_that_refuses_conditions_is_not_exclusive():
+    assert not failing_store(NotImplementedError("conditions")).is_exclusive
 
 
 class AddOnlyFileSystem(fsspec.get_filesystem_class("memory")):
