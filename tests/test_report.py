@@ -36,8 +36,10 @@ def test_exit_code_is_2_with_error_rows():
     assert make_report(statuses={"ok": 3, "invalid": 1}).exit_code() == 2
 
 
-@pytest.mark.parametrize("changes", [{"rows_lost": 1}, {"rows_duplicated": 1}])
-def test_exit_code_is_1_when_rows_are_lost_or_repeated(changes):
+@pytest.mark.parametrize(
+    "changes", [{"rows_lost": 1}, {"rows_duplicated": 1}, {"problems": ("a is no part",)}]
+)
+def test_exit_code_is_1_when_the_output_is_not_clean(changes):
     assert make_report(statuses={"invalid": 1}, **changes).exit_code() == 1
 
 

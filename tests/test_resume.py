@@ -199,6 +199,19 @@ def test_output_is_laid_out_by_columns_of_the_source(model, tmp_path):
         assert {number % 3 for number in numbers} == {1}
 
 
+def test_a_run_that_finds_a_foreign_file_at_its_end_has_not_finished(model, tmp_path):
+    write_source(tmp_path)
+    sink = tmp_path / "out"
+    make_job(tmp_path, model, PLANS["off"], partition_by=["most"]).run()
+    (sink / "_SUCCESS").unlink()
+    (sink / "data" / "most=9").mkdir()
+    (sink / "data" / "most=9" / "part-000000.parquet").write_bytes(b"somebody's")
+    report = make_job(tmp_path, model, PLANS["off"], partition_by=["most"]).run()
+    assert (NUM_ROWS, 1) == (report.rows_out, report.exit_code())
+    assert "most=9/part-000000.parquet is no part of the plan" in report.problems[0]
+    assert not (sink / "_SUCCESS").exists()
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

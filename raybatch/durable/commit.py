@@ -4,6 +4,8 @@ A row belongs to one unit of a plan that never changes, a unit has one name, and
 rows of its unit; so every row is in the output once or not at all, whoever else is at work.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -25,6 +27,7 @@ __all__ = [
     "committed",
     "listed_units",
     "receipt_of",
+    "strange_files",
 ]
 
 Bools = npt.NDArray[np.bool_]
@@ -138,7 +141,7 @@ def receipt_of(
 
 
 def committed(store: Store, plan: UnitPlan) -> Bools:
-    """Return which units are in the output, from one listing; no file is opened.
+    """Return which units are in the output, from one listing or two; no file is opened.
 
     Returns:
         bool [U].
@@ -147,6 +150,8 @@ def committed(store: Store, plan: UnitPlan) -> Bools:
         CommitError: a file lies there that is no part of a unit of the plan.
     """
     is_done, unknown = listed_units(store, plan)
+    if plan.is_partitioned:
+        unknown += strange_files(plan, store.names(DATA))
     if unknown:
         raise CommitError(
             f"{store.uri}/{unknown[0]} is no part of a unit of plan {plan.hash} "
@@ -172,3 +177,17 @@ def listed_units(store: Store, plan: UnitPlan) -> tuple[Bools, list[str]]:
         else:
             is_done[number] = True
     return is_done, unknown
+
+
+def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
+    """Return those of the files below `data/` that are no file of a unit of a partitioned output.
+
+    Whether a unit has such a file is known by its record alone.
+    """
+    units = ((name, part_unit(name)) for name in names)
+    return [
+        name
+        for name, number in units
+        # rows of every unit lie in folders
+        if number is None or number >= plan.num_units or name == part_name(number)
+    ]

@@ -158,8 +158,8 @@ class RunReport:
         return _rate(self.generated_tokens, self.engines_s)
 
     def exit_code(self) -> int:
-        """Return 0 for a finished run, 2 with error rows in it, 1 where rows are not there once."""
-        if self.rows_lost or self.rows_duplicated or self.rows_todo:
+        """Return 0 for a finished run, 2 with error rows in it, 1 while the output is not clean."""
+        if self.rows_lost or self.rows_duplicated or self.rows_todo or self.problems:
             return 1
         return 2 if self.rows_failed else 0
 

@@ -77,6 +77,23 @@ def test_a_unit_is_committed_by_its_record(store):
     assert [False, False] == committed(store, PLAN).tolist()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["data/notes.txt", "data/part-000000.parquet", "data/lang=en/part-000009.parquet"],
+)
+def test_a_file_of_no_unit_is_refused_where_units_are_listed(store, name):
+    commit(store, 0)
+    store.create(name, b"")
+    with pytest.raises(CommitError, match=f"{name} is no part of a unit"):
+        committed(store, PLAN)
+
+
+def test_files_of_units_without_a_record_are_fine_where_units_are_listed(store):
+    commit(store, 0)
+    store.remove("_raybatch/done/000000.json")
+    assert [False, False] == committed(store, PLAN).tolist()
+
+
 def test_a_second_attempt_completes_what_the_first_began(store):
     first = commit(store, 0, said="first")
     store.remove("_raybatch/done/000000.json")
