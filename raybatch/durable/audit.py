@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.durable.commit import listed_units
+from raybatch.durable.commit import listed_units, strange_files
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
 from raybatch.durable.partitioned import read_files, read_record
@@ -93,6 +93,31 @@ class _Share:
     counts: UnitCounts
 
 
+class _FolderFiles:
+    """The files in folders below `data/`, by unit; 8 bytes for each beside its name.
+
+    Args:
+        names: of all files.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names: list[str] = []
+        units = []
+        for name in names:
+            unit = part_unit(name)
+            if unit is not None and name != part_name(unit):
+                self._names.append(name)
+                units.append(unit)
+        of_unit = np.array(units, np.int64)
+        self._order = np.argsort(of_unit, kind="stable")
+        self._units = of_unit[self._order]
+
+    def of(self, unit: int) -> set[str]:
+        """Return the files of a unit."""
+        first, stop = np.searchsorted(self._units, (unit, unit + 1))
+        return {self._names[place] for place in self._order[first:stop]}
+
+
 def audit(
     store: Store,
     plan: UnitPlan,
@@ -102,7 +127,8 @@ def audit(
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 
-    Nothing is raised for what is wrong with the output, and memory does not grow with it.
+    Nothing is raised for what is wrong with the output, and memory holds only
+    the names of its files.
 
     Args:
         store: of the sink.
@@ -112,13 +138,15 @@ def audit(
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
-    if plan.is_partitioned:
-        unknown += _unrecorded_files(store, is_done)
+    names = store.names(DATA) if plan.is_partitioned else []
+    unknown += strange_files(plan, names)
+    files = _FolderFiles(names)
     present, missing = np.flatnonzero(is_done), np.flatnonzero(~is_done)
     starts = range(0, len(present), _UNITS_PER_SHARE)
 
     def read(start: int) -> _Share:
-        return _read_share(store, plan, present[start : start + _UNITS_PER_SHARE], part_format)
+        units = present[start : start + _UNITS_PER_SHARE]
+        return _read_share(store, plan, units, files, part_format)
 
     if num_threads == 1:
         total = _add_shares(map(read, starts))
@@ -187,29 +215,11 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     return True
 
 
-def _unrecorded_files(store: Store, is_done: npt.NDArray[np.bool_]) -> list[str]:
-    """Return files among the data that are no file of a unit, or not of those its record names."""
-    unknown = []
-    by_unit: dict[int, list[str]] = {}
-    for name in store.names(DATA):
-        number = part_unit(name)
-        if number is None or number >= len(is_done):
-            unknown.append(name)
-        elif is_done[number]:
-            by_unit.setdefault(number, []).append(name)
-        # files of a unit that is not complete are told as a missing unit
-    for number, names in by_unit.items():
-        try:
-            _, recorded = read_record(store, number)
-        except (CommitError, FileNotFoundError):  # told when the unit is read
-            continue
-        unknown += sorted(set(names) - set(recorded))
-    return unknown
-
-
-def _read_share(store: Store, plan: UnitPlan, units: Ints, part_format: PartFormat) -> _Share:
+def _read_share(
+    store: Store, plan: UnitPlan, units: Ints, files: _FolderFiles, part_format: PartFormat
+) -> _Share:
     written = lost = duplicated = 0
-    foreign = []
+    foreign: list[str] = []
     counts = []
     for number in units.tolist():
         unit = plan.unit(number)
@@ -217,7 +227,11 @@ def _read_share(store: Store, plan: UnitPlan, units: Ints, part_format: PartForm
         where = f"{store.uri}/{name}"
         try:
             if plan.is_partitioned:
-                footer = read_files(store, plan.hash_of(number), unit, part_format)
+                record = read_record(store, number)
+                # files of a unit without a record are told as a missing unit
+                unknown = sorted(files.of(number) - set(record[1]))
+                foreign += [f"{store.uri}/{one} is no part of the plan" for one in unknown]
+                footer = read_files(store, plan.hash_of(number), unit, record, part_format)
             else:
                 footer = read_footer(store, name, part_format)
                 footer.check_plan(unit, plan.hash_of(number), where)

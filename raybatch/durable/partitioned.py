@@ -153,15 +153,28 @@ def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
         ) from error
 
 
-def read_files(store: Store, plan_hash: str, unit: Unit, part_format: PartFormat) -> Footer:
+def read_files(
+    store: Store,
+    plan_hash: str,
+    unit: Unit,
+    record: tuple[Footer, Sequence[str]],
+    part_format: PartFormat,
+) -> Footer:
     """Return what the files of a complete unit say together; a request or two for each.
+
+    Args:
+        store: of the sink.
+        plan_hash: of the plan that holds.
+        unit: what the plan says of it.
+        record: of the unit, as `read_record` returns it.
+        part_format: of the files.
 
     Raises:
         FileNotFoundError: a file of it is missing.
         CommitError: a file of it is another unit's or another plan's.
     """
-    record, names = read_record(store, unit.number)
-    record.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
+    said, names = record
+    said.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
     footers = []
     for name in names:
         footer = read_footer(store, name, part_format)
@@ -172,7 +185,7 @@ def read_files(store: Store, plan_hash: str, unit: Unit, part_format: PartFormat
         num_rows=sum(footer.num_rows for footer in footers),
         row_sum=add_row_sums(footer.row_sum for footer in footers),
         plan=plan_hash,
-        attempt=record.attempt,
+        attempt=said.attempt,
         counts=sum_counts(footer.counts for footer in footers),
     )
 

@@ -1,6 +1,7 @@
 """A unit in many files is complete when its record is there, and not before."""
 
 import uuid
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -86,6 +87,41 @@ def test_a_file_of_no_unit_is_refused_where_units_are_listed(store, name):
     store.create(name, b"")
     with pytest.raises(CommitError, match=f"{name} is no part of a unit"):
         committed(store, PLAN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data/notes.txt", "data/part-000000.parquet", "data/lang=en/part-000009.parquet"],
+)
+def test_a_file_of_no_unit_is_told_once(store, name):
+    commit(store, 0)
+    commit(store, 1)
+    store.create(name, b"")
+    found = audit(store, PLAN)
+    assert (1, 0) == (found.num_foreign, found.lost_rows)
+    assert f"{name} is no part of the plan" in found.foreign[0]
+
+
+class CountingStore:
+    """Counts what is read of a store."""
+
+    def __init__(self, store):
+        self.store, self.num_read = store, Counter()
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def read(self, name):
+        self.num_read[name] += 1
+        return self.store.read(name)
+
+
+def test_an_audit_reads_each_record_once(store):
+    commit(store, 0)
+    commit(store, 1)
+    counting = CountingStore(store)
+    assert audit(counting, PLAN).is_clean
+    assert {"_raybatch/done/000000.json": 1, "_raybatch/done/000001.json": 1} == counting.num_read
 
 
 def test_files_of_units_without_a_record_are_fine_where_units_are_listed(store):
