@@ -77,14 +77,15 @@ class JobRun:
         """Generate and write every row that is not written yet, and count what is there."""
         store, before = store_of(self.config.sink), self.stage.stats()
         schema = output_schema(self.source.schema, self.config.stage)
+        decisive = fingerprint(
+            self.config.stage,
+            schema,
+            partition_by=self.config.partition_by,
+            waves=self.config.waves,
+        )
         job = replace(
             planned_run(self.config, self.source),
-            fingerprint=fingerprint(
-                self.config.stage,
-                schema,
-                partition_by=self.config.partition_by,
-                waves=self.config.waves,
-            ),
+            fingerprint={**decisive, **self.source.choice},
             files=input_files(self.source),
         )
         plans = plans_of(job, may_grow=self.config.extend)

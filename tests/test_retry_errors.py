@@ -75,6 +75,15 @@ def test_a_second_retry_of_the_same_rows_does_nothing(folder, tmp_path):
     assert before == contents(tmp_path / "new")
 
 
+def test_a_retry_of_other_statuses_is_another_job(folder, tmp_path):
+    job = make_job(folder, "truncate_left")
+    job.retry_errors(tmp_path / "new", statuses=["too_long"], progress=lambda *_: None)
+    before = contents(tmp_path / "new")
+    with pytest.raises(ConfigError, match="statuses is too_long,truncated and was too_long"):
+        job.retry_errors(tmp_path / "new", statuses=["truncated", "too_long"])
+    assert before == contents(tmp_path / "new")
+
+
 def test_a_retry_of_no_rows_is_a_finished_output(folder, tmp_path):
     job = make_job(folder, "error")
     report = job.retry_errors(tmp_path / "new", statuses=["crashed"], progress=lambda *_: None)

@@ -4,7 +4,7 @@ Nothing in an output is ever overwritten, so the second answers go to a folder o
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Self, get_args
@@ -48,6 +48,11 @@ class FailedRows(Source):
     parts: Source
     output: OutputSchema
     statuses: frozenset[str]
+
+    @property
+    def choice(self) -> Mapping[str, str]:
+        """The statuses; other rows into the same folder are another job."""
+        return {"statuses": ",".join(sorted(self.statuses))}
 
     def only(self, names: Collection[str]) -> Self:
         """Return the rows of the parts of these names."""

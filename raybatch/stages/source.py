@@ -1,7 +1,7 @@
 """Files as a Ray dataset whose rows know their file and position."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +76,11 @@ class Source:
             if part.path.endswith(f"/{part.name}"):
                 return part.path.removesuffix(f"/{part.name}")
         return ""
+
+    @property
+    def choice(self) -> Mapping[str, str]:
+        """What decides which rows of the files are there, name to text; without it all are."""
+        return {}
 
     def only(self, names: Collection[str]) -> Self:
         """Return the files of these names."""
