@@ -30,6 +30,7 @@ from raybatch.stages.inputs import check_inputs
 from raybatch.stages.layout_lint import without_columns
 from raybatch.stages.llm_stage import build_stage
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.partition_values import check_partition_values
 from raybatch.stages.plan.sidecar import check_expected
 from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
@@ -317,7 +318,9 @@ class Job:
             )
         if self.config.plan.mode != "off":
             check_expected(source.schema, self.config.plan.expected_tokens_column)
-        # an output has every id once, since the job that wrote it looked
-        if stage.id_column is not None and not isinstance(source, FailedRows):
-            check_unique_ids(source, stage.id_column)
+        # the job that wrote an output looked at its rows
+        if not isinstance(source, FailedRows):
+            check_partition_values(source, self.config.partition_by)
+            if stage.id_column is not None:
+                check_unique_ids(source, stage.id_column)
         check_model(stage, is_one_host=ray.is_initialized() and len(ray.nodes()) == 1)

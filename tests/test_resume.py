@@ -218,6 +218,7 @@ def test_a_run_that_finds_a_foreign_file_at_its_end_has_not_finished(model, tmp_
         (["mots"], r"no column 'mots' \(did you mean 'most'\?\)"),
         (["generated_text"], "not by generated ones"),
         ([3], "must be a list of names"),
+        (["text"], r"0000\.parquet:0: the partition text=document.* is longer than 200 bytes"),
     ],
 )
 def test_columns_that_cannot_lay_out_the_output_are_refused(model, tmp_path, columns, message):
