@@ -23,6 +23,7 @@ from raybatch.errors import CommitError, ConfigError
 from raybatch.stages.file_slices import ROWS_PER_TABLE
 from raybatch.stages.fingerprint import check_same, input_files
 from raybatch.stages.plan.dataset import pieces_of
+from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.run import fit_units, store_stretches
 from raybatch.stages.plan.shards import rows_in_stretches
 from raybatch.stages.plan.store import PlanSubject, StoredPlan, read_plan
@@ -115,7 +116,7 @@ def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:
                     ROW: pa.array(np.arange(row, row + table.num_rows)),
                 }
                 row += table.num_rows
-                yield with_columns(table, columns).filter(pa.array(is_todo[unit]))
+                yield with_columns(as_movable(table), columns).filter(pa.array(is_todo[unit]))
 
     tasks = [
         {"start": slices.start, "stop": slices.stop, "first_row": first_row}
@@ -205,6 +206,7 @@ class UnitSink(Datasink):  # type: ignore[misc]
             attempt=attempt,
         )
         with told_as(f"the rows do not fit the columns of the output in {self._sink!r}"):
+            rows = as_movable(rows)
             for number in np.unique(unit).tolist():
                 if writer.receipt_of(number) is None:
                     chosen = rows.filter(pa.array(unit == number))

@@ -11,7 +11,7 @@ from ray.data.checkpoint import CheckpointConfig
 
 import raybatch
 from raybatch.errors import CommitError, ConfigError
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc, write_parquet
 
 NUM_ROWS = 70
 
@@ -104,6 +104,16 @@ def test_lost_places_are_told(source, tmp_path):
     rows = read(source, sink).drop_columns(["__rb_pos"])
     with pytest.raises(ConfigError, match="lost __rb_pos; a function of the pipeline"):
         raybatch.write_parquet(rows, sink)
+
+
+def test_views_of_text_are_read_and_written(tmp_path):
+    table = pa.table({"text": pa.array([f"text {i}" for i in range(NUM_ROWS)], pa.string_view())})
+    (tmp_path / "in").mkdir()
+    write_ipc(tmp_path / "in" / "a.arrow", table)
+    sink = tmp_path / "out"
+    assert raybatch.write_parquet(read(tmp_path / "in", sink), sink).is_clean
+    texts = pq.read_table(sink).column("text").to_pylist()
+    assert sorted(texts) == sorted(table.column("text").to_pylist())
 
 
 def test_another_version_is_refused(source, tmp_path):

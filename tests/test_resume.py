@@ -23,7 +23,7 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.report import RunReport, report_of
 from raybatch.types import PoolStats
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc, write_parquet
 
 NUM_ROWS = 96
 PLANS = {
@@ -197,6 +197,19 @@ def test_output_is_laid_out_by_columns_of_the_source(model, tmp_path):
     for path in sink.glob("data/most=3/*"):
         numbers = pq.ParquetFile(path).read().column("number").to_pylist()
         assert {number % 3 for number in numbers} == {1}
+
+
+def test_views_of_text_in_units_of_several_calls_are_written(model, tmp_path):
+    write_source(tmp_path, num_rows=600)
+    (tmp_path / "views").mkdir()
+    table = pq.read_table(tmp_path / "in")
+    views = pa.schema([("text", pa.string_view()), *list(table.schema)[1:]])
+    write_ipc(tmp_path / "views" / "a.arrow", table.cast(views))
+    stage = fake_stage(model, prompt="{text}", replicas=1, fake={"max_num_seqs": 64})
+    plan = {"unit_rows": 600, "max_unit_rows": 600}
+    sink = tmp_path / "out"
+    report = Job(tmp_path / "views", sink, stage, plan=plan, flush_every_s=0.01).run()
+    check_output(sink, report, 600)
 
 
 def test_a_run_that_finds_a_foreign_file_at_its_end_has_not_finished(model, tmp_path):

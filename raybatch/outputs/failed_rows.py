@@ -20,6 +20,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.file_slices import FileSlice, joined
 from raybatch.stages.fingerprint import output_columns
+from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.store import read_all_units, read_plans
 from raybatch.stages.schema import GOOD_STATUSES, OutputSchema, Status
 from raybatch.stages.source import Source, scan_source
@@ -67,7 +68,7 @@ class FailedRows(Source):
         """
         for table in self.parts.read(task, row_id_column=row_id_column):
             is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
-            chosen = table.filter(pa.array(is_wanted, pa.bool_()))
+            chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
             if chosen.num_rows:
                 yield chosen.select(self.schema.names)
 

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -11,8 +11,10 @@ from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, write_fragment
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
+from raybatch.durable.parts import PARQUET
 from raybatch.durable.protocols import Store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
+from raybatch.stages.plan.movable import movable_schema
 from raybatch.stages.plan.store import StoredPlan, read_units
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.storage import told_as
@@ -49,7 +51,10 @@ class UnitWriter:
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
         return read_fragments(
-            self.store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
+            self.store,
+            self._plan.unit(unit),
+            movable_schema(self.schema),
+            plan_hash=self.stored.hash,
         )
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
@@ -93,12 +98,19 @@ class UnitWriter:
             "row": finished.column(ROW).to_numpy(),
             "plan_hash": self.stored.hash,
             "attempt": self.attempt,
+            "part_format": replace(PARQUET, encode=self._encode),
         }
         target = self.store, self._plan.unit(unit), rows
         if self.stored.partition_by:
             by = self.stored.partition_by
             return commit_partitioned(*target, by=by, count=self._counts, **options)
         return commit_unit(*target, counts=self._counts(rows), **options)
+
+    def _encode(self, table: pa.Table, footer: str) -> bytes:
+        # folders of a partitioned output stand for some columns
+        fields = [self.schema.field(name) for name in table.column_names]
+        schema = pa.schema(fields, self.schema.metadata)
+        return PARQUET.encode(in_schema(table, schema), footer)
 
     def _counts(self, rows: pa.Table) -> UnitCounts:
         if self.output is None:
@@ -111,7 +123,8 @@ class UnitWriter:
 
     @property
     def _kept_schema(self) -> pa.Schema:
-        return journal_schema(self.schema)
+        # rows are still to be brought into order; a part has the types of the output
+        return journal_schema(movable_schema(self.schema))
 
     @property
     def _told(self) -> str:

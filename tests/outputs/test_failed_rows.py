@@ -1,5 +1,8 @@
 """The error rows of a finished output are a source, with their ids and the user's columns."""
 
+from dataclasses import replace
+
+import pyarrow as pa
 import pytest
 
 from raybatch.durable.store import open_store
@@ -32,6 +35,14 @@ def test_error_rows_come_with_their_ids_and_without_answers(sink):
         {"text": "t6", "row_id": "a.parquet:6"},
     ]
     assert (expected, 2) == (rows_of(found), found.num_rows)
+
+
+def test_error_rows_of_views_are_read(sink):
+    make_complete(sink)
+    found = choose(sink)
+    views = pa.schema([("text", pa.string_view()), *list(found.parts.schema)[1:]])
+    found = replace(found, parts=replace(found.parts, schema=views))
+    assert ["t1", "t6"] == [row["text"] for row in rows_of(found)]
 
 
 def test_a_source_says_how_many_rows_each_of_its_files_has(sink):

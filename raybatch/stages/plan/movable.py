@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-__all__ = ["as_movable"]
+__all__ = ["as_movable", "movable_schema"]
 
 
 def as_movable(table: pa.Table) -> pa.Table:
@@ -10,8 +10,13 @@ def as_movable(table: pa.Table) -> pa.Table:
 
     Arrow has no kernel that picks rows of a view (pyarrow 26); Polars writes such columns.
     """
-    schema = pa.schema([_movable(field) for field in table.schema], table.schema.metadata)
+    schema = movable_schema(table.schema)
     return table if schema.equals(table.schema) else table.cast(schema)
+
+
+def movable_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of tables that `as_movable` returns."""
+    return pa.schema([_movable(field) for field in schema], schema.metadata)
 
 
 def _movable(field: pa.Field) -> pa.Field:
