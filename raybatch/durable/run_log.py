@@ -86,11 +86,16 @@ def run_ids(store: Store) -> list[str]:
 
 
 def read_events(store: Store, run_id: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log in order, one segment in memory; what is no line is left out."""
+    """Yield the lines of a log in order, one segment in memory; what cannot be read is left out."""
     for name in store.names(f"{RUNS}/{run_id}"):
         if run_log_run(name) != run_id:
             continue
-        for line in store.read(name).splitlines():
+        try:
+            lines = store.read(name).splitlines()
+        except Exception as error:  # a report without it is better than none
+            logger.warning("%s/%s cannot be read: %s", store.uri, name, error_text(error))
+            continue
+        for line in lines:
             try:
                 values = json.loads(line)
             except ValueError:

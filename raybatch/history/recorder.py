@@ -209,7 +209,12 @@ class RunRecorder:
             logger.info("the heartbeat could not be written: %s", error_text(error))
 
     def _warn_of_others(self) -> None:
-        for other in live_runs(self._store, self._began_s):
+        try:
+            others = live_runs(self._store, self._began_s)
+        except Exception as error:  # a warning less
+            logger.info("the heartbeats of other runs cannot be read: %s", error_text(error))
+            return
+        for other in others:
             logger.warning(
                 "another run is active, or died just now: %s. Where both go on, each unit is "
                 "written once all the same, but its rows may be generated twice",

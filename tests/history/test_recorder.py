@@ -76,6 +76,33 @@ def stats(engine_s=0.0, *, ranks=(0,), **changes):
     return PoolStats(num_replicas=1, num_ready=len(ranks), replicas=replicas, ranks=ranks)
 
 
+class UnreadableStore:
+    """Lists files that it does not give out."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def read(self, name):
+        raise PermissionError(f"{name} is somebody else's")
+
+
+def test_a_heartbeat_that_cannot_be_read_ends_no_run(store):
+    beat(store, "run-b", 1000.0)
+    with recorder_of(UnreadableStore(store)):
+        pass
+    assert [event["event"] for event in events_of(store)] == ["run_started", "run_ended"]
+
+
+def test_a_log_that_cannot_be_read_is_left_out(store, caplog):
+    with recorder_of(store):
+        pass
+    assert events_of(UnreadableStore(store)) == []
+    assert "cannot be read: PermissionError" in caplog.text
+
+
 def events_of(store, run_id="run-a"):
     return list(read_events(store, run_id))
 
