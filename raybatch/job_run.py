@@ -91,13 +91,13 @@ class JobRun:
         plans = plans_of(job, may_grow=self.config.extend)
         tell_what_holds(job, plans)
         is_new = not plans
-        if not plans:
-            self._check_plan_repeats(store)
         if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
             return report_of(self.config.sink)
-        rows_resumed = self._rows_done(store, plans) if plans else 0
         parts, planned = parts_to_run(job, plans), None
+        if any(part.stored is None for part in parts):
+            self._check_plan_repeats(store)
+        rows_resumed = self._rows_done(store, plans) if plans else 0
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
                 planned = self._execute(part, schema, progress, recorder)

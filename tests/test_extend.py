@@ -1,5 +1,6 @@
 """Outputs whose input grows: new files become units of a further plan."""
 
+import errno
 import json
 
 import pyarrow as pa
@@ -7,10 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import raybatch
+from raybatch.durable import local as local_module
 from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.outputs.rebuilt import report_of
 from raybatch.stages.plan.store import read_plans
+from raybatch.stages.storage import store_of
 from tests.outputs.support import contents
 from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
 from tests.test_resume import PLANS, run_until
@@ -114,6 +117,20 @@ def test_a_complete_extension_is_not_done_again(grown, model):
     run(grown, model)
     assert before == contents(grown / "out")
     assert [1, 2] == [stored.number for stored in read_plans(str(grown / "out"))]
+
+
+def test_a_further_plan_that_never_repeats_is_refused_where_files_may_be_replaced(
+    grown, model, monkeypatch
+):
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(local_module.os, "link", refuse)
+    # a run of its own asks the store anew what it can
+    store_of.cache_clear()
+    with pytest.raises(ConfigError, match=r"set plan\.lengths='auto', or choose a sink"):
+        run(grown, model, {**PLANS["small"], "lengths": "probe"}, extend=True)
+    assert [1] == [stored.number for stored in read_plans(str(grown / "out"))]
 
 
 def test_overwrite_forgets_all_plans(grown, model):
