@@ -5,7 +5,9 @@ complete, each once, and the next run reads only the rows whose units are missin
 may be mapped, split into other blocks and brought into another order; none may be dropped.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from ray.data import Datasink
 from raybatch.config import PlanConfig
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
+from raybatch.durable.heartbeat import beating
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import PLAN
+from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.errors import CommitError, ConfigError
+from raybatch.history.recorder import new_run_id
 from raybatch.stages.file_slices import ROWS_PER_TABLE
 from raybatch.stages.fingerprint import check_same, input_files
 from raybatch.stages.plan.dataset import pieces_of
@@ -79,6 +84,8 @@ def read_parquet(
     paths = {part.path for part in scanned.slices}
     prepare_sink(sink, is_overwrite=overwrite, source_paths=paths)
     stored = _open(scanned, sink, fit_units(plan, scanned), {"pipeline": version})
+    if not scanned.num_rows:
+        return _no_rows(scanned.schema, sink)
     todo = ~committed(store_of(sink), plan_units(sink, stored))
     return _rows(scanned, stored, plan_units(sink, stored).unit_rows, todo)
 
@@ -122,9 +129,21 @@ def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:
         {"start": slices.start, "stop": slices.stop, "first_row": first_row}
         for slices, first_row in pieces_of(source)
     ]
-    items = ray.data.from_items(tasks, override_num_blocks=max(1, len(tasks)))
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
     return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
+
+
+def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
+    """Return a dataset that has the columns of `_rows`, and no row."""
+    table = as_movable(schema.empty_table())
+    if _ROW_ID not in schema.names:
+        table = table.add_column(0, _ROW_ID, pa.array([], pa.string()))
+    with told_as(f"sink {sink!r} cannot be used"):
+        # Ray tells no columns of a pipeline without rows
+        settle_schema(store_of(sink), table.schema)
+    places = dict.fromkeys(_PLACES, pa.array([], pa.int64()))
+    return ray.data.from_arrow(with_columns(table, places))
 
 
 def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = None) -> Audit:  # noqa: ANN401
@@ -135,8 +154,9 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
     Args:
         dataset: what became of the rows, with the columns beginning with "__rb_".
         sink: as `read_parquet` was given it.
-        schema: of every part; None takes that of the first rows that are written. Needed where a
-            column of these rows is null throughout.
+        schema: of every part; None takes that of the first rows that are written, or of the
+            source where it has no rows. Needed where a column of the first rows is null
+            throughout. It cannot change while the output is written.
 
     Raises:
         ConfigError: the columns of places are missing, types differ, or the sink cannot be written.
@@ -147,20 +167,74 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
     plan, store = plan_units(sink, stored), store_of(sink)
     if is_finished(store, plan):
         return audit(store, plan)
+    if schema is not None and plan.num_rows:
+        schema = _settled(sink, schema)
+    # overwrite asks for it before it removes what another run writes
+    with beating(store, new_run_id(time.time()), time.time):
+        if plan.num_rows:
+            _write(dataset, UnitSink(sink, stored, schema))
+        else:
+            _write_no_rows(sink, stored, schema)
+        found = audit(store, plan)
+        if not found.is_clean:
+            raise CommitError(
+                f"{found}. Every row that was read has to be written once: mark rows in a column "
+                "instead of dropping them, and give one row back for each"
+            )
+        finish(store, plan, found)
+        drop_journal_and_staging(store)
+    return found
+
+
+def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
+    """Return the schema of every part, which is this one, or raise ConfigError."""
+    with told_as(f"sink {sink!r} cannot be used"):
+        settled = settle_schema(store_of(sink), schema)
+    if settled.equals(schema):
+        return settled
+    place, (there, here) = next(
+        (place, pair)
+        for place, pair in enumerate(zip_longest(settled, schema))
+        if pair[0] is None or pair[1] is None or not pair[0].equals(pair[1])
+    )
+    raise ConfigError(
+        f"schema: column {place} is {_told(here)}, and {_told(there)} in the output that was begun "
+        f"in {sink}; leave schema out, or begin again with read_parquet(..., overwrite=True)"
+    )
+
+
+def _told(field: pa.Field | None) -> str:
+    if field is None:
+        return "none"
+    return repr(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}")
+
+
+def _write(dataset: Any, sink: Datasink) -> None:  # noqa: ANN401
     settle_context(dataset)
     try:
         with errors_told_once():
-            dataset.write_datasink(UnitSink(sink, stored, schema))
+            dataset.write_datasink(sink)
     except Exception as error:
         raise own_cause(error) or error from None
-    found = audit(store, plan)
-    if not found.is_clean:
-        raise CommitError(
-            f"{found}. Every row that was read has to be written once: mark rows in a column "
-            "instead of dropping them, and give one row back for each"
-        )
-    finish(store, plan, found)
-    return found
+
+
+def _write_no_rows(sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
+    """Write the one part of an input without rows, so that readers find the columns."""
+    with told_as(f"sink {sink!r} cannot be used"):
+        schema = schema or settle_schema(store_of(sink), pa.schema([]))
+    writer = _writer(sink, stored, schema, attempt="no rows")
+    writer.deliver(0, writer.journal_of(0))
+
+
+def _writer(sink: str, stored: StoredPlan, schema: pa.Schema, *, attempt: str) -> UnitWriter:
+    return UnitWriter(
+        sink=sink,
+        store=store_of(sink),
+        stored=stored,
+        schema=schema,
+        output=None,
+        attempt=attempt,
+    )
 
 
 class UnitSink(Datasink):  # type: ignore[misc]
@@ -193,24 +267,20 @@ class UnitSink(Datasink):  # type: ignore[misc]
             return int(table.num_rows)
 
     def _deliver(self, table: pa.Table, *, attempt: str) -> None:
-        store = store_of(self._sink)
         unit = table.column(UNIT).to_numpy()
         rows = table.drop_columns([UNIT])
         own = pa.schema([f for f in rows.schema if f.name not in _PLACES])
-        writer = UnitWriter(
-            sink=self._sink,
-            store=store,
-            stored=self._stored,
-            schema=self._schema or settle_schema(store, own),
-            output=None,
-            attempt=attempt,
-        )
-        with told_as(f"the rows do not fit the columns of the output in {self._sink!r}"):
-            rows = as_movable(rows)
-            for number in np.unique(unit).tolist():
-                if writer.receipt_of(number) is None:
-                    chosen = rows.filter(pa.array(unit == number))
-                    writer.deliver(number, writer.joined([chosen]))
+        rows = as_movable(rows)
+        with told_as(f"sink {self._sink!r} cannot be used"):
+            schema = self._schema or settle_schema(store_of(self._sink), own)
+        writer = _writer(self._sink, self._stored, schema, attempt=attempt)
+        for number in np.unique(unit).tolist():
+            with told_as(f"sink {self._sink!r} cannot be read"):
+                if writer.receipt_of(number) is not None:
+                    continue
+            with told_as(f"the rows do not fit the columns of the output in {self._sink!r}"):
+                finished = writer.joined([rows.filter(pa.array(unit == number))])
+            writer.deliver(number, finished)
 
 
 def _as_arrow(block: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has

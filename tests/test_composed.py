@@ -1,5 +1,6 @@
 """Pipelines of the user's own between exactly-once reading and writing."""
 
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +11,11 @@ import ray
 from ray.data.checkpoint import CheckpointConfig
 
 import raybatch
+from raybatch.durable.heartbeat import live_runs
+from raybatch.durable.store import open_store
 from raybatch.errors import CommitError, ConfigError
+from raybatch.stages.sink import prepare_sink
+from tests.outputs.support import contents
 from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc, write_parquet
 
 NUM_ROWS = 70
@@ -46,6 +51,10 @@ def fail_late(batch: pa.Table) -> pa.Table:
     if max(batch.column("number").to_pylist()) > 50:
         raise ValueError("a bug of the user")
     return shout(batch)
+
+
+def drop_one(batch: pa.Table) -> pa.Table:
+    return batch.filter(pc.field("number") != 3)
 
 
 def read(source, sink, **options):
@@ -93,7 +102,7 @@ def test_a_stage_between_keeps_ids_and_places(source, tmp_path, model):
 
 def test_dropped_rows_are_told(source, tmp_path):
     sink = tmp_path / "out"
-    rows = mapped(read(source, sink), lambda batch: batch.filter(pc.field("number") != 3))
+    rows = mapped(read(source, sink), drop_one)
     with pytest.raises(CommitError, match=r"lost 10.*instead of dropping them"):
         raybatch.write_parquet(rows, sink)
     assert not (sink / "_SUCCESS").exists()
@@ -114,6 +123,91 @@ def test_views_of_text_are_read_and_written(tmp_path):
     assert raybatch.write_parquet(read(tmp_path / "in", sink), sink).is_clean
     texts = pq.read_table(sink).column("text").to_pylist()
     assert sorted(texts) == sorted(table.column("text").to_pylist())
+
+
+def write_empty_source(folder):
+    write_parquet(folder / "a.parquet", pa.table({"text": pa.array([], pa.string())}))
+    return folder
+
+
+@pytest.mark.parametrize("function", [None, shout], ids=["plain", "mapped"])
+def test_a_source_without_rows_is_an_output_with_its_columns(tmp_path, function):
+    sink = tmp_path / "out"
+    rows = read(write_empty_source(tmp_path / "in"), sink)
+    rows = rows if function is None else mapped(rows, function)
+    assert raybatch.write_parquet(rows, sink).is_clean
+    assert pq.read_table(sink).schema.names == ["row_id", "text"]
+    assert raybatch.verify(sink).is_complete
+
+
+def test_a_source_without_rows_is_an_output_with_the_columns_that_are_given(tmp_path):
+    sink = tmp_path / "out"
+    schema = pa.schema([("answer", pa.int32())])
+    rows = read(write_empty_source(tmp_path / "in"), sink)
+    assert raybatch.write_parquet(rows, sink, schema=schema).is_clean
+    assert pq.read_table(sink).schema.equals(schema)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (pa.field("number", pa.int32()), "column 0 is 'number: int32', and 'row_id: string' in"),
+        (pa.field("row_id", pa.string()), "column 1 is none, and 'number: int64' in"),
+    ],
+)
+def test_another_schema_than_that_of_the_output_is_refused(source, tmp_path, field, message):
+    sink = tmp_path / "out"
+    with pytest.raises(CommitError):
+        raybatch.write_parquet(mapped(read(source, sink), drop_one), sink)
+    before = contents(sink)
+    rows = mapped(read(source, sink))
+    with pytest.raises(ConfigError, match=f"schema: {message}"):
+        raybatch.write_parquet(rows, sink, schema=pa.schema([field]))
+    assert before == contents(sink)
+
+
+def test_a_schema_that_was_given_holds_for_who_gives_none(source, tmp_path):
+    sink = tmp_path / "out"
+    schema = pa.schema([("number", pa.int64()), ("text", pa.large_string())])
+    rows = mapped(read(source, sink), fail_late)
+    with pytest.raises(ValueError, match="a bug of the user"):
+        raybatch.write_parquet(rows, sink, schema=schema)
+    assert raybatch.write_parquet(mapped(read(source, sink)), sink).is_clean
+    assert {str(schema)} == {str(pq.read_schema(path)) for path in sink.glob("data/*")}
+
+
+def test_overwrite_is_refused_while_a_pipeline_writes(source, tmp_path):
+    sink = tmp_path / "out"
+
+    def overwrite(batch):
+        with pytest.raises(ConfigError, match="is in use: run"):
+            prepare_sink(str(sink), is_overwrite=True)
+        return batch
+
+    assert raybatch.write_parquet(mapped(read(source, sink), overwrite), sink).is_clean
+    assert live_runs(open_store(str(sink)), time.time()) == []
+
+
+def test_a_complete_pipeline_leaves_no_journal(source, tmp_path):
+    sink = tmp_path / "out"
+    rows = mapped(read(source, sink)).random_shuffle(seed=1).repartition(5)
+    raybatch.write_parquet(rows, sink)
+    assert not list(sink.glob("_raybatch/frag/*/*"))
+
+
+def test_a_part_that_cannot_be_read_is_not_told_as_rows_that_do_not_fit(source, tmp_path):
+    sink = tmp_path / "out"
+    rows = read(source, sink)
+    (sink / "data" / "part-000003.parquet").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"sink .* cannot be read: IsADirectoryError"):
+        raybatch.write_parquet(rows, sink)
+
+
+def test_rows_of_other_types_are_told(source, tmp_path):
+    sink = tmp_path / "out"
+    schema = pa.schema([("number", pa.int64()), ("answer", pa.string())])
+    with pytest.raises(ConfigError, match="the rows do not fit the columns of the output"):
+        raybatch.write_parquet(read(source, sink), sink, schema=schema)
 
 
 def test_another_version_is_refused(source, tmp_path):

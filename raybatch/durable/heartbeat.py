@@ -4,12 +4,16 @@ import json
 import logging
 import os
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raybatch.durable.layout import RUNS, heartbeat_name, heartbeat_run
 from raybatch.durable.protocols import Store
+from raybatch.errors import error_text
 
-__all__ = ["BEAT_EVERY_S", "FRESH_S", "LiveRun", "beat", "end_beat", "live_runs"]
+__all__ = ["BEAT_EVERY_S", "FRESH_S", "LiveRun", "beat", "beating", "end_beat", "live_runs"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,32 @@ def end_beat(store: Store, run_id: str) -> None:
     store.remove(heartbeat_name(run_id))
 
 
+@contextmanager
+def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[None]:
+    """Say that a run is alive for as long as it lasts; what cannot be said ends no run.
+
+    Args:
+        store: of the sink.
+        run_id: name of the run.
+        clock: seconds since 1970.
+    """
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        while not is_over.wait(BEAT_EVERY_S):
+            _tried(lambda: beat(store, run_id, clock()))
+
+    _tried(lambda: beat(store, run_id, clock()))
+    thread = threading.Thread(target=go_on, name="raybatch-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        _tried(lambda: end_beat(store, run_id))
+
+
 def live_runs(store: Store, now_s: float) -> list[LiveRun]:
     """Return the runs whose heartbeat is fresh, the last one first."""
     found = []
@@ -75,3 +105,11 @@ def live_runs(store: Store, now_s: float) -> list[LiveRun]:
             age_s = max(0.0, age_s)
             found.append(LiveRun(run_id=run_id, age_s=age_s, host=host, pid=pid, path=path))
     return sorted(found, key=lambda run: run.age_s)
+
+
+def _tried(say: Callable[[], None]) -> None:
+    """Say that a run is alive, or has ended; nothing depends on it."""
+    try:
+        say()
+    except Exception as error:  # each file system has errors of its own
+        logger.info("the heartbeat could not be written: %s", error_text(error))
