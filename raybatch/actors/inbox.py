@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Answer, Loss, Submission
+from raybatch.actors.records import Answer, Loss, RowCrashes, Submission
 from raybatch.actors.trials import Trials
-from raybatch.actors.wire import encode_completions, has_error, row_numbers
+from raybatch.actors.wire import crash_error, encode_completions, has_error, row_numbers
 from raybatch.types import Completion
 
 # cancelled before they arrived; more calls than feeders may have in flight
@@ -32,6 +32,26 @@ class OpenBatch:
     last_asked: float
     results: list[pa.RecordBatch] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    # set with `done`, and while there is something that cannot wait for it
+    stirred: asyncio.Event = field(default_factory=asyncio.Event)
+    crashes: dict[int, RowCrashes] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Let whoever waits for the batch have its answer."""
+        self.done.set()
+        self.stirred.set()
+
+    def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
+        """Remember deaths for the next answer, which comes at once."""
+        self.crashes |= {one.row: one for one in crashes}
+        self.stirred.set()
+
+    def take_crashes(self) -> tuple[RowCrashes, ...]:
+        """Return the deaths that nobody was told of yet."""
+        crashes, self.crashes = self.crashes, {}
+        if not self.done.is_set():
+            self.stirred.clear()
+        return tuple(crashes.values())
 
 
 @dataclass(slots=True)
@@ -126,6 +146,7 @@ class Inbox:
                 max_new if expected is None else expected,
                 groups=submission.groups,
                 keys=submission.block_keys,
+                strikes=submission.crashes,
             )
             counters = self.clients[submission.client]
             counters.received(prompt, max_new, now)
@@ -145,21 +166,31 @@ class Inbox:
             del self._cancelled[next(iter(self._cancelled))]
 
     async def answer(self, batch: OpenBatch, wait_s: float) -> Answer:
-        """Wait for a batch; when it is done or the pool has failed, close it."""
+        """Wait for a batch; when it is done or the pool has failed, close it.
+
+        Deaths of engines are told at once, because the next one may take the feeder with it.
+        """
         batch.last_asked = time.monotonic()
         token = batch.submission.token
         try:
-            await asyncio.wait_for(batch.done.wait(), wait_s)
+            await asyncio.wait_for(batch.stirred.wait(), wait_s)
         except TimeoutError:
             return Answer(status="pending")
         if self.find(token) is None:
             return Answer(status="unknown")
+        if not batch.done.is_set():
+            return Answer(status="pending", crashes=batch.take_crashes())
         if self.failure is not None:
             rank, cause = self.failure
             answer = Answer(status="failed", rank=rank, cause=cause)
         else:
             attempts = self.queue.attempts(batch.batch_id)
-            answer = Answer(status="done", results=tuple(batch.results), attempts=attempts)
+            answer = Answer(
+                status="done",
+                results=tuple(batch.results),
+                attempts=attempts,
+                crashes=batch.take_crashes(),
+            )
         self.drop(batch)
         return answer
 
@@ -182,15 +213,18 @@ class Inbox:
         return len(rows)
 
     def note_loss(self, loss: Loss) -> str:
-        """Answer the rows that are given up with an error each.
+        """Answer the rows that are given up with an error each, and tell who waits for others.
 
         Returns:
             Why the engine must be broken, "" while rows may be the reason.
         """
+        for batch_id, crashes in loss.crashes.items():
+            if batch_id in self._open:
+                self._open[batch_id].note_crashes(crashes)
         for poison in loss.poison:
             batch = self._open.get(poison.batch_id)
             if batch is not None:
-                error = f"ReplicaCrash: the engine died {poison.num_crashes} times with this row"
+                error = crash_error(poison.num_crashes)
                 completion = Completion(request_id=poison.row, finish_reason="error", error=error)
                 rows = np.array([poison.row], np.int32)
                 self._keep(batch, rows, encode_completions(rows, [completion]))
@@ -201,7 +235,7 @@ class Inbox:
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
             self._take_out(batch)
-            batch.done.set()
+            batch.end()
         self.forget_good_row()
 
     def drop(self, batch: OpenBatch) -> None:
@@ -213,7 +247,7 @@ class Inbox:
         if self._named.get(key := (submission.client, submission.name)) is batch:
             del self._named[key]
         self._take_out(batch)
-        batch.done.set()
+        batch.end()
 
     def lose_table(self, batch_id: int) -> None:
         """Forget a batch whose request table is gone, so that its feeder submits it again."""
@@ -267,7 +301,7 @@ class Inbox:
 
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):
-            batch.done.set()
+            batch.end()
 
 
 def _are_alike(one: Submission, other: Submission) -> bool:

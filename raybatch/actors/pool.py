@@ -26,6 +26,7 @@ from raybatch.actors.coordinator import Coordinator
 from raybatch.actors.crew import CrewPlan
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.actors.submitting import make_submission
+from raybatch.actors.watching import RowWatch, tell, with_news
 from raybatch.actors.wire import RESULT_SCHEMA, combine_results
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
@@ -71,6 +72,7 @@ class PoolHandle:
         *,
         client: str = "default",
         name: str = "",
+        watch: RowWatch | None = None,
     ) -> pa.Table:
         """Run all rows of a request table and return the result table.
 
@@ -82,6 +84,7 @@ class PoolHandle:
             client: name under which rows and tokens are counted.
             name: of these rows among those of the client; whoever asks for them again under this
                 name, because the process that asked before died, gets what is finished of them.
+            watch: says what is known of the rows, and hears of engines that die with them.
 
         Raises:
             ConfigError: the table lacks columns or points outside `samplings`.
@@ -90,14 +93,17 @@ class PoolHandle:
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine, name=name)
+        submission = with_news(submission, watch)
         try:
             answer = await coordinator.generate.remote(submission, requests)
+            await tell(watch, answer)
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = submission.again()
+                    submission = with_news(submission.again(), watch)
                     answer = await coordinator.generate.remote(submission, requests)
                 else:
                     answer = await _ask_again(coordinator, submission, answer)
+                await tell(watch, answer)
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise

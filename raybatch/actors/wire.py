@@ -258,6 +258,11 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
     )
 
 
+def crash_error(num_crashes: int) -> str:
+    """Return the error of a row that is given up because engines died with it."""
+    return f"ReplicaCrash: the engine died {num_crashes} times with this row"
+
+
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
     """Return the distinct row indexes of a result batch, ascending."""
     return np.unique(to_numpy(results.column("row"), np.dtype(np.int32)))

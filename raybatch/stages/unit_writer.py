@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, write_fragment
 from raybatch.durable.layout import SCHEMA
@@ -51,6 +52,15 @@ class UnitWriter:
         return read_fragments(
             self.store, self._plan.unit(unit), self.schema, plan_hash=self.stored.hash
         )
+
+    def strikes_of(self, unit: int) -> Strikes:
+        """Return the rows of a unit that engines have died with in earlier attempts."""
+        return read_strikes(self.store, self._plan.unit(unit), plan_hash=self.stored.hash)
+
+    def keep_strikes(self, unit: int, strikes: Strikes) -> None:
+        """Keep rows of a unit that engines have died with, for the attempts that come."""
+        with told_as(self._told):
+            write_strikes(self.store, self._plan.unit(unit), strikes, plan_hash=self.stored.hash)
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
