@@ -144,6 +144,15 @@ class Coordinator:
         """Count rows of a client that never reach the pool, and errors found outside it."""
         self._inbox.clients[client].outside(num_rows, errors)
 
+    async def stop(self, client: str) -> None:
+        """Let no further unit of a client start."""
+        self._inbox.clients[client].is_stopped = True
+
+    async def is_stopped(self, client: str) -> bool:
+        """Return whether no further unit of a client may start."""
+        counters = self._inbox.clients.get(client)
+        return counters is not None and counters.is_stopped
+
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
         """Note a unit of commit that is "started", "written", or "left" without being written."""
         counters, now = self._inbox.clients[client], time.monotonic()

@@ -179,6 +179,18 @@ class PoolHandle:
             coordinator, place = self._connect(), (socket.gethostname(), os.getpid())
             coordinator.note_unit.remote(client, unit, state, *place)
 
+    def stop(self, *, client: str = "default") -> None:
+        """Let no further unit of a client start; open ones keep what is finished and end."""
+        with suppress(RayError):
+            self._connect().stop.remote(client)
+
+    async def is_stopped(self, *, client: str = "default") -> bool:
+        """Return whether no further unit of a client may start."""
+        # a pool that is gone is told of where rows are asked for
+        with suppress(RayError):
+            return bool(await self._connect().is_stopped.remote(client))
+        return False
+
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""
         stats: PoolStats = ray.get(self._connect().stats.remote(client))

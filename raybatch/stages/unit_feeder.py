@@ -37,7 +37,7 @@ _UNITS_IN_FLIGHT = 16
 _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
-_WAKE_S = 2.0
+_WAKE_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -146,12 +146,10 @@ class UnitFeeder(PlacedFeeder):
     Attributes:
         writer: of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
-        stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
     writer: ClassVar[UnitWriter]
     flush_every_s: ClassVar[float]
-    stop_flag: ClassVar[Any] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,8 +207,8 @@ class UnitFeeder(PlacedFeeder):
         return receipt
 
     async def _has_to_stop(self) -> bool:
-        if not self._is_stopped and self.stop_flag is not None:
-            self._is_stopped = await self.stop_flag.is_set.remote()
+        if not self._is_stopped:
+            self._is_stopped = await self.pool.is_stopped(client=self.client)
         return self._is_stopped
 
     async def _finish_unit(
