@@ -135,6 +135,11 @@ class Coordinator:
                 self._crew.ledger.worked(member.rank)
         self._dispatch()
 
+    async def note_begun(self, found: list[tuple[int, pa.RecordBatch]]) -> None:
+        """Keep tokens of rows that a replica has not finished, lest they die with it."""
+        for batch_id, begun in found:
+            self._inbox.note_begun(batch_id, begun)
+
     async def note_cause(self, replica_id: int, cause: str) -> None:
         """Remember why a replica is about to end itself."""
         if replica_id in self._crew.members:

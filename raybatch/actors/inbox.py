@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.actors.begun import Begun
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Answer, Loss, RowCrashes, Submission
+from raybatch.actors.records import Answer, Loss, RowCrashes, Span, Submission
 from raybatch.actors.trials import Trials
 from raybatch.actors.wire import crash_error, encode_completions, has_error, row_numbers
 from raybatch.types import Completion
@@ -35,6 +37,7 @@ class OpenBatch:
     # set with `done`, and while there is something that cannot wait for it
     stirred: asyncio.Event = field(default_factory=asyncio.Event)
     crashes: dict[int, RowCrashes] = field(default_factory=dict)
+    begun: Begun = field(default_factory=Begun)
 
     def end(self) -> None:
         """Let whoever waits for the batch have its answer."""
@@ -119,12 +122,20 @@ class Inbox:
         return batch
 
     def so_far(self, client: str, name: str, *, skip: int) -> Answer:
-        """Return the results of an open batch without its first `skip`; it keeps them."""
+        """Return the results of an open batch without its first `skip`; it keeps them.
+
+        Tokens that unfinished rows have gained are told here instead of in the next answer.
+        """
         batch = self._named.get((client, name))
         if batch is None:
             return Answer(status="unknown")
         attempts = self.queue.attempts(batch.batch_id)
-        return Answer(status="pending", results=tuple(batch.results[skip:]), attempts=attempts)
+        return Answer(
+            status="pending",
+            results=tuple(batch.results[skip:]),
+            attempts=attempts,
+            begun=batch.begun.take_news(),
+        )
 
     def add(self, submission: Submission) -> OpenBatch | None:
         """Open a batch and queue its rows; return None when it was cancelled on its way."""
@@ -132,7 +143,8 @@ class Inbox:
             del self._cancelled[submission.token]
             return None
         now = time.monotonic()
-        batch = OpenBatch(next(self._next_id), submission, now)
+        begun = Begun(submission.begun)
+        batch = OpenBatch(next(self._next_id), submission, now, begun=begun)
         self._open[batch.batch_id] = batch
         self._ids[submission.token] = batch.batch_id
         if submission.name:
@@ -172,14 +184,13 @@ class Inbox:
         """
         batch.last_asked = time.monotonic()
         token = batch.submission.token
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(batch.stirred.wait(), wait_s)
-        except TimeoutError:
-            return Answer(status="pending")
         if self.find(token) is None:
             return Answer(status="unknown")
         if not batch.done.is_set():
-            return Answer(status="pending", crashes=batch.take_crashes())
+            crashes, begun = batch.take_crashes(), batch.begun.take_news()
+            return Answer(status="pending", crashes=crashes, begun=begun)
         if self.failure is not None:
             rank, cause = self.failure
             answer = Answer(status="failed", rank=rank, cause=cause)
@@ -211,6 +222,19 @@ class Inbox:
             if len(good_rows):
                 self._trials.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
+
+    def note_begun(self, batch_id: int, found: pa.RecordBatch) -> None:
+        """Keep tokens of rows that are not finished, for the next answer and the next replica."""
+        if batch_id in self._open:
+            is_left = np.isin(found.column("row").to_numpy(), self.queue.rows_left(batch_id))
+            self._open[batch_id].begun.add(found.filter(pa.array(is_left)))
+
+    def begun(self, batch_id: int, spans: Sequence[Span]) -> pa.RecordBatch | None:
+        """Return the tokens with which rows of a batch begin; None where they have none."""
+        batch = self._open.get(batch_id)
+        if batch is None:
+            return None
+        return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
 
     def note_loss(self, loss: Loss) -> str:
         """Answer the rows that are given up with an error each, and tell who waits for others.
@@ -281,6 +305,7 @@ class Inbox:
     def _keep(self, batch: OpenBatch, rows: npt.NDArray[np.int32], results: pa.RecordBatch) -> None:
         submission = batch.submission
         batch.results.append(results)
+        batch.begun.drop(set(rows.tolist()))
         counters = self.clients[submission.client]
         counters.results(results)
         counters.done(

@@ -84,7 +84,7 @@ class PoolHandle:
             client: name under which rows and tokens are counted.
             name: of these rows among those of the client; whoever asks for them again under this
                 name, because the process that asked before died, gets what is finished of them.
-            watch: says what is known of the rows, and hears of engines that die with them.
+            watch: says what is known of the rows, and hears what becomes of unfinished ones.
 
         Raises:
             ConfigError: the table lacks columns or points outside `samplings`.
@@ -111,13 +111,16 @@ class PoolHandle:
             raise self._coordinator_died(error) from error
         return _results(answer)
 
-    async def so_far(self, *, client: str, name: str, num_seen: int) -> tuple[pa.Table, int]:
+    async def so_far(
+        self, *, client: str, name: str, num_seen: int, watch: RowWatch | None = None
+    ) -> tuple[pa.Table, int]:
         """Return results of a call of `generate` that waits for others, so that they can be kept.
 
         Args:
             client: of the call.
             name: of the call.
             num_seen: what the second value was when this was asked before; 0 at first.
+            watch: of the call.
 
         Returns:
             A result table, as `generate` returns one, of rows with all their samples that have
@@ -128,6 +131,7 @@ class PoolHandle:
         except RayActorError:
             # whoever waits for the rows hears of it
             answer = Answer(status="unknown")
+        await tell(watch, answer)
         if answer.attempts is None:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)

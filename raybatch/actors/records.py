@@ -108,6 +108,7 @@ class Submission:
         groups: of planned rows; ids that no other client's groups have.
         block_keys: of rows without a plan, from which the pool makes groups by itself.
         crashes: int16 [rows], engines that died with each row in earlier runs; None for none.
+        begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.begun`.
     """
 
     token: str
@@ -120,6 +121,7 @@ class Submission:
     groups: RowGroups | None = None
     block_keys: BlockKeys | None = None
     crashes: npt.NDArray[np.int16] | None = None
+    begun: pa.RecordBatch | None = None
 
     def again(self) -> "Submission":
         """Return the same rows as another batch."""
@@ -137,6 +139,7 @@ class Answer:
         rank: replica that failed.
         cause: of the failure.
         crashes: rows with which engines have died since the last answer.
+        begun: tokens that unfinished rows have gained since the last answer.
     """
 
     status: AnswerStatus
@@ -145,6 +148,7 @@ class Answer:
     rank: int = 0
     cause: str = ""
     crashes: tuple[RowCrashes, ...] = ()
+    begun: pa.RecordBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +161,7 @@ class Assignment:
         spans: in the order in which they run.
         places: of each span among all spans of the same pull; None where this is the only batch.
         groups: of the rows of all spans, one after another; None leaves what the table says.
+        begun: tokens with which some of the rows begin; None where all begin with none.
     """
 
     batch_id: int
@@ -164,6 +169,7 @@ class Assignment:
     spans: tuple[Span, ...]
     places: tuple[int, ...] | None = None
     groups: RowGroups | None = None
+    begun: pa.RecordBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ __all__ = [
     "attempt_folder",
     "attempt_name",
     "attempt_unit",
+    "begun_name",
     "check_name",
     "done_name",
     "done_unit",
@@ -30,6 +31,7 @@ __all__ = [
     "fragment_unit",
     "heartbeat_name",
     "heartbeat_run",
+    "is_begun",
     "is_probe",
     "part_name",
     "part_unit",
@@ -58,6 +60,7 @@ _LOG = re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII)
 _ALIVE = re.compile(r"_raybatch/runs/([^/]+)\.alive")
 _FRAGMENT = re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII)
 _ATTEMPT = re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII)
+_BEGUN = re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII)
 _SHARD = re.compile(r"_raybatch/plan/([^/]+)/[^/]+")
 _PROBE = re.compile(r"_raybatch/probe-[^/]+")
 _DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
@@ -125,6 +128,16 @@ def fragment_unit(name: str) -> int | None:
     """Return the unit whose journal a file is in; None where it is in none."""
     match = _FRAGMENT.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def begun_name(unit: int, attempt: str) -> str:
+    """Return the name of a fragment with the tokens so far of rows that are not finished."""
+    return f"{fragment_folder(unit)}/begun-{attempt}.arrow"
+
+
+def is_begun(name: str) -> bool:
+    """Return whether a fragment holds tokens of rows that are not finished."""
+    return _BEGUN.fullmatch(name) is not None
 
 
 def plan_of_shard(name: str) -> str | None:

@@ -121,12 +121,13 @@ class StageFeeder:
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
                 call.asked = asked
+                call.watch = None if watch is None else watch.take(prepared.rows)
                 results = await self.pool.generate(
                     prepared.requests,
                     prepared.samplings,
                     client=client,
                     name=call.name,
-                    watch=None if watch is None else watch.take(prepared.rows),
+                    watch=call.watch,
                 )
             finished = await asyncio.to_thread(self._finish, asked.answered(results))
             errors = _classes(self._errors_of(finished))

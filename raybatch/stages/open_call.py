@@ -99,7 +99,7 @@ class OpenCall:
 
     Args:
         name: of its rows in the pool, see `PoolHandle.generate`.
-        watch: of the rows; None where they are of no unit.
+        watch: of the rows, and once they are asked of the requests; None where they are of no unit.
         asked: the rows; None while they are being prepared, or where none needs an engine.
         num_seen: results that have been looked at.
     """

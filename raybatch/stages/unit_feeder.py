@@ -75,7 +75,7 @@ class PlacedFeeder(StageFeeder):
         if asked is None:
             return None
         results, call.num_seen = await self.pool.so_far(
-            client=self.client, name=call.name, num_seen=call.num_seen
+            client=self.client, name=call.name, num_seen=call.num_seen, watch=call.watch
         )
         if not results.num_rows:
             return None
@@ -214,7 +214,7 @@ class UnitFeeder(PlacedFeeder):
     async def _finish_unit(
         self, watch: UnitWatch, rows: pa.Table, known: pa.Table
     ) -> pa.Table | None:
-        """Generate the rows of a unit; what is finished is kept from time to time.
+        """Generate the rows of a unit; what there is of them is kept from time to time.
 
         Returns:
             All rows; None where the run stops before, and finished rows are in the journal.
@@ -234,6 +234,7 @@ class UnitFeeder(PlacedFeeder):
                 is_due = time.monotonic() >= kept_s + self.flush_every_s
                 if pending and (is_due or stops):
                     kept |= await self._keep(watch.unit, finished, pending.values(), kept)
+                    await watch.flush()
                     kept_s = time.monotonic()
                 if stops:
                     return None

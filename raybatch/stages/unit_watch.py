@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
+from raybatch.actors.begun import Begun
 from raybatch.actors.records import RowCrashes
 from raybatch.actors.wire import crash_error
 from raybatch.durable.attempts import Strikes
+from raybatch.durable.journal import PLACE
 from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["PlacedWatch", "UnitWatch"]
@@ -22,17 +25,20 @@ class UnitWatch:
         writer: of the run.
         unit: number of the unit.
         strikes: that earlier runs have left.
+        begun: tokens of rows that they did not finish, by position.
     """
 
-    def __init__(self, writer: UnitWriter, unit: int, strikes: Strikes) -> None:
+    def __init__(self, writer: UnitWriter, unit: int, strikes: Strikes, begun: Begun) -> None:
+        begun.take_news()
         self._writer = writer
         self.unit = unit
         self.strikes = strikes
+        self.begun = begun
 
     @classmethod
     def read(cls, writer: UnitWriter, unit: int) -> "UnitWatch":
         """Return what lies below the sink of a unit."""
-        return cls(writer, unit, writer.strikes_of(unit))
+        return cls(writer, unit, writer.strikes_of(unit), writer.begun_of(unit))
 
     def at(self, positions: npt.NDArray[np.int64]) -> "PlacedWatch":
         """Return what is known of some rows of the unit."""
@@ -42,6 +48,12 @@ class UnitWatch:
         """Keep deaths for the runs that come."""
         self.strikes |= strikes
         await asyncio.to_thread(self._writer.keep_strikes, self.unit, strikes)
+
+    async def flush(self) -> None:
+        """Keep the tokens that rows have gained since the last time."""
+        found = self.begun.take_news()
+        if found is not None:
+            await asyncio.to_thread(self._writer.keep_begun, self.unit, found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,8 +83,26 @@ class PlacedWatch:
         known = self.unit.strikes.crashes
         return np.array([known.get(pos, 0) for pos in self.positions.tolist()], np.int16)
 
+    @property
+    def begun(self) -> pa.RecordBatch | None:
+        row_at = {pos: row for row, pos in enumerate(self.positions.tolist())}
+        known = self.unit.begun.of(row_at.keys())
+        if known is None:
+            return None
+        return _with_rows(known, [row_at[pos] for pos in known.column(PLACE).to_pylist()])
+
     async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
         places = {int(self.positions[one.row]): one for one in crashes}
         given_up = frozenset(pos for pos, one in places.items() if one.is_given_up)
         counts = {pos: one.num_crashes for pos, one in places.items()}
         await self.unit.note(Strikes(crashes=counts, given_up=given_up))
+
+    def note_begun(self, begun: pa.RecordBatch) -> None:
+        self.unit.begun.add(_with_rows(begun, self.positions[begun.column(PLACE).to_numpy()]))
+
+
+def _with_rows(
+    found: pa.RecordBatch, rows: Sequence[int] | npt.NDArray[np.int64]
+) -> pa.RecordBatch:
+    place = found.schema.get_field_index(PLACE)
+    return found.set_column(place, found.schema.field(place), pa.array(rows, pa.int32()))

@@ -31,10 +31,11 @@ def test_the_first_signal_stops_the_run_and_lets_it_go_on_to_its_end():
 
 def test_the_second_signal_ends_the_run():
     run = Run()
-    with pytest.raises(KeyboardInterrupt), run.signal:
+    with run.signal:
         terminate()
         assert run.stopped.wait(30)
-        terminate()
+        with pytest.raises(KeyboardInterrupt):
+            terminate()
 
 
 def test_a_signal_before_any_row_is_at_work_ends_the_run():
