@@ -195,6 +195,10 @@ add_output_commands(app)
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
     code = result.exit_code()
+    if result.rows_todo:
+        typer.echo(
+            f"stopped with {result.rows_todo} rows to do; the same command goes on there", err=True
+        )
     raise typer.Exit(0 if code == 2 and allow_error_rows else code)
 
 

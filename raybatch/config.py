@@ -84,6 +84,8 @@ class PoolConfig:
         feeder_timeout_s: the rows of a feeder that was silent for so long are dropped.
         idle_release_s: engines without work for so long are stopped, and started again on
             demand; None keeps them until the driver ends.
+        keep_tokens_every_s: rows that generate for long have their tokens so far kept so often,
+            beyond their engine; None loses them with it.
     """
 
     replicas: int | None = None
@@ -94,6 +96,7 @@ class PoolConfig:
     start_timeout_s: float | None = 1800.0
     feeder_timeout_s: float = 120.0
     idle_release_s: float | None = 600.0
+    keep_tokens_every_s: float | None = 30.0
 
     def __post_init__(self) -> None:
         if self.replicas is not None:
@@ -102,6 +105,8 @@ class PoolConfig:
         check_min(self, "max_row_crashes", 1)
         check_min(self, "max_start_failures", 1)
         check_min(self, "feeder_timeout_s", 0.1)
+        if self.keep_tokens_every_s is not None:
+            check_min(self, "keep_tokens_every_s", 0.05)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

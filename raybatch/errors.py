@@ -6,6 +6,7 @@
       ReplicaError                    an engine actor failed and could not be restarted
       RowError                        raised only where the user asked for on_error="raise"
       CommitError                     an output that is not what the plan of its job says
+      RunStopped                      a run was asked to stop before its rows were at work
       MeasureError                    the cost of a backend could not be measured
       MissingDependency(ImportError)  an optional package is not installed
 
@@ -75,6 +76,10 @@ class RowError(RaybatchError):
 
 class CommitError(RaybatchError):
     """Rows, a part or a whole output are not what the plan of the job says; nothing was changed."""
+
+
+class RunStopped(RaybatchError):
+    """A run was asked to stop before its rows were at work; started again it begins there."""
 
 
 class MeasureError(RaybatchError):

@@ -12,7 +12,7 @@ from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.commit import committed
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.protocols import Store
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, RunStopped
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
@@ -44,7 +44,7 @@ from raybatch.stages.plan.run import run_planned, store_input_order
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.source import Source
-from raybatch.stages.stopping import LimitWatch
+from raybatch.stages.stopping import LimitWatch, StopSignal
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_run import FeederRunner
 from raybatch.types import PoolStats
@@ -101,7 +101,7 @@ class JobRun:
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
                 planned = self._execute(part, schema, progress, recorder)
-                if not is_complete(part):  # a limit has ended it, and so the run
+                if not is_complete(part):  # a limit or a signal has ended it, and so the run
                     break
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
@@ -163,6 +163,8 @@ class JobRun:
         num_rows = job.source.num_rows - part.rows_done
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
+        stop = partial(stage.pool.stop, client=stage.client)
+        asked = StopSignal(stop, lambda: recorder.units.total > 0)
         try:
             with shown(progress, lambda: recorder.units) as show:
 
@@ -170,15 +172,18 @@ class JobRun:
                     recorder.observe(stats)
                     show(stats, num_rows)
 
-                limits = LimitWatch(self.config.limits, stage.stats(), tell)
+                limits = LimitWatch(self.config.limits, stage.stats(), tell, stop)
                 runner = self._runner(stage, schema, recorder)
-                with watch_with(callback=limits) as watch:
+                with asked, watch_with(callback=limits) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
-                    units = replace(runner, stop_flag=limits.flag)
-                    return run_planned(replace(job, units=units), part.stored)
+                    return run_planned(replace(job, units=runner), part.stored)
         except KeyboardInterrupt:
             self._tell_interrupted(0 if watch is None else watch.rows_done)
+            if asked.has_come and not recorder.units.total:
+                raise RunStopped(
+                    "SIGTERM came before any row was at work; the same command begins again"
+                ) from None
             raise
 
     def _runner(

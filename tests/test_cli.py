@@ -274,6 +274,17 @@ def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, ca
     assert "rows: 1 in, 1 out" in capsys.readouterr().out
 
 
+def test_a_run_that_was_stopped_ends_with_a_line_that_says_how_to_go_on(
+    monkeypatch, capsys, job_file
+):
+    report = RunReport(source="in", sink="out", model="m", rows_in=3, rows_out=1, rows_todo=2)
+    monkeypatch.setattr(Job, "run", lambda job, *, progress: report)
+    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    assert run_main(monkeypatch, "run", job_file) == 1
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert "stopped with 2 rows to do; the same command goes on there" == last_line
+
+
 def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, capsys, job_file):
     assert run_main(monkeypatch, "retry-errors", job_file) == 2
     assert "--into" in capsys.readouterr().err

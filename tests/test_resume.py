@@ -150,7 +150,8 @@ def test_rows_of_an_open_unit_are_kept_and_not_generated_again(model, tmp_path):
     report = job.run(progress=lambda stats, _: received.append(stats.rows_received))
     check_output(sink, report, 600)
     assert kept >= 100
-    assert received[-1] == 600 - kept
+    # a feeder may have kept some more before it heard of the end
+    assert 300 <= received[-1] <= 600 - kept
     assert not list(sink.glob("_raybatch/frag/*/*.arrow"))
 
 

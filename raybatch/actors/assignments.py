@@ -12,7 +12,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_assignments(spans: Sequence[Span], queue: RowQueue, inbox: Inbox) -> list[Assignment]:
-    """Return the spans by row batch, with tables, groups and places.
+    """Return the spans by row batch, with tables, groups, places and tokens so far.
 
     Rows that nobody waits for are taken out.
     """
@@ -35,6 +35,7 @@ def make_assignments(spans: Sequence[Span], queue: RowQueue, inbox: Inbox) -> li
                 spans=batch_spans,
                 places=tuple(of_batch),
                 groups=queue.groups_of(batch_id, batch_spans),
+                begun=inbox.begun(batch_id, batch_spans),
             )
         )
     return assignments

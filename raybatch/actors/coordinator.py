@@ -135,6 +135,11 @@ class Coordinator:
                 self._crew.ledger.worked(member.rank)
         self._dispatch()
 
+    async def note_begun(self, found: list[tuple[int, pa.RecordBatch]]) -> None:
+        """Keep tokens of rows that a replica has not finished, lest they die with it."""
+        for batch_id, begun in found:
+            self._inbox.note_begun(batch_id, begun)
+
     async def note_cause(self, replica_id: int, cause: str) -> None:
         """Remember why a replica is about to end itself."""
         if replica_id in self._crew.members:
@@ -143,6 +148,15 @@ class Coordinator:
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
         """Count rows of a client that never reach the pool, and errors found outside it."""
         self._inbox.clients[client].outside(num_rows, errors)
+
+    async def stop(self, client: str) -> None:
+        """Let no further unit of a client start."""
+        self._inbox.clients[client].is_stopped = True
+
+    async def is_stopped(self, client: str) -> bool:
+        """Return whether no further unit of a client may start."""
+        counters = self._inbox.clients.get(client)
+        return counters is not None and counters.is_stopped
 
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
         """Note a unit of commit that is "started", "written", or "left" without being written."""

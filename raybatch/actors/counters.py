@@ -29,6 +29,8 @@ class ClientCounters:
     first_done: float | None = None
     sharing: Sharing = field(default_factory=Sharing)
     units_written: int = 0
+    # no further unit of commit may start
+    is_stopped: bool = False
     # number to begin, host and process
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 

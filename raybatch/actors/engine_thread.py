@@ -7,7 +7,7 @@ room(): what to ask for next        wakes the loop when there is news
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from raybatch.actors.giving import choose_given
 from raybatch.actors.open_rows import OpenRows
 from raybatch.actors.records import Room
 from raybatch.backends.base import Backend
-from raybatch.types import Capacity, Completion, ReplicaStats, Request
+from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 _T = TypeVar("_T")
 
@@ -43,6 +43,7 @@ class EngineThread:
         self._lead_rows = 1
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
+        self._begun: dict[int, Sequence[SequenceState]] = {}
         self._calls: list[Callable[[Backend], None]] = []
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
@@ -61,10 +62,20 @@ class EngineThread:
         self._thread.start()
         return self._started
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests for the engine, in this order."""
+    def submit(
+        self,
+        requests: Sequence[Request],
+        begun: Mapping[int, Sequence[SequenceState]] | None = None,
+    ) -> None:
+        """Queue requests for the engine, in this order.
+
+        Args:
+            requests: new to the engine.
+            begun: all samples of those that were begun elsewhere, by request id.
+        """
         with self._changed:
             self._inbox.extend(requests)
+            self._begun |= begun or {}
             self._rows.add(requests)
             self._is_asking = False
             self._changed.notify()
@@ -78,6 +89,10 @@ class EngineThread:
     def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
         """Take unstarted requests out, as `choose_given` says; the future has their ids."""
         return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
+
+    def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
+        """Return running sequences with so many tokens that were not returned here before."""
+        return self._call(lambda backend: backend.begun(min_new_tokens))
 
     def abort(self, first_id: int, last_id: int) -> Future[None]:
         """Drop the requests with ids in this range, both ends included, wherever they are.
@@ -158,11 +173,13 @@ class EngineThread:
             self._wake()
 
     def _step(self, backend: Backend) -> bool:
-        requests, calls = self._wait_for_work(backend)
+        requests, begun, calls = self._wait_for_work(backend)
         if self._is_closing:
             return False
+        if begun:
+            backend.restore([state for states in begun.values() for state in states])
         if requests:
-            backend.submit(requests)
+            backend.submit([r for r in requests if r.request_id not in begun])
         for call in calls:
             call(backend)
         completions = backend.poll() if backend.num_unfinished() else []
@@ -182,14 +199,15 @@ class EngineThread:
 
     def _wait_for_work(
         self, backend: Backend
-    ) -> tuple[list[Request], list[Callable[[Backend], None]]]:
+    ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], list[Callable[[Backend], None]]]:
         with self._changed:
             while not (self._inbox or self._calls or self._is_closing or backend.num_unfinished()):
                 self._changed.wait()
             requests, self._inbox = self._inbox, []
+            begun, self._begun = self._begun, {}
             self._num_in_hand = len(requests)
             calls, self._calls = self._calls, []
-            return requests, calls
+            return requests, begun, calls
 
     def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
         unstarted = backend.drain()

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.actors.begun import Begun
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Answer, Loss, Submission
+from raybatch.actors.records import Answer, Loss, RowCrashes, Span, Submission
 from raybatch.actors.trials import Trials
-from raybatch.actors.wire import encode_completions, has_error, row_numbers
+from raybatch.actors.wire import crash_error, encode_completions, has_error, row_numbers
 from raybatch.types import Completion
 
 # cancelled before they arrived; more calls than feeders may have in flight
@@ -32,6 +34,27 @@ class OpenBatch:
     last_asked: float
     results: list[pa.RecordBatch] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    # set with `done`, and while there is something that cannot wait for it
+    stirred: asyncio.Event = field(default_factory=asyncio.Event)
+    crashes: dict[int, RowCrashes] = field(default_factory=dict)
+    begun: Begun = field(default_factory=Begun)
+
+    def end(self) -> None:
+        """Let whoever waits for the batch have its answer."""
+        self.done.set()
+        self.stirred.set()
+
+    def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
+        """Remember deaths for the next answer, which comes at once."""
+        self.crashes |= {one.row: one for one in crashes}
+        self.stirred.set()
+
+    def take_crashes(self) -> tuple[RowCrashes, ...]:
+        """Return the deaths that nobody was told of yet."""
+        crashes, self.crashes = self.crashes, {}
+        if not self.done.is_set():
+            self.stirred.clear()
+        return tuple(crashes.values())
 
 
 @dataclass(slots=True)
@@ -99,12 +122,20 @@ class Inbox:
         return batch
 
     def so_far(self, client: str, name: str, *, skip: int) -> Answer:
-        """Return the results of an open batch without its first `skip`; it keeps them."""
+        """Return the results of an open batch without its first `skip`; it keeps them.
+
+        Tokens that unfinished rows have gained are told here instead of in the next answer.
+        """
         batch = self._named.get((client, name))
         if batch is None:
             return Answer(status="unknown")
         attempts = self.queue.attempts(batch.batch_id)
-        return Answer(status="pending", results=tuple(batch.results[skip:]), attempts=attempts)
+        return Answer(
+            status="pending",
+            results=tuple(batch.results[skip:]),
+            attempts=attempts,
+            begun=batch.begun.take_news(),
+        )
 
     def add(self, submission: Submission) -> OpenBatch | None:
         """Open a batch and queue its rows; return None when it was cancelled on its way."""
@@ -112,7 +143,8 @@ class Inbox:
             del self._cancelled[submission.token]
             return None
         now = time.monotonic()
-        batch = OpenBatch(next(self._next_id), submission, now)
+        begun = Begun(submission.begun)
+        batch = OpenBatch(next(self._next_id), submission, now, begun=begun)
         self._open[batch.batch_id] = batch
         self._ids[submission.token] = batch.batch_id
         if submission.name:
@@ -126,6 +158,7 @@ class Inbox:
                 max_new if expected is None else expected,
                 groups=submission.groups,
                 keys=submission.block_keys,
+                strikes=submission.crashes,
             )
             counters = self.clients[submission.client]
             counters.received(prompt, max_new, now)
@@ -145,21 +178,30 @@ class Inbox:
             del self._cancelled[next(iter(self._cancelled))]
 
     async def answer(self, batch: OpenBatch, wait_s: float) -> Answer:
-        """Wait for a batch; when it is done or the pool has failed, close it."""
+        """Wait for a batch; when it is done or the pool has failed, close it.
+
+        Deaths of engines are told at once, because the next one may take the feeder with it.
+        """
         batch.last_asked = time.monotonic()
         token = batch.submission.token
-        try:
-            await asyncio.wait_for(batch.done.wait(), wait_s)
-        except TimeoutError:
-            return Answer(status="pending")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(batch.stirred.wait(), wait_s)
         if self.find(token) is None:
             return Answer(status="unknown")
+        if not batch.done.is_set():
+            crashes, begun = batch.take_crashes(), batch.begun.take_news()
+            return Answer(status="pending", crashes=crashes, begun=begun)
         if self.failure is not None:
             rank, cause = self.failure
             answer = Answer(status="failed", rank=rank, cause=cause)
         else:
             attempts = self.queue.attempts(batch.batch_id)
-            answer = Answer(status="done", results=tuple(batch.results), attempts=attempts)
+            answer = Answer(
+                status="done",
+                results=tuple(batch.results),
+                attempts=attempts,
+                crashes=batch.take_crashes(),
+            )
         self.drop(batch)
         return answer
 
@@ -181,16 +223,32 @@ class Inbox:
                 self._trials.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
 
+    def note_begun(self, batch_id: int, found: pa.RecordBatch) -> None:
+        """Keep tokens of rows that are not finished, for the next answer and the next replica."""
+        if batch_id in self._open:
+            is_left = np.isin(found.column("row").to_numpy(), self.queue.rows_left(batch_id))
+            self._open[batch_id].begun.add(found.filter(pa.array(is_left)))
+
+    def begun(self, batch_id: int, spans: Sequence[Span]) -> pa.RecordBatch | None:
+        """Return the tokens with which rows of a batch begin; None where they have none."""
+        batch = self._open.get(batch_id)
+        if batch is None:
+            return None
+        return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
+
     def note_loss(self, loss: Loss) -> str:
-        """Answer the rows that are given up with an error each.
+        """Answer the rows that are given up with an error each, and tell who waits for others.
 
         Returns:
             Why the engine must be broken, "" while rows may be the reason.
         """
+        for batch_id, crashes in loss.crashes.items():
+            if batch_id in self._open:
+                self._open[batch_id].note_crashes(crashes)
         for poison in loss.poison:
             batch = self._open.get(poison.batch_id)
             if batch is not None:
-                error = f"ReplicaCrash: the engine died {poison.num_crashes} times with this row"
+                error = crash_error(poison.num_crashes)
                 completion = Completion(request_id=poison.row, finish_reason="error", error=error)
                 rows = np.array([poison.row], np.int32)
                 self._keep(batch, rows, encode_completions(rows, [completion]))
@@ -201,7 +259,7 @@ class Inbox:
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
             self._take_out(batch)
-            batch.done.set()
+            batch.end()
         self.forget_good_row()
 
     def drop(self, batch: OpenBatch) -> None:
@@ -213,7 +271,7 @@ class Inbox:
         if self._named.get(key := (submission.client, submission.name)) is batch:
             del self._named[key]
         self._take_out(batch)
-        batch.done.set()
+        batch.end()
 
     def lose_table(self, batch_id: int) -> None:
         """Forget a batch whose request table is gone, so that its feeder submits it again."""
@@ -247,6 +305,7 @@ class Inbox:
     def _keep(self, batch: OpenBatch, rows: npt.NDArray[np.int32], results: pa.RecordBatch) -> None:
         submission = batch.submission
         batch.results.append(results)
+        batch.begun.drop(set(rows.tolist()))
         counters = self.clients[submission.client]
         counters.results(results)
         counters.done(
@@ -267,7 +326,7 @@ class Inbox:
 
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):
-            batch.done.set()
+            batch.end()
 
 
 def _are_alike(one: Submission, other: Submission) -> bool:

@@ -26,6 +26,7 @@ from raybatch.actors.coordinator import Coordinator
 from raybatch.actors.crew import CrewPlan
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.actors.submitting import make_submission
+from raybatch.actors.watching import RowWatch, tell, with_news
 from raybatch.actors.wire import RESULT_SCHEMA, combine_results
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
@@ -71,6 +72,7 @@ class PoolHandle:
         *,
         client: str = "default",
         name: str = "",
+        watch: RowWatch | None = None,
     ) -> pa.Table:
         """Run all rows of a request table and return the result table.
 
@@ -82,6 +84,7 @@ class PoolHandle:
             client: name under which rows and tokens are counted.
             name: of these rows among those of the client; whoever asks for them again under this
                 name, because the process that asked before died, gets what is finished of them.
+            watch: says what is known of the rows, and hears what becomes of unfinished ones.
 
         Raises:
             ConfigError: the table lacks columns or points outside `samplings`.
@@ -90,14 +93,17 @@ class PoolHandle:
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine, name=name)
+        submission = with_news(submission, watch)
         try:
             answer = await coordinator.generate.remote(submission, requests)
+            await tell(watch, answer)
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = submission.again()
+                    submission = with_news(submission.again(), watch)
                     answer = await coordinator.generate.remote(submission, requests)
                 else:
                     answer = await _ask_again(coordinator, submission, answer)
+                await tell(watch, answer)
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise
@@ -105,13 +111,16 @@ class PoolHandle:
             raise self._coordinator_died(error) from error
         return _results(answer)
 
-    async def so_far(self, *, client: str, name: str, num_seen: int) -> tuple[pa.Table, int]:
+    async def so_far(
+        self, *, client: str, name: str, num_seen: int, watch: RowWatch | None = None
+    ) -> tuple[pa.Table, int]:
         """Return results of a call of `generate` that waits for others, so that they can be kept.
 
         Args:
             client: of the call.
             name: of the call.
             num_seen: what the second value was when this was asked before; 0 at first.
+            watch: of the call.
 
         Returns:
             A result table, as `generate` returns one, of rows with all their samples that have
@@ -122,6 +131,7 @@ class PoolHandle:
         except RayActorError:
             # whoever waits for the rows hears of it
             answer = Answer(status="unknown")
+        await tell(watch, answer)
         if answer.attempts is None:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)
@@ -172,6 +182,18 @@ class PoolHandle:
         with suppress(RayError):
             coordinator, place = self._connect(), (socket.gethostname(), os.getpid())
             coordinator.note_unit.remote(client, unit, state, *place)
+
+    def stop(self, *, client: str = "default") -> None:
+        """Let no further unit of a client start; open ones keep what is finished and end."""
+        with suppress(RayError):
+            self._connect().stop.remote(client)
+
+    async def is_stopped(self, *, client: str = "default") -> bool:
+        """Return whether no further unit of a client may start."""
+        # a pool that is gone is told of where rows are asked for
+        with suppress(RayError):
+            return bool(await self._connect().is_stopped.remote(client))
+        return False
 
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""

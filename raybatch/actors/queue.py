@@ -26,7 +26,7 @@ import numpy.typing as npt
 from raybatch.actors.grant import share_out
 from raybatch.actors.homes import Homes
 from raybatch.actors.isolation import Isolation
-from raybatch.actors.records import Loss, PoisonRow, Room, RowGroups, Span
+from raybatch.actors.records import Loss, PoisonRow, Room, RowCrashes, RowGroups, Span
 from raybatch.actors.regroup import Regrouping
 from raybatch.actors.replica_load import ReplicaLoad
 from raybatch.actors.row_states import RowStates, Share, spans_of
@@ -63,8 +63,9 @@ class RowQueue:
         *,
         groups: RowGroups | None = None,
         keys: BlockKeys | None = None,
+        strikes: npt.NDArray[np.int16] | None = None,
     ) -> None:
-        """Queue a row batch behind all others.
+        """Queue a row batch behind all others; its suspects, if any, run before them.
 
         Args:
             batch_id: unique among the batches in the queue.
@@ -72,15 +73,20 @@ class RowQueue:
             new_tokens: expected of each row, all samples together.
             groups: of planned rows, which come in the order of the plan.
             keys: of rows without a plan, which are grouped while they wait.
+            strikes: int16 [rows], deaths with each row that are known from elsewhere.
         """
-        self._batches[batch_id] = RowStates.make(
+        batch = self._batches[batch_id] = RowStates.make(
             prompt_tokens,
             new_tokens,
             groups=groups,
             keys=keys,
             arrival=self._regrouping.num_groupings,
+            strikes=strikes,
         )
-        self._regrouping.add(batch_id)
+        rows = np.arange(batch.num_left)
+        is_suspect = self._is_suspect(batch, rows)
+        self._regrouping.add(batch_id, rows[~is_suspect])
+        self._isolation.add_suspects(_one_by_one(batch_id, rows[is_suspect]))
 
     def add_control(
         self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
@@ -177,28 +183,31 @@ class RowQueue:
         innocent: list[Span] = []
         suspects: list[Span] = []
         poison: list[PoisonRow] = []
-        num_struck = 0
+        crashes: dict[int, list[RowCrashes]] = {}
         for batch_id, batch in self._batches.items():
             rows = batch.held_by(replica_id)
-            num_struck += len(rows)
             batch.strikes[rows] += 1
             batch.reopen(rows)
             is_suspect = self._is_suspect(batch, rows) | was_alone
+            is_poison = (batch.strikes[rows] >= self._max_row_crashes) & was_alone
+            batch.close(rows[is_poison])
             innocent += spans_of(batch_id, rows[~is_suspect])
-            for row in rows[is_suspect].tolist():
-                strikes = int(batch.strikes[row])
-                if was_alone and strikes >= self._max_row_crashes:
-                    batch.close(np.array([row], np.intp))
-                    poison.append(PoisonRow(batch_id, row, strikes))
-                else:
-                    suspects.append(Span(batch_id, row, row + 1))
+            suspects += _one_by_one(batch_id, rows[is_suspect & ~is_poison])
+            struck = zip(rows, batch.strikes[rows], is_poison, strict=True)
+            found = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
+            poison += [
+                PoisonRow(batch_id, one.row, one.num_crashes) for one in found if one.is_given_up
+            ]
+            if found:
+                crashes[batch_id] = found
         self._line.put_back(innocent)
         self._isolation.add_suspects(suspects)
         return Loss(
             num_rows=replica.num_rows,
-            num_struck=num_struck,
+            num_struck=sum(map(len, crashes.values())),
             poison=tuple(poison),
-            was_control=replica.has_control and num_struck > 0,
+            crashes=crashes,
+            was_control=replica.has_control and bool(crashes),
         )
 
     def give_back(self, replica_id: int, spans: Iterable[Span]) -> None:
@@ -337,3 +346,7 @@ class RowQueue:
         self._homes.forget(replica_id, replica.groups())
         self._line.release(replica_id)
         return replica
+
+
+def _one_by_one(batch_id: int, rows: npt.NDArray[np.intp]) -> list[Span]:
+    return [Span(batch_id, row, row + 1) for row in rows.tolist()]

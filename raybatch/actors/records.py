@@ -1,6 +1,7 @@
 """Frozen records that travel between pool handle, coordinator and replicas."""
 
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,14 @@ class PoisonRow(NamedTuple):
     num_crashes: int
 
 
+class RowCrashes(NamedTuple):
+    """How many engines died with a row; one that is given up is answered with an error."""
+
+    row: int
+    num_crashes: int
+    is_given_up: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
     """What the death of a replica cost.
@@ -58,12 +67,14 @@ class Loss:
         num_rows: that it was running, those of dropped row batches included.
         num_struck: of them, rows that somebody still waits for.
         poison: rows that are given up.
+        crashes: of each row batch, the rows that somebody still waits for.
         was_control: it was running a control row, see `raybatch.actors.trials`.
     """
 
     num_rows: int
     num_struck: int
     poison: tuple[PoisonRow, ...] = ()
+    crashes: Mapping[int, Sequence[RowCrashes]] = field(default_factory=dict)
     was_control: bool = False
 
 
@@ -96,6 +107,8 @@ class Submission:
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
         groups: of planned rows; ids that no other client's groups have.
         block_keys: of rows without a plan, from which the pool makes groups by itself.
+        crashes: int16 [rows], engines that died with each row in earlier runs; None for none.
+        begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.begun`.
     """
 
     token: str
@@ -107,6 +120,8 @@ class Submission:
     expected_new_tokens: npt.NDArray[np.int64] | None = None
     groups: RowGroups | None = None
     block_keys: BlockKeys | None = None
+    crashes: npt.NDArray[np.int16] | None = None
+    begun: pa.RecordBatch | None = None
 
     def again(self) -> "Submission":
         """Return the same rows as another batch."""
@@ -123,6 +138,8 @@ class Answer:
         attempts: int16 [rows], how often each row was handed to a replica.
         rank: replica that failed.
         cause: of the failure.
+        crashes: rows with which engines have died since the last answer.
+        begun: tokens that unfinished rows have gained since the last answer.
     """
 
     status: AnswerStatus
@@ -130,6 +147,8 @@ class Answer:
     attempts: npt.NDArray[np.int16] | None = None
     rank: int = 0
     cause: str = ""
+    crashes: tuple[RowCrashes, ...] = ()
+    begun: pa.RecordBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +161,7 @@ class Assignment:
         spans: in the order in which they run.
         places: of each span among all spans of the same pull; None where this is the only batch.
         groups: of the rows of all spans, one after another; None leaves what the table says.
+        begun: tokens with which some of the rows begin; None where all begin with none.
     """
 
     batch_id: int
@@ -149,6 +169,7 @@ class Assignment:
     spans: tuple[Span, ...]
     places: tuple[int, ...] | None = None
     groups: RowGroups | None = None
+    begun: pa.RecordBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

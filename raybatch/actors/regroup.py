@@ -19,7 +19,7 @@ import numpy.typing as npt
 from raybatch.actors.bundle_line import Batches, Bundle
 from raybatch.actors.homes import Homes
 from raybatch.actors.records import Span
-from raybatch.actors.row_states import ALONE, RowStates
+from raybatch.actors.row_states import ALONE, RowStates, spans_of
 from raybatch.actors.waiting_line import WaitingLine
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
@@ -52,19 +52,20 @@ class Regrouping:
         self._homes = homes
         self._num_new = 0
 
-    def add(self, batch_id: int) -> None:
-        """Add the rows of a batch to the line; planned rows stay in the groups that they have."""
+    def add(self, batch_id: int, rows: npt.NDArray[np.intp]) -> None:
+        """Add rows of a new batch to the line; planned rows stay in the groups that they have."""
         batch = self._batches[batch_id]
-        rows = np.arange(len(batch.prompt))
+        spans = spans_of(batch_id, rows)
         if batch.keys is None:
-            if len(rows):
-                self._line.add(Span(batch_id, 0, len(rows)))
+            for span in spans:
+                self._line.add(span)
             return
         known = (self._line.fresh.groups(), *self._homes.groups())
         group, prefix = match_prefixes(batch.keys, known)
         joins = (group >= 0) & (prefix >= batch.prompt * _MIN_JOINED_FRACTION)
-        batch.assign(rows[joins], group[joins], prefix[joins])
-        for start, stop in batch.runs(0, len(rows)):
+        batch.assign(np.flatnonzero(joins), group[joins], prefix[joins])
+        runs = [run for span in spans for run in batch.runs(span.start, span.stop)]
+        for start, stop in runs:
             is_new = not joins[start]
             self._line.add(Span(batch_id, start, stop), is_new=is_new)
             self._num_new += (stop - start) * is_new

@@ -7,9 +7,11 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass
 
+import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
+from raybatch.actors.begun import encode_begun, sequence_states
 from raybatch.actors.engine_thread import EngineThread
 from raybatch.actors.metrics import ReplicaMetrics
 from raybatch.actors.records import Assignment, PoolSpec, RowGroups
@@ -17,12 +19,14 @@ from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
 from raybatch.errors import error_text
-from raybatch.types import Completion, Request
+from raybatch.types import Completion, Request, SequenceState
 
 _LEAD_STEPS = 4
 _REPORT_EVERY_S = 0.05
 # counters are sent so often even if no row finished
 _HEARTBEAT_S = 1.0
+# tokens that a sequence has to gain before it is worth telling of
+_MIN_NEW_TOKENS = 256
 # request id = batch id << 32 | row
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -88,7 +92,10 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
-        reporting = asyncio.create_task(self._report(engine, coordinator))
+        reports = [asyncio.create_task(self._report(engine, coordinator))]
+        if self._spec.pool.keep_tokens_every_s is not None:
+            keeping = self._report_begun(engine, coordinator, self._spec.pool.keep_tokens_every_s)
+            reports.append(asyncio.create_task(keeping))
         try:
             while True:
                 self._news.clear()
@@ -102,7 +109,8 @@ class Replica:
                     break
                 await self._admit(engine, coordinator, work)
         finally:
-            reporting.cancel()
+            for task in reports:
+                task.cancel()
         await asyncio.to_thread(engine.close)
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
@@ -145,12 +153,15 @@ class Replica:
         """Fetch the tables of all assignments, then submit their rows in the order of the pull."""
         batches = await asyncio.gather(*(self._open_batch(coordinator, each) for each in work))
         requests: list[tuple[int, list[Request]]] = []
+        begun: dict[int, list[SequenceState]] = {}
         for assignment, batch in zip(work, batches, strict=True):
             if batch is not None and assignment.batch_id not in self._dropped:
                 self._open[assignment.batch_id] = batch
-                requests += _read(batch, assignment)
+                spans = _read(batch, assignment)
+                requests += spans
+                begun |= _begun(spans, assignment)
         requests.sort(key=lambda of_span: of_span[0])
-        engine.submit([request for _, of_span in requests for request in of_span])
+        engine.submit([request for _, of_span in requests for request in of_span], begun)
 
     async def _open_batch(self, coordinator: ActorHandle, work: Assignment) -> _OpenBatch | None:
         batch = self._open.get(work.batch_id)
@@ -184,6 +195,18 @@ class Replica:
             if not engine.is_idle():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
+
+    async def _report_begun(
+        self, engine: EngineThread, coordinator: ActorHandle, every_s: float
+    ) -> None:
+        """Tell what long generations have, so that nothing but their last tokens dies with us."""
+        while True:
+            await asyncio.sleep(every_s)
+            if engine.is_idle():
+                continue
+            states = await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS))
+            if states:
+                await coordinator.note_begun.remote(_by_batch(states))
 
     async def _send(self, engine: EngineThread, coordinator: ActorHandle) -> None:
         completions = engine.collect()
@@ -233,3 +256,24 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
         batch.num_rows += num_rows
         start += num_rows
     return requests
+
+
+def _begun(
+    spans: list[tuple[int, list[Request]]], work: Assignment
+) -> dict[int, list[SequenceState]]:
+    """Return all samples of the requests that another engine has begun, by request id."""
+    if work.begun is None:
+        return {}
+    requests = {r.request_id & _ROW_MASK: r for _, of_span in spans for r in of_span}
+    return sequence_states(requests, work.begun)
+
+
+def _by_batch(states: list[SequenceState]) -> list[tuple[int, pa.RecordBatch]]:
+    """Return tokens so far with the row batch that they are of."""
+    of_batch: dict[int, list[SequenceState]] = defaultdict(list)
+    for state in states:
+        of_batch[state.request.request_id >> _ROW_BITS].append(state)
+    return [
+        (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in of_one], of_one))
+        for batch_id, of_one in of_batch.items()
+    ]

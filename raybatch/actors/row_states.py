@@ -48,7 +48,7 @@ class RowStates:
         state: `WAITING`, `HELD` or `DONE`.
         holder: replica of a held row.
         attempts: how often a row was handed out.
-        strikes: replicas that died while they held a row.
+        strikes: replicas that died while they held a row, in this run and in earlier ones.
         num_left: rows that are not done.
         group: prefix group, `ALONE` for none.
         prefix: tokens that the group shares.
@@ -79,6 +79,7 @@ class RowStates:
         groups: RowGroups | None = None,
         keys: BlockKeys | None = None,
         arrival: int = 0,
+        strikes: npt.NDArray[np.int16] | None = None,
     ) -> Self:
         """Return the states of rows that all wait."""
         prompt = np.asarray(prompt_tokens, np.int64)
@@ -91,7 +92,7 @@ class RowStates:
             state=np.full(num_rows, WAITING, np.uint8),
             holder=np.zeros(num_rows, np.int64),
             attempts=np.zeros(num_rows, np.int16),
-            strikes=np.zeros(num_rows, np.int16),
+            strikes=np.zeros(num_rows, np.int16) if strikes is None else strikes.copy(),
             num_left=num_rows,
             group=np.full(num_rows, ALONE, np.int64),
             prefix=np.zeros(num_rows, np.int64),

@@ -219,7 +219,7 @@ def encode_completions(
         pa.array([c.num_cached_tokens for c in completions], pa.int32()),
         pa.array([c.error for c in completions], pa.string()),
         pa.array([c.text for c in completions], pa.string()),
-        _logprobs_array([c.logprobs for c in completions]),
+        logprobs_array([c.logprobs for c in completions]),
         pa.array(np.ones(num, np.int32), pa.int32()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=RESULT_SCHEMA)
@@ -239,7 +239,7 @@ def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
             stop_reason=json.loads(columns["stop_reason"][i]),
             num_cached_tokens=columns["num_cached_tokens"][i],
             text=columns["text"][i],
-            logprobs=_logprobs_value(columns["logprobs"][i]),
+            logprobs=logprobs_value(columns["logprobs"][i]),
             error=columns["error"][i],
         )
         for i in range(table.num_rows)
@@ -258,6 +258,11 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
     )
 
 
+def crash_error(num_crashes: int) -> str:
+    """Return the error of a row that is given up because engines died with it."""
+    return f"ReplicaCrash: the engine died {num_crashes} times with this row"
+
+
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
     """Return the distinct row indexes of a result batch, ascending."""
     return np.unique(to_numpy(results.column("row"), np.dtype(np.int32)))
@@ -269,7 +274,8 @@ def has_error(results: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     return cast(npt.NDArray[np.bool_], is_error.to_numpy(zero_copy_only=False))
 
 
-def _logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:
+def logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:
+    """Return the log probabilities of many samples as an array."""
     if all(value is None for value in values):
         return pa.nulls(len(values), LOGPROBS_TYPE)
     rows = [
@@ -281,7 +287,8 @@ def _logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:
     return pa.array(rows, LOGPROBS_TYPE)
 
 
-def _logprobs_value(value: list[dict[str, list[float]]] | None) -> _Logprobs | None:
+def logprobs_value(value: list[dict[str, list[float]]] | None) -> _Logprobs | None:
+    """Return the log probabilities of one sample from a value of such an array."""
     if value is None:
         return None
     return tuple(

@@ -39,6 +39,13 @@ class Backend(Protocol):
         Ids that are not in the backend are ignored.
         """
 
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return sequences that run on, as `restore` takes them.
+
+        Args:
+            min_new_tokens: that a sequence has to have beyond those returned here before.
+        """
+
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out as data, in order of arrival."""
 

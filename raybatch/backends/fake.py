@@ -25,6 +25,7 @@ class _Sequence:
     answer: FakeAnswer
     num_cached_tokens: int
     end_step: int
+    num_told: int
 
     @property
     def key(self) -> tuple[int, int]:
@@ -106,6 +107,15 @@ class FakeBackend:
         self._failed = [c for c in self._failed if c.request_id not in wanted]
         for request_id in wanted:
             self._num_open.pop(request_id, None)
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        states = []
+        for sequence in self._running.values():
+            state = self._exported(sequence)
+            if len(state.token_ids) >= sequence.num_told + min_new_tokens:
+                sequence.num_told = len(state.token_ids)
+                states.append(state)
+        return states
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         wanted = set(request_ids)
@@ -200,6 +210,7 @@ class FakeBackend:
             answer=answer,
             num_cached_tokens=num_cached,
             end_step=self._num_steps + len(answer.tokens) - len(state.token_ids) - 1,
+            num_told=len(state.token_ids),
         )
         self._running[sequence.key] = sequence
         self._ending.setdefault(sequence.end_step, []).append(sequence)

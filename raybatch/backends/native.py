@@ -52,6 +52,9 @@ class NativeBackend:
     def abort(self, request_ids: Collection[int]) -> None:
         self._open().abort(request_ids)
 
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        return self._open().begun(min_new_tokens)
+
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         return self._open().export(request_ids)
 

@@ -1,4 +1,4 @@
-"""Finished rows of units that are not complete, kept for the next attempt.
+"""Finished rows of units that are not complete, and tokens of others, kept for the next attempt.
 
 A journal holds each row at least once and is never taken for a commit; what cannot be read of it
 is generated again.
@@ -6,18 +6,30 @@ is generated again.
 
 import json
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import fragment_folder, fragment_name
+from raybatch.durable.layout import begun_name, fragment_folder, fragment_name, is_begun
 from raybatch.durable.protocols import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 
-__all__ = ["POS", "ROW", "drop_fragments", "journal_schema", "read_fragments", "write_fragment"]
+__all__ = [
+    "PLACE",
+    "POS",
+    "ROW",
+    "drop_fragments",
+    "journal_schema",
+    "read_begun",
+    "read_fragments",
+    "write_begun",
+    "write_fragment",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +37,8 @@ Ints = npt.NDArray[np.int64]
 
 POS = "__rb_pos"
 ROW = "__rb_row"
+# position in its unit of a row that is not finished
+PLACE = "row"
 _KEY = b"raybatch"
 
 
@@ -53,15 +67,43 @@ def write_fragment(
     pos = table.column(POS).to_numpy()
     if not len(pos) or pos.min() < 0 or pos.max() >= unit.num_rows:
         raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; cannot keep {pos[:3]}")
-    said = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
-    marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: said})
-    buffer = pa.BufferOutputStream()
-    with pa.ipc.new_file(buffer, marked.schema) as out:
-        out.write_table(marked)
     name = fragment_name(unit.number, int(pos.min()), len(pos), attempt)
     reach("before_fragment", unit=unit.number)
-    store.create(name, bytes(buffer.getvalue()))
+    store.create(name, _encoded(table, unit, plan_hash))
     reach("after_fragment", unit=unit.number)
+
+
+def write_begun(
+    store: Store, unit: Unit, found: pa.RecordBatch, *, plan_hash: str, attempt: str
+) -> None:
+    """Keep tokens of rows that are not finished.
+
+    Args:
+        store: of the sink.
+        unit: that the rows belong to.
+        found: with the position in the unit in its column `PLACE`.
+        plan_hash: of the plan that holds.
+        attempt: as in `write_fragment`.
+    """
+    data = _encoded(pa.Table.from_batches([found]), unit, plan_hash)
+    store.create(begun_name(unit.number, attempt), data)
+
+
+def read_begun(
+    store: Store, unit: Unit, schema: pa.Schema, *, plan_hash: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield what earlier attempts have kept of rows that they did not finish, in any order.
+
+    Args:
+        store: of the sink.
+        unit: whose rows are wanted.
+        schema: of what was kept; a fragment with another one is left out.
+        plan_hash: of the plan that holds.
+    """
+    names = [name for name in store.names(fragment_folder(unit.number)) if is_begun(name)]
+    check = partial(_check_places, PLACE, unit=unit)
+    for table in _tables(store, names, unit, schema, plan_hash, check):
+        yield from table.combine_chunks().to_batches()
 
 
 def read_fragments(
@@ -89,17 +131,10 @@ def read_fragments(
         A table in `journal_schema(schema)`; of rows that were kept twice, the first by name.
     """
     wanted = journal_schema(schema)
-    tables = [wanted.empty_table()]
-    for name in store.names(fragment_folder(unit.number)):
-        try:
-            data = store.read(name)
-        except FileNotFoundError:  # dropped after another run was complete
-            continue
-        try:
-            tables.append(_decoded(data, unit, wanted, plan_hash, expected_row))
-        except (ValueError, KeyError, OSError) as error:
-            logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
-    table = pa.concat_tables(tables)
+    names = [name for name in store.names(fragment_folder(unit.number)) if not is_begun(name)]
+    check = partial(_check_places, POS, unit=unit, expected_row=expected_row)
+    found = _tables(store, names, unit, wanted, plan_hash, check)
+    table = pa.concat_tables([wanted.empty_table(), *found])
     _, firsts = np.unique(table.column(POS).to_numpy(), return_index=True)
     return table.take(firsts)
 
@@ -110,13 +145,39 @@ def drop_fragments(store: Store, unit: int) -> None:
         store.remove(name)
 
 
-def _decoded(
-    data: bytes,
+def _tables(
+    store: Store,
+    names: Iterable[str],
     unit: Unit,
     wanted: pa.Schema,
     plan_hash: str,
-    expected_row: Ints | None,
-) -> pa.Table:
+    check: Callable[[pa.Table], None],
+) -> Iterator[pa.Table]:
+    """Yield fragments; those that are not what they should be are left out with a line."""
+    for name in names:
+        try:
+            data = store.read(name)
+        except FileNotFoundError:  # dropped after another run was complete
+            continue
+        try:
+            table = _decoded(data, unit, wanted, plan_hash)
+            check(table)
+        except (ValueError, KeyError, OSError) as error:
+            logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
+            continue
+        yield table
+
+
+def _encoded(table: pa.Table, unit: Unit, plan_hash: str) -> bytes:
+    said = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
+    marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: said})
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_file(buffer, marked.schema) as out:
+        out.write_table(marked)
+    return bytes(buffer.getvalue())
+
+
+def _decoded(data: bytes, unit: Unit, wanted: pa.Schema, plan_hash: str) -> pa.Table:
     reader = pa.ipc.open_file(pa.BufferReader(data))
     said = json.loads((reader.schema.metadata or {})[_KEY])
     if said != {"plan": plan_hash, "unit": unit.number}:
@@ -126,9 +187,14 @@ def _decoded(
         raise ValueError("it has another schema")
     table = reader.read_all()
     table.validate(full=True)
-    pos = table.column(POS).to_numpy()
+    return table.replace_schema_metadata(wanted.metadata)
+
+
+def _check_places(
+    column: str, table: pa.Table, unit: Unit, expected_row: Ints | None = None
+) -> None:
+    pos = table.column(column).to_numpy()
     if len(pos) and (pos.min() < 0 or pos.max() >= unit.num_rows):
         raise ValueError("a row has no place in the unit")
     if expected_row is not None and np.any(expected_row[pos] != table.column(ROW).to_numpy()):
         raise ValueError("a row is in the place of another")
-    return table.replace_schema_metadata(wanted.metadata)

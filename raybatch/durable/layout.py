@@ -19,7 +19,10 @@ __all__ = [
     "SCHEMA",
     "STAGING",
     "SUCCESS",
+    "attempt_folder",
     "attempt_name",
+    "attempt_unit",
+    "begun_name",
     "check_name",
     "done_name",
     "done_unit",
@@ -28,6 +31,7 @@ __all__ = [
     "fragment_unit",
     "heartbeat_name",
     "heartbeat_run",
+    "is_begun",
     "is_probe",
     "part_name",
     "part_unit",
@@ -55,6 +59,8 @@ _PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
 _LOG = re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII)
 _ALIVE = re.compile(r"_raybatch/runs/([^/]+)\.alive")
 _FRAGMENT = re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII)
+_ATTEMPT = re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII)
+_BEGUN = re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII)
 _SHARD = re.compile(r"_raybatch/plan/([^/]+)/[^/]+")
 _PROBE = re.compile(r"_raybatch/probe-[^/]+")
 _DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
@@ -124,15 +130,36 @@ def fragment_unit(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def begun_name(unit: int, attempt: str) -> str:
+    """Return the name of a fragment with the tokens so far of rows that are not finished."""
+    return f"{fragment_folder(unit)}/begun-{attempt}.arrow"
+
+
+def is_begun(name: str) -> bool:
+    """Return whether a fragment holds tokens of rows that are not finished."""
+    return _BEGUN.fullmatch(name) is not None
+
+
 def plan_of_shard(name: str) -> str | None:
     """Return the hash of the plan that a file is a shard of; None where it is of none."""
     match = _SHARD.fullmatch(name)
     return match[1] if match else None
 
 
+def attempt_folder(unit: int) -> str:
+    """Return the folder of the markers of rows of a unit that engines have died with."""
+    return f"{ATTEMPTS}/{unit:06d}"
+
+
 def attempt_name(unit: int, number: int) -> str:
-    """Return the name of the marker that a unit was tried again after a crash."""
-    return f"{ATTEMPTS}/{unit:06d}/{number}.json"
+    """Return the name of such a marker."""
+    return f"{attempt_folder(unit)}/{number}.json"
+
+
+def attempt_unit(name: str) -> int | None:
+    """Return the unit whose rows a marker is about; None where the name is no marker's."""
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def run_log_name(run_id: str, segment: int) -> str:

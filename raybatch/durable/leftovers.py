@@ -7,9 +7,11 @@ says that the output is complete.
 from collections.abc import Callable, Collection, Iterator
 
 from raybatch.durable.layout import (
+    ATTEMPTS,
     FRAGMENTS,
     PLANS,
     STAGING,
+    attempt_unit,
     fragment_unit,
     is_probe,
     plan_of_shard,
@@ -18,6 +20,9 @@ from raybatch.durable.protocols import Store
 
 __all__ = ["drop_journal_and_staging", "leftovers"]
 
+# what is of no use to a complete output
+_DROPPED = (FRAGMENTS, ATTEMPTS, STAGING)
+
 
 def drop_journal_and_staging(store: Store) -> int:
     """Remove what nobody needs once the output is complete; return how many files.
@@ -25,7 +30,7 @@ def drop_journal_and_staging(store: Store) -> int:
     Other runs may still be at work: one that finds its staged file gone stages it again, and one
     that finds no journal finds the parts.
     """
-    names = [*store.names(FRAGMENTS), *store.names(STAGING)]
+    names = [name for folder in _DROPPED for name in store.names(folder)]
     for name in names:
         store.remove(name)
     return len(names)
@@ -46,10 +51,11 @@ def leftovers(
         is_committed: whether a unit is in the output.
         is_finished: the output is complete.
     """
-    for name in store.names(FRAGMENTS):
-        unit = fragment_unit(name)
-        if is_finished or (unit is not None and is_committed(unit)):
-            yield name, False
+    for folder, unit_of in ((FRAGMENTS, fragment_unit), (ATTEMPTS, attempt_unit)):
+        for name in store.names(folder):
+            unit = unit_of(name)
+            if is_finished or (unit is not None and is_committed(unit)):
+                yield name, False
     for name in store.names(STAGING):
         yield name, not is_finished
     for name in store.names("_raybatch"):

@@ -141,6 +141,10 @@ class Engine:
         for request_id in wanted:
             self._num_open.pop(request_id, None)
 
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return running sequences that have so many tokens more than when this was last asked."""
+        return self._table.begun(min_new_tokens)
+
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out, in order of arrival."""
         wanted = set(request_ids)
@@ -209,6 +213,7 @@ class Engine:
                 num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
                 has_started=has_started,
                 logprobs=logprobs,
+                num_told=len(state.token_ids),
             )
         )
 

@@ -5,7 +5,7 @@ sequence is admitted, preempted or finished.
 """
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -42,6 +42,7 @@ class Sequence:
         num_computed_before: tokens whose KV was lost by preemption.
         has_started: was admitted here or elsewhere.
         logprobs: collected per generated token; None unless asked for.
+        num_told: generated tokens that are known outside the engine.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Sequence:
     num_computed_before: int = 0
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    num_told: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -219,6 +221,18 @@ class SequenceTable:
     def generated(self, slot: int) -> TokenIds:
         """Return a copy of the tokens that `slot` generated."""
         return self._generated[slot, : self.num_tokens[slot] - self.num_prompt[slot]].copy()
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return running sequences with so many generated tokens that nobody was told of."""
+        num_generated = self.num_tokens - self.num_prompt
+        long = np.flatnonzero((self.phase != EMPTY) & (num_generated >= min_new_tokens))
+        states = []
+        for slot in long.tolist():
+            record, token_ids = self.record(slot), self.generated(slot)
+            if len(token_ids) >= record.num_told + min_new_tokens:
+                record.num_told = len(token_ids)
+                states.append(replace(record.state(), token_ids=token_ids))
+        return states
 
     def tokens(self, slot: int, start: int, stop: int) -> TokenIds:
         """Return the known tokens [start, stop) of `slot`, a view where that is possible."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from raybatch.durable.heartbeat import BEAT_EVERY_S, beat, end_beat, live_runs
 from raybatch.durable.protocols import Store
 from raybatch.durable.run_log import RunLog
-from raybatch.errors import ConfigError, ReplicaError, error_text
+from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.history.sampling import Sampler
 from raybatch.stages.plan.store import StoredPlan
 from raybatch.stages.receipts import UnitReceipt
@@ -223,7 +223,7 @@ class RunRecorder:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | RunStopped):
         return "interrupted"
     if isinstance(error, _TELLABLE):
         return f"failed: {error_text(error)}"

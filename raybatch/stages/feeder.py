@@ -29,6 +29,7 @@ from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
 from raybatch.stages.schema import ERROR_COLUMN, error_class
+from raybatch.stages.unit_watch import PlacedWatch
 from raybatch.types import PoolStats
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
@@ -92,7 +93,7 @@ class StageFeeder:
         Args:
             batch: of any format.
             changes: of the sampling options.
-            call: is told what is asked under its name.
+            call: is told what is asked under its name; its watch, if any, is of these rows.
         """
         if self._failure is not None:
             raise self._failure
@@ -102,10 +103,14 @@ class StageFeeder:
             input_errors = column_of(table, column).to_pylist()
             table = table.drop_columns([column])
         self._check_columns(table.schema)
+        call = call or OpenCall(name="")
+        watch = call.watch
         # rows that are asked again are no further rows of the run
         client = self.client if changes is None else f"{self.client}-again"
         with self._hint.holding(table.num_rows):
-            prepared = await asyncio.to_thread(self._prepare, table, input_errors, planned, changes)
+            prepared = await asyncio.to_thread(
+                self._prepare, table, input_errors, planned, changes, watch
+            )
             prompt_errors = [prompt.error for prompt in prepared.prompts]
             self._all_failed_alarm.see(prompt_errors)
             unasked = _classes(prompt_errors)
@@ -115,10 +120,14 @@ class StageFeeder:
             asked = Asked(table=table, prepared=prepared, group_ids=group_ids)
             results = RESULT_SCHEMA.empty_table()
             if prepared.rows:
-                call = call or OpenCall(name="")
                 call.asked = asked
+                call.watch = None if watch is None else watch.take(prepared.rows)
                 results = await self.pool.generate(
-                    prepared.requests, prepared.samplings, client=client, name=call.name
+                    prepared.requests,
+                    prepared.samplings,
+                    client=client,
+                    name=call.name,
+                    watch=call.watch,
                 )
             finished = await asyncio.to_thread(self._finish, asked.answered(results))
             errors = _classes(self._errors_of(finished))
@@ -177,6 +186,7 @@ class StageFeeder:
         input_errors: list[str] | None,
         planned: PlannedRows | None,
         changes: Mapping[str, Any] | None,
+        watch: PlacedWatch | None,
     ) -> Prepared:
         prepared = prepare(
             table,
@@ -186,6 +196,7 @@ class StageFeeder:
             input_errors=input_errors,
             planned=planned,
             changes=changes,
+            refused=None if watch is None else watch.given_up(),
         )
         if self.config.on_error == "raise":
             for row_id, prompt in zip(prepared.row_ids, prepared.prompts, strict=True):

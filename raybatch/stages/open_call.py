@@ -9,6 +9,7 @@ import pyarrow as pa
 from raybatch.stages.finish import Answers
 from raybatch.stages.prepare import Prepared
 from raybatch.stages.render import Prompt
+from raybatch.stages.unit_watch import PlacedWatch
 
 __all__ = ["Answered", "Asked", "OpenCall"]
 
@@ -98,10 +99,12 @@ class OpenCall:
 
     Args:
         name: of its rows in the pool, see `PoolHandle.generate`.
+        watch: of the rows, and once they are asked of the requests; None where they are of no unit.
         asked: the rows; None while they are being prepared, or where none needs an engine.
         num_seen: results that have been looked at.
     """
 
     name: str
+    watch: PlacedWatch | None = None
     asked: Asked | None = None
     num_seen: int = 0

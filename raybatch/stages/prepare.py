@@ -54,6 +54,7 @@ def prepare(
     input_errors: Sequence[str] | None = None,
     planned: PlannedRows | None = None,
     changes: Mapping[str, Any] | None = None,
+    refused: Mapping[int, str] | None = None,
 ) -> Prepared:
     """Render, tokenize and check every row; what is wrong with a row is in its prompt.
 
@@ -65,6 +66,7 @@ def prepare(
         input_errors: per row what went wrong before this stage, "" for nothing.
         planned: what the plan of a job says of the rows.
         changes: sampling options that win over all others.
+        refused: rows that are not to be asked, each with its error.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
@@ -85,6 +87,8 @@ def prepare(
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
     row_ids, prompts = _identify(table, config, prompts)
+    for row, error in (refused or {}).items():
+        prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
     rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
     asked = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
     copies = find_copies(rows, prompts, asked) if config.dedup else {}

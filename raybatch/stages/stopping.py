@@ -1,34 +1,20 @@
 """Stops a run early: no unit starts, and the finished rows of open ones are kept."""
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-import ray
+from types import FrameType
+from typing import Self
 
 from raybatch.config import LimitConfig
 from raybatch.policy.limits import Spent, reason_to_stop
 from raybatch.types import PoolStats
 
-__all__ = ["LimitWatch", "StopFlag"]
+__all__ = ["LimitWatch", "StopSignal"]
 
 logger = logging.getLogger(__name__)
-
-
-class StopFlag:
-    """An actor that feeders ask before they start a unit."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def set(self) -> None:
-        """Let no further unit start."""
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        """Return whether no further unit may start."""
-        return self._is_set
 
 
 class LimitWatch:
@@ -38,9 +24,9 @@ class LimitWatch:
         limits: of the run.
         before: state of the pool when the run began.
         callback: is told what this is told.
+        stop: lets no further unit start.
 
     Attributes:
-        flag: to be asked by feeders; None where there are no limits.
         reason: why the run is being stopped; None while it is not.
     """
 
@@ -49,22 +35,21 @@ class LimitWatch:
         limits: LimitConfig,
         before: PoolStats,
         callback: Callable[[PoolStats, int], None],
+        stop: Callable[[], None],
     ) -> None:
         self._limits = limits
         self._before = before
         self._callback = callback
+        self._stop = stop
         self._began_s = time.monotonic()
-        self.flag: Any = None
         self.reason: str | None = None
-        if limits != LimitConfig():
-            self.flag = ray.remote(num_cpus=0)(StopFlag).remote()
 
     def __call__(self, stats: PoolStats, num_rows: int) -> None:
         """Take the state of the pool, stop the run if it has to be, and pass it on."""
-        if self.flag is not None and self.reason is None:
+        if self.reason is None:
             self.reason = reason_to_stop(self._limits, self._spent(stats))
             if self.reason is not None:
-                self.flag.set.remote()
+                self._stop()
                 logger.warning("the run stops, start it again to go on: %s", self.reason)
         self._callback(stats, num_rows)
 
@@ -78,3 +63,57 @@ class LimitWatch:
             rows_done=stats.rows_done,
             rows_failed=sum(stats.errors.values()),
         )
+
+
+class StopSignal:
+    """Lets SIGTERM stop a run between units; use as a context manager around the run.
+
+    A second SIGTERM ends the run at once, as Ctrl-C does, and so does the first one while there is
+    nothing to keep. In a thread that gets no signals nothing is changed.
+
+    Args:
+        stop: lets no further unit start; called in a thread of its own.
+        is_at_work: returns whether units may be at work.
+
+    Attributes:
+        has_come: a signal has come.
+    """
+
+    def __init__(self, stop: Callable[[], None], is_at_work: Callable[[], bool]) -> None:
+        self._stop = stop
+        self._is_at_work = is_at_work
+        self.has_come = False
+        self._is_over = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="raybatch-sigterm", daemon=True)
+        self._is_handling = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        if self._is_handling:
+            # whoever is not told by Python has no handler to go back to
+            self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_handling:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._is_over = True
+            self._wake.set()
+            self._thread.join()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # the main thread may be anywhere, inside a lock of Ray too: nothing is called from here
+        is_first, self.has_come = not self.has_come, True
+        if not is_first or not self._is_at_work():
+            raise KeyboardInterrupt
+        self._wake.set()
+
+    def _wait(self) -> None:
+        self._wake.wait()
+        if not self._is_over:
+            self._stop()
+            logger.warning(
+                "SIGTERM: no further unit starts, and the finished rows of open ones are kept; the "
+                "same command goes on. Another SIGTERM, or Ctrl-C, ends the run at once"
+            )

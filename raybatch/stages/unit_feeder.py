@@ -26,6 +26,7 @@ from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_co
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
 from raybatch.stages.tally import row_statuses
+from raybatch.stages.unit_watch import UnitWatch
 from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["PlacedFeeder", "UnitFeeder"]
@@ -36,7 +37,7 @@ _UNITS_IN_FLIGHT = 16
 _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
-_WAKE_S = 2.0
+_WAKE_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -56,10 +57,12 @@ class PlacedFeeder(StageFeeder):
             return await self._answer_placed(PlacedRows.of(to_table(batch)))
 
     async def _answer_placed(self, rows: "PlacedRows") -> pa.Table:
+        # what was too much for engines in earlier runs is asked in no wave of this one
+        left_out = rows.given_up()
         finished = await self._answer(rows.table, call=rows.call)
         for number, wave in enumerate(self.waves):
             again = OpenCall(name=f"{rows.call.name}-{number}")
-            finished = await self._ask_again(rows.table, finished, wave, again)
+            finished = await self._ask_again(rows.table, finished, wave, again, left_out)
         return with_columns(finished, rows.places)
 
     async def _placed_so_far(self, rows: "PlacedRows") -> pa.Table | None:
@@ -72,7 +75,7 @@ class PlacedFeeder(StageFeeder):
         if asked is None:
             return None
         results, call.num_seen = await self.pool.so_far(
-            client=self.client, name=call.name, num_seen=call.num_seen
+            client=self.client, name=call.name, num_seen=call.num_seen, watch=call.watch
         )
         if not results.num_rows:
             return None
@@ -85,11 +88,17 @@ class PlacedFeeder(StageFeeder):
         return with_columns(finished, chosen).filter(is_final)
 
     async def _ask_again(
-        self, table: pa.Table, finished: pa.Table, wave: WaveConfig, call: OpenCall
+        self,
+        table: pa.Table,
+        finished: pa.Table,
+        wave: WaveConfig,
+        call: OpenCall,
+        left_out: Set[int],
     ) -> pa.Table:
         """Return finished rows where those that the rule is for have a new result."""
-        statuses = row_statuses(finished, self.config.output)
-        chosen = np.array([i for i, status in enumerate(statuses) if status in wave.on], np.int64)
+        statuses = enumerate(row_statuses(finished, self.config.output))
+        wanted = [i for i, status in statuses if status in wave.on and i not in left_out]
+        chosen = np.array(wanted, np.int64)
         if not len(chosen):
             return finished
         again = await self._answer(table.take(chosen), changes=wave.sampling, call=call)
@@ -118,12 +127,17 @@ class PlacedRows:
     call: OpenCall
 
     @classmethod
-    def of(cls, table: pa.Table) -> "PlacedRows":
-        """Read the places from the columns of the plan."""
+    def of(cls, table: pa.Table, unit: UnitWatch | None = None) -> "PlacedRows":
+        """Read the places from the columns of the plan; with all that is known of the rows."""
         units, positions = places(table)
         name = hashlib.blake2b(units.tobytes() + positions.tobytes(), digest_size=16).hexdigest()
         columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
-        return cls(table=table, places=columns, call=OpenCall(name=name))
+        watch = None if unit is None else unit.at(positions)
+        return cls(table=table, places=columns, call=OpenCall(name=name, watch=watch))
+
+    def given_up(self) -> Set[int]:
+        """Return the rows that are not asked any more."""
+        return frozenset() if self.call.watch is None else self.call.watch.given_up().keys()
 
 
 class UnitFeeder(PlacedFeeder):
@@ -132,12 +146,10 @@ class UnitFeeder(PlacedFeeder):
     Attributes:
         writer: of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
-        stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
     writer: ClassVar[UnitWriter]
     flush_every_s: ClassVar[float]
-    stop_flag: ClassVar[Any] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +195,8 @@ class UnitFeeder(PlacedFeeder):
         self.pool.note_unit(number, "started", client=self.client)
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
-            finished = await self._finish_unit(unit, _unknown(rows, known), known)
+            watch = await asyncio.to_thread(UnitWatch.read, self.writer, unit)
+            finished = await self._finish_unit(watch, _unknown(rows, known), known)
             if finished is None:
                 return None
             reach("after_rows", unit=unit)
@@ -194,18 +207,20 @@ class UnitFeeder(PlacedFeeder):
         return receipt
 
     async def _has_to_stop(self) -> bool:
-        if not self._is_stopped and self.stop_flag is not None:
-            self._is_stopped = await self.stop_flag.is_set.remote()
+        if not self._is_stopped:
+            self._is_stopped = await self.pool.is_stopped(client=self.client)
         return self._is_stopped
 
-    async def _finish_unit(self, unit: int, rows: pa.Table, known: pa.Table) -> pa.Table | None:
-        """Generate the rows of a unit; what is finished is kept from time to time.
+    async def _finish_unit(
+        self, watch: UnitWatch, rows: pa.Table, known: pa.Table
+    ) -> pa.Table | None:
+        """Generate the rows of a unit; what there is of them is kept from time to time.
 
         Returns:
             All rows; None where the run stops before, and finished rows are in the journal.
         """
         finished, kept, kept_s = [known], set(known.column(POS).to_pylist()), time.monotonic()
-        asked = [PlacedRows.of(call) for call in _calls(rows)]
+        asked = [PlacedRows.of(call, watch) for call in _calls(rows)]
         pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in asked}
         try:
             while pending:
@@ -218,7 +233,8 @@ class UnitFeeder(PlacedFeeder):
                 stops = bool(pending) and await self._has_to_stop()
                 is_due = time.monotonic() >= kept_s + self.flush_every_s
                 if pending and (is_due or stops):
-                    kept |= await self._keep(unit, finished, pending.values(), kept)
+                    kept |= await self._keep(watch.unit, finished, pending.values(), kept)
+                    await watch.flush()
                     kept_s = time.monotonic()
                 if stops:
                     return None

@@ -46,7 +46,6 @@ class FeederRunner:
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         observer: hears of the plan and of every unit that is written.
         waves: rules by which rows are asked again.
-        stop_flag: actor that says whether no further unit may start; None where nobody says so.
     """
 
     stage: type[StageFeeder]
@@ -56,7 +55,6 @@ class FeederRunner:
     flush_every_s: float
     observer: RunObserver
     waves: tuple[WaveConfig, ...] = ()
-    stop_flag: Any = None
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
@@ -68,10 +66,7 @@ class FeederRunner:
 
     def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
         feeder = self._feeder(
-            UnitFeeder,
-            writer=self._writer(stored),
-            flush_every_s=self.flush_every_s,
-            stop_flag=self.stop_flag,
+            UnitFeeder, writer=self._writer(stored), flush_every_s=self.flush_every_s
         )
         for receipts in _results(dataset, feeder):
             for row in receipts.to_pylist():

@@ -7,8 +7,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from raybatch.actors.begun import BEGUN_SCHEMA, Begun
+from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.commit import commit_unit, receipt_of
-from raybatch.durable.journal import POS, ROW, journal_schema, read_fragments, write_fragment
+from raybatch.durable.journal import (
+    POS,
+    ROW,
+    journal_schema,
+    read_begun,
+    read_fragments,
+    write_begun,
+    write_fragment,
+)
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.parts import PARQUET
@@ -57,6 +67,34 @@ class UnitWriter:
             plan_hash=self.stored.hash,
         )
 
+    def strikes_of(self, unit: int) -> Strikes:
+        """Return the rows of a unit that engines have died with in earlier attempts."""
+        return read_strikes(self.store, self._plan.unit(unit), plan_hash=self.stored.hash)
+
+    def keep_strikes(self, unit: int, strikes: Strikes) -> None:
+        """Keep rows of a unit that engines have died with, for the attempts that come."""
+        with told_as(self._told):
+            write_strikes(self.store, self._plan.unit(unit), strikes, plan_hash=self.stored.hash)
+
+    def begun_of(self, unit: int) -> Begun:
+        """Return the tokens that earlier attempts have of rows that they did not finish."""
+        known = Begun()
+        place = self._plan.unit(unit)
+        for found in read_begun(self.store, place, BEGUN_SCHEMA, plan_hash=self.stored.hash):
+            known.add(found)
+        return known
+
+    def keep_begun(self, unit: int, found: pa.RecordBatch) -> None:
+        """Keep tokens of rows that are not finished, by position in the unit."""
+        with told_as(self._told):
+            write_begun(
+                self.store,
+                self._plan.unit(unit),
+                found,
+                plan_hash=self.stored.hash,
+                attempt=self._mark(),
+            )
+
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
         return pa.concat_tables([in_schema(table, self._kept_schema) for table in finished])
@@ -69,7 +107,7 @@ class UnitWriter:
                 self._plan.unit(unit),
                 finished,
                 plan_hash=self.stored.hash,
-                attempt=f"{self.attempt}-{uuid.uuid4().hex[:8]}",
+                attempt=self._mark(),
             )
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
@@ -116,6 +154,10 @@ class UnitWriter:
         if self.output is None:
             return UnitCounts(num_rows=rows.num_rows, statuses={"ok": rows.num_rows})
         return unit_counts(rows, self.output)
+
+    def _mark(self) -> str:
+        """Return a word unlike that of every other attempt."""
+        return f"{self.attempt}-{uuid.uuid4().hex[:8]}"
 
     @property
     def _plan(self) -> UnitPlan:

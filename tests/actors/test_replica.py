@@ -110,7 +110,7 @@ def test_rows_that_were_dropped_while_their_table_came_do_not_run(run):
 def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
     async def scene(replica, coordinator):
         submitted = []
-        replica._engine.submit = submitted.extend
+        replica._engine.submit = lambda requests, begun: submitted.extend(requests)
         groups = RowGroups(group_ids=np.array([9, -1]), prefix_lens=np.array([1, 0], np.int32))
         first = Assignment(
             batch_id=7,

@@ -285,6 +285,27 @@ def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, n
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
 
 
+def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend):
+    requests = [request(i, temperature=0.9, max_tokens=9) for i in range(3)]
+    backend.submit(requests)
+    for _ in range(5):
+        backend.poll()
+    states = backend.begun(3)
+    assert [0, 1, 2] == sorted(state.request.request_id for state in states)
+    assert all(3 <= len(state.token_ids) < 9 for state in states)
+    other = make()
+    other.restore(states)
+    expected = alone(make, *requests)
+    assert expected == tokens_of(run(backend)) == tokens_of(run(other))
+
+
+def test_tokens_are_told_once(backend):
+    backend.submit([request(1, max_tokens=9)])
+    for _ in range(5):
+        backend.poll()
+    assert [1, 0] == [len(backend.begun(3)), len(backend.begun(3))]
+
+
 def test_restored_rows_are_not_given_back(make, backend):
     backend.submit([request(1)])
     backend.poll()

@@ -12,10 +12,12 @@ from raybatch.durable.journal import (
     ROW,
     drop_fragments,
     journal_schema,
+    read_begun,
     read_fragments,
+    write_begun,
     write_fragment,
 )
-from raybatch.durable.layout import fragment_name
+from raybatch.durable.layout import begun_name, fragment_name
 from raybatch.durable.store import open_store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError
@@ -132,3 +134,50 @@ def test_dropping_the_journal_of_a_unit_leaves_the_others(store):
     )
     drop_fragments(store, 0)
     assert [0, 1] == [read(store, PLAN.unit(number)).num_rows for number in (0, 1)]
+
+
+TOKENS = pa.schema([pa.field("row", pa.int32(), nullable=False), ("tokens", pa.list_(pa.int32()))])
+
+
+def tokens_at(row, num_tokens=2):
+    return pa.RecordBatch.from_pydict({"row": [row], "tokens": [[7] * num_tokens]}, schema=TOKENS)
+
+
+def write_tokens(store, row, *, attempt="a", unit=UNIT, plan="plan-a", **options):
+    write_begun(store, unit, tokens_at(row, **options), plan_hash=plan, attempt=attempt)
+
+
+def read_tokens(store, schema=TOKENS):
+    return list(read_begun(store, UNIT, schema, plan_hash="plan-a"))
+
+
+def test_tokens_of_unfinished_rows_come_back(store):
+    write_tokens(store, 1)
+    assert [tokens_at(1)] == read_tokens(store)
+
+
+def test_all_that_was_kept_of_a_row_comes_back(store):
+    write_tokens(store, 1, attempt="a")
+    write_tokens(store, 1, attempt="b", num_tokens=5)
+    assert [tokens_at(1), tokens_at(1, 5)] == read_tokens(store)
+
+
+def test_finished_and_unfinished_rows_do_not_see_each_other(store, caplog):
+    write(store, [0])
+    write_tokens(store, 1)
+    assert ([0], 1) == (read(store)[POS].to_pylist(), len(read_tokens(store)))
+    assert not caplog.text
+
+
+def test_tokens_of_another_unit_plan_or_place_are_left_out(store, caplog):
+    write_tokens(store, 1, plan="plan-b")
+    write_tokens(store, 3, attempt="b")
+    store.create(begun_name(0, "c"), b"torn")
+    assert [] == read_tokens(store)
+    assert 3 == caplog.text.count("is left out")
+
+
+def test_tokens_in_another_form_are_left_out(store, caplog):
+    write_tokens(store, 1)
+    assert [] == read_tokens(store, pa.schema([("row", pa.int32())]))
+    assert "another schema" in caplog.text

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from raybatch.durable.layout import fragment_name, part_name, probe_name, staging_name
+from raybatch.durable.layout import attempt_name, fragment_name, part_name, probe_name, staging_name
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
@@ -17,7 +17,8 @@ from tests.outputs.support import contents, make_complete, make_sink, write_unit
 STAGED, PROBE = staging_name("x"), probe_name("x")
 DONE, OPEN = fragment_name(0, 0, 2, "a"), fragment_name(1, 0, 2, "a")
 OTHER_PLAN = "_raybatch/plan/plan-b/units.arrow"
-LEFT = {STAGED, PROBE, DONE, OPEN, OTHER_PLAN}
+STRUCK, STRUCK_OPEN = attempt_name(0, 0), attempt_name(1, 0)
+LEFT = {STAGED, PROBE, DONE, OPEN, STRUCK, STRUCK_OPEN, OTHER_PLAN}
 
 
 @pytest.fixture
@@ -41,14 +42,14 @@ def removed(sink, **options):
 def test_of_an_open_output_old_leftovers_go_and_journals_of_open_units_stay(sink):
     write_unit(sink, make_sink(sink), 0)
     leave_behind(sink, age_s=8 * 24 * 3600)
-    assert LEFT - {OPEN} == removed(sink)
+    assert LEFT - {OPEN, STRUCK_OPEN} == removed(sink)
 
 
 def test_of_an_open_output_what_a_run_may_need_stays(sink):
     write_unit(sink, make_sink(sink), 0)
     leave_behind(sink)
     found = clean(sink)
-    assert ((DONE,), 3) == (found.names, found.num_young)
+    assert ((DONE, STRUCK), 3) == (found.names, found.num_young)
 
 
 def test_of_a_complete_output_everything_goes_but_young_plans(sink):
@@ -87,8 +88,8 @@ def test_a_dry_run_names_and_removes_nothing(sink, tmp_path):
     leave_behind(sink)
     before = contents(tmp_path)
     found = clean(sink, is_dry_run=True)
-    assert (4, 20) == (len(found.names), found.num_bytes)
-    assert "would remove 4 files (20 bytes)" in str(found)
+    assert (6, 30) == (len(found.names), found.num_bytes)
+    assert "would remove 6 files (30 bytes)" in str(found)
     assert before == contents(tmp_path)
 
 
@@ -122,7 +123,7 @@ def test_an_age_without_a_unit_is_refused(age):
 def test_a_complete_run_drops_its_journal_and_staging(sink):
     make_complete(sink)
     leave_behind(sink)
-    assert drop_journal_and_staging(open_store(sink)) == 3
+    assert drop_journal_and_staging(open_store(sink)) == 5
     assert clean(sink, older_than_s=0.0).names == (PROBE, OTHER_PLAN)
 
 

@@ -79,7 +79,13 @@ class LocalPool:
         """Do nothing: its backend is made per call."""
 
     async def generate(
-        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+        self,
+        table: pa.Table,
+        samplings: Sequence[Sampling],
+        *,
+        client: str = "default",
+        name: str = "",
+        watch: Any = None,
     ) -> pa.Table:
         self.batches.append(table.column("row_id").to_pylist())
         backend = FakeBackend(self._options)
@@ -110,7 +116,13 @@ class FullPool(LocalPool):
     """Its engines cannot hold any row."""
 
     async def generate(
-        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
+        self,
+        table: pa.Table,
+        samplings: Sequence[Sampling],
+        *,
+        client: str = "default",
+        name: str = "",
+        watch: Any = None,
     ) -> pa.Table:
         ids = list(range(table.num_rows))
         completions = [Completion(request_id=i, finish_reason="capacity") for i in ids]

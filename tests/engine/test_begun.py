@@ -1,0 +1,157 @@
+"""Sequences that go on elsewhere from their tokens so far end as if nothing had happened."""
+
+import numpy as np
+import pytest
+
+from raybatch.backends.create import create_backend
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.model_source import resolve_model
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.types import Request, Sampling
+
+MAX_TOKENS = 24
+CUT = 9
+KINDS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9},
+    "seeded-cut": {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.4,
+    },
+    "logprobs": {"temperature": 0.9, "logprobs": 2},
+    "samples": {"temperature": 0.9, "n": 3},
+    "min-tokens": {"min_tokens": CUT + 3, "ignore_eos": False},
+}
+
+
+def make():
+    engine = EngineConfig(
+        block_size_tokens=4,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=8 << 20,
+        max_batched_tokens=64,
+        max_num_seqs=8,
+    )
+    return create_backend("demo", BackendConfig(), engine)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(resolve_model("demo"))
+
+
+def requests_of(tokenizer, **sampling):
+    texts = ["The first of two questions", "Another one: where is"]
+    options = {"max_tokens": MAX_TOKENS, "ignore_eos": True} | sampling
+    return [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=np.asarray(tokenizer.encode(text), np.int32),
+            sampling=Sampling(**options),
+            seed=i + 5,
+        )
+        for i, text in enumerate(texts)
+    ]
+
+
+def finish(backend):
+    done = {}
+    while backend.num_unfinished():
+        done |= {(c.request_id, c.sample_idx): c for c in backend.poll()}
+    return done
+
+
+def undisturbed(requests):
+    backend = make()
+    backend.submit(requests)
+    return finish(backend)
+
+
+def interrupted(requests, num_tokens=CUT):
+    """Let a backend end when its sequences have so many tokens, and another one go on."""
+    first, second = make(), make()
+    first.submit(requests)
+    states = []
+    num_sequences = sum(request.sampling.n for request in requests)
+    while len(states) < num_sequences:
+        assert not first.poll()
+        states += first.begun(num_tokens)
+    second.restore(states)
+    return states, finish(second), second.stats()
+
+
+def as_told(done):
+    return {
+        key: (c.token_ids.tolist(), c.finish_reason, c.stop_reason, c.error)
+        for key, c in done.items()
+    }
+
+
+@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
+def test_the_tokens_are_those_of_an_undisturbed_run(tokenizer, sampling):
+    requests = requests_of(tokenizer, **sampling)
+    states, done, _ = interrupted(requests)
+    assert {CUT} == {len(state.token_ids) for state in states}
+    assert as_told(undisturbed(requests)) == as_told(done)
+
+
+def test_only_the_tokens_that_are_missing_are_generated(tokenizer):
+    requests = requests_of(tokenizer)
+    _, done, stats = interrupted(requests)
+    assert [MAX_TOKENS] * 2 == [len(c.token_ids) for c in done.values()]
+    assert 2 * (MAX_TOKENS - CUT) == stats.num_generated_tokens
+
+
+def test_log_probabilities_cover_all_tokens(tokenizer):
+    requests = requests_of(tokenizer, logprobs=2)
+    _, done, _ = interrupted(requests)
+    for key, expected in undisturbed(requests).items():
+        actual = done[key].logprobs
+        assert MAX_TOKENS == len(actual)
+        for (ids, values), (own_ids, own_values) in zip(expected.logprobs, actual, strict=True):
+            assert ids.tolist() == own_ids.tolist()
+            np.testing.assert_allclose(values, own_values, atol=1e-4)
+
+
+def test_a_stop_string_may_begin_before_the_cut(tokenizer):
+    (request, _) = requests_of(tokenizer, temperature=1.0)
+    tokens = undisturbed([request])[0, 0].token_ids
+    before, upto = (tokenizer.decode(tokens[:n]) for n in (CUT - 4, CUT + 1))
+    stop = upto[len(before) :]
+    sampling = {"temperature": 1.0, "stop": stop}
+    (request, _) = requests_of(tokenizer, **sampling)
+    expected = as_told(undisturbed([request]))
+    assert CUT + 1 == len(expected[0, 0][0])
+    assert expected == as_told(interrupted([request])[1])
+
+
+def test_a_stop_token_ends_what_goes_on(tokenizer):
+    (request, _) = requests_of(tokenizer, temperature=1.0)
+    tokens = undisturbed([request])[0, 0].token_ids.tolist()
+    last = next(t for t in tokens[CUT:] if t not in tokens[:CUT])
+    (request, _) = requests_of(tokenizer, temperature=1.0, stop_token_ids=[last])
+    done = interrupted([request])[1]
+    assert as_told(undisturbed([request])) == as_told(done)
+    assert (last, "stop") == (done[0, 0].stop_reason, done[0, 0].finish_reason)
+
+
+def test_a_sequence_is_told_of_only_when_it_has_gained_enough(tokenizer):
+    backend = make()
+    backend.submit(requests_of(tokenizer)[:1])
+    counts = []
+    for _ in range(12):
+        backend.poll()
+        counts.append(len(backend.begun(4)))
+    assert [i % 4 == 3 for i in range(12)] == [bool(count) for count in counts]

@@ -1,0 +1,61 @@
+"""A job whose driver dies in the midst of long generations goes on from their tokens so far."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.actors.pool import release_pools
+from raybatch.job import Job
+from raybatch.stages.llm_stage import LLMStage
+from tests.stages.support import local_ray, make_tokenizer, write_parquet
+from tests.test_resume import run_until
+
+NUM_ROWS, NUM_TOKENS = 8, 1500
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with local_ray():
+        yield
+
+
+def make_job(folder, sink, model, *, step_s):
+    write_parquet(
+        folder / "in" / "0.parquet", pa.table({"text": [f"row {i}" for i in range(NUM_ROWS)]})
+    )
+    stage = LLMStage(
+        str(model),
+        prompt="{text}",
+        backend={"kind": "fake", "options": {"step_s": step_s}},
+        pool={"replicas": 1, "keep_tokens_every_s": 0.1, "feeder_timeout_s": 1.5},
+        sampling={"max_tokens": NUM_TOKENS, "temperature": 1.0},
+    )
+    return Job(folder / "in", folder / sink, stage, plan={"mode": "off"}, flush_every_s=0.2)
+
+
+def answers(folder):
+    rows = pq.read_table(folder).to_pylist()
+    return {row["text"]: (row["generated_tokens"], row["finish_reason"]) for row in rows}
+
+
+def test_tokens_begun_are_not_generated_again(model, tmp_path):
+    sink = tmp_path / "out"
+    job = make_job(tmp_path, "out", model, step_s=0.003)
+    run_until(job, lambda: any(sink.glob("_raybatch/frag/*/begun-*.arrow")))
+    release_pools()
+    stats = []
+    job = make_job(tmp_path, "out", model, step_s=0.003)
+    report = job.run(progress=lambda pool, _: stats.append(pool))
+    (replica,) = stats[-1].replicas
+    assert 0 < replica.num_generated_tokens <= NUM_ROWS * (NUM_TOKENS - 256)
+    assert (0, NUM_ROWS * NUM_TOKENS) == (report.exit_code(), report.generated_tokens)
+    make_job(tmp_path, "other", model, step_s=0.0).run(progress=lambda *_: None)
+    assert answers(tmp_path / "other") == answers(sink)
+    assert not list(sink.glob("_raybatch/frag/*/*"))
