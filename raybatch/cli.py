@@ -1,4 +1,4 @@
-"""The command line: run, explain, demo, report.
+"""The command line: run, explain, demo, report, ordered.
 
 The flags of a job are those of `raybatch.job_flags`; the commands on a cluster are those of
 `raybatch.cluster_commands`, those that measure of `raybatch.bench_commands`, those on an output of
@@ -185,6 +185,19 @@ def report(
     typer.echo(found.to_json() if as_json else found.to_text())
     if html is not None:
         _write_page(html, found.to_html())
+
+
+@app.command()
+def ordered(
+    folder: Annotated[str, typer.Argument(help="Finished output folder of a job.")],
+    into: Annotated[str, typer.Argument(help="Folder for the copy.")],
+) -> None:
+    """Copy a finished output, its rows in the order of the input."""
+    from raybatch.outputs.ordered import ordered as copy_in_order
+
+    _start_ray()
+    found = copy_in_order(folder, into)
+    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {into}")
 
 
 add_cluster_commands(app)

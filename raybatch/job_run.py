@@ -73,20 +73,23 @@ class JobRun:
     source: Source
     clock: RunClock
 
-    def run(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
-        """Generate and write every row that is not written yet, and count what is there."""
-        store, before = store_of(self.config.sink), self.stage.stats()
-        schema = output_schema(self.source.schema, self.config.stage)
-        job = replace(
+    def described(self) -> PlannedRun:
+        """Return what the run is about, with what decides the answers."""
+        return replace(
             planned_run(self.config, self.source),
             fingerprint=fingerprint(
                 self.config.stage,
-                schema,
+                self._schema,
                 partition_by=self.config.partition_by,
                 waves=self.config.waves,
             ),
             files=input_files(self.source),
         )
+
+    def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
+        """Generate and write every row that is not written yet, and count what is there."""
+        store, before = store_of(self.config.sink), self.stage.stats()
+        job, schema = self.described(), self._schema
         plans = plans_of(job, may_grow=self.config.extend)
         tell_what_holds(job, plans)
         is_new = not plans
@@ -121,6 +124,10 @@ class JobRun:
         except ConfigError as error:  # what it is about is written all the same
             logger.error("%s; 'raybatch report' makes it again", error)
         return report
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return output_schema(self.source.schema, self.config.stage)
 
     def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:
         now_s = time.time()

@@ -1,10 +1,12 @@
 """The report of an output whose run has left none, or one that is older than the parts."""
 
 import logging
+from dataclasses import replace
 
 from raybatch import report
-from raybatch.durable.layout import PLAN
+from raybatch.durable.layout import PLAN, PLAN_ORDER
 from raybatch.errors import ConfigError
+from raybatch.redaction import redacted
 from raybatch.report import RunReport, read_report
 from raybatch.stages.sink import is_marked, output_files
 from raybatch.stages.storage import store_of, told_as
@@ -26,6 +28,9 @@ def report_of(sink: str) -> RunReport:
     with told_as(f"output {sink!r} cannot be read"):
         store = store_of(sink)
         if store.size(PLAN) is None:
+            if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
+                inner = report_of(f"{sink.rstrip('/')}/{PLAN_ORDER}")
+                return replace(inner, sink=redacted(sink))
             if is_marked(store):
                 raise ConfigError(
                     f"{sink}: a run began here and ended before its plan was written, so there is "
