@@ -109,6 +109,7 @@ class PlannedRun:
             partition_by=self.partition_by,
             number=self.number,
             first_unit=self.first_unit,
+            skipped=self.source.skipped,
         )
 
     @property
