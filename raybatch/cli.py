@@ -207,6 +207,8 @@ add_output_commands(app)
 
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
+    if result.stopped:
+        typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
     code = result.exit_code()
     raise typer.Exit(0 if code == 2 and allow_error_rows else code)
 

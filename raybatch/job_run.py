@@ -113,6 +113,8 @@ class JobRun:
         if found.is_clean:
             finish(store, units, found)
             drop_journal_and_staging(store)
+        elif report.stopped:
+            logger.warning("stopped by %s; start the job again to go on", report.stopped)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         # what earlier runs took is not known here, nor what several plans foretell together
@@ -176,7 +178,7 @@ class JobRun:
                     recorder.observe(stats)
                     show(stats, num_rows)
 
-                limits = LimitWatch(self.config.limits, stage.stats(), tell)
+                limits = LimitWatch(self.config.limits, stage.stats(), tell, recorder.stopping)
                 runner = self._runner(stage, schema, recorder)
                 with watch_with(callback=limits) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders

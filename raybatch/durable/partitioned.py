@@ -72,6 +72,7 @@ def commit_partitioned(
     pos: Ints,
     row: Ints,
     count: Callable[[pa.Table], UnitCounts],
+    unwritten: Sequence[str] = (),
     plan_hash: str,
     attempt: str,
     part_format: PartFormat = PARQUET,
@@ -87,6 +88,7 @@ def commit_partitioned(
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
         count: returns the counts of some rows of `table`.
+        unwritten: columns of `table` that are counted and not written.
         plan_hash: of the plan that holds.
         attempt: who writes; for people alone.
         part_format: of the files.
@@ -112,7 +114,7 @@ def commit_partitioned(
             mine, num_rows=len(places), row_sum=row_sum(row[places]), counts=count(rows)
         )
         name = part_name(unit.number, folder)
-        data = part_format.part(rows.drop_columns(list(by)), footer)
+        data = part_format.part(rows.drop_columns([*by, *unwritten]), footer)
         footers[name] = _write_file(store, name, data, footer, part_format)
     counts = sum_counts(footer.counts for footer in footers.values())
     record = {**replace(mine, counts=counts).to_json(), "files": sorted(footers)}

@@ -26,11 +26,11 @@ def report_of(sink: str) -> RunReport:
         ConfigError: no job has written there, or it has not come as far as a plan.
     """
     with told_as(f"output {sink!r} cannot be read"):
-        store = store_of(sink)
+        store, record = store_of(sink), f"{sink.rstrip('/')}/{PLAN_ORDER}"
+        has_record = store.size(f"{PLAN_ORDER}/{PLAN}") is not None
         if store.size(PLAN) is None:
-            if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
-                inner = report_of(f"{sink.rstrip('/')}/{PLAN_ORDER}")
-                return replace(inner, sink=redacted(sink))
+            if has_record:
+                return replace(report_of(record), sink=redacted(sink))
             if is_marked(store):
                 raise ConfigError(
                     f"{sink}: a run began here and ended before its plan was written, so there is "
@@ -41,7 +41,17 @@ def report_of(sink: str) -> RunReport:
         stored = _stored_report(sink)
         if stored is not None and set(stored.output_files) == set(parts):
             return stored
-        return report.report_of(sink)
+        made = report.report_of(sink)
+        if not has_record:
+            return made
+        # it knows the runs and what came in
+        known = report.report_of(record)
+        return replace(
+            made,
+            special_rows=known.special_rows,
+            special_tokens=known.special_tokens,
+            history=known.history,
+        )
 
 
 def _stored_report(sink: str) -> RunReport | None:

@@ -93,6 +93,7 @@ def counted_report(
         skipped=_skipped(plans),
         special_rows=counts.special_rows,
         special_tokens=counts.special_tokens,
+        stopped=last.limit if found.missing_rows else "",
         prompt_lengths=_lengths(counts.prompt_lengths, counts.prompt_tokens),
         output_lengths=_lengths(counts.output_lengths, counts.generated_tokens),
         history=history,

@@ -114,8 +114,9 @@ class StageFeeder:
             group_ids = None if planned is None else planned.group_ids
             asked = Asked(table=table, prepared=prepared, group_ids=group_ids)
             results = RESULT_SCHEMA.empty_table()
+            call = call or OpenCall(name="")
+            call.special = [prompt.num_special for prompt in prepared.prompts]
             if prepared.rows:
-                call = call or OpenCall(name="")
                 call.asked = asked
                 results = await self.pool.generate(
                     prepared.requests, prepared.samplings, client=client, name=call.name

@@ -100,8 +100,10 @@ class OpenCall:
         name: of its rows in the pool, see `PoolHandle.generate`.
         asked: the rows; None while they are being prepared, or where none needs an engine.
         num_seen: results that have been looked at.
+        special: how many special tokens the texts of each row held; known once it is asked.
     """
 
     name: str
     asked: Asked | None = None
     num_seen: int = 0
+    special: Sequence[int] = ()

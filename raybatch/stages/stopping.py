@@ -38,6 +38,7 @@ class LimitWatch:
         limits: of the run.
         before: state of the pool when the run began.
         callback: is told what this is told.
+        on_stop: is told once why the run is being stopped.
 
     Attributes:
         flag: to be asked by feeders; None where there are no limits.
@@ -49,10 +50,12 @@ class LimitWatch:
         limits: LimitConfig,
         before: PoolStats,
         callback: Callable[[PoolStats, int], None],
+        on_stop: Callable[[str], None],
     ) -> None:
         self._limits = limits
         self._before = before
         self._callback = callback
+        self._on_stop = on_stop
         self._began_s = time.monotonic()
         self.flag: Any = None
         self.reason: str | None = None
@@ -66,6 +69,7 @@ class LimitWatch:
             if self.reason is not None:
                 self.flag.set.remote()
                 logger.warning("the run stops, start it again to go on: %s", self.reason)
+                self._on_stop(self.reason)
         self._callback(stats, num_rows)
 
     def _spent(self, stats: PoolStats) -> Spent:
