@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.engine.chat import Message, check_messages, join_parts, map_texts, texts
+from raybatch.engine.chat_template import ChatTemplate
 from raybatch.engine.prompt_errors import InvalidPrompt, RenderError, TokenizeError
 from raybatch.engine.special_tokens import SpecialTokens
 from raybatch.errors import ConfigError, MissingDependency
@@ -22,9 +23,6 @@ from raybatch.types import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# a template can loop over a row's text; what is longer than this is no prompt of any model
-_MAX_RENDERED_CHARS = 1 << 26
 
 # a tokenizer of these classes is what its tokenizer.json says, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -82,6 +80,7 @@ class Tokenizer:
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
         self._takes_parts: dict[str | None, bool] = {}
+        self._templates: dict[str, ChatTemplate] = {}
         self._cleans_up = (
             bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
             and type(fast.model).__name__ != "BPE"
@@ -233,18 +232,21 @@ class Tokenizer:
             is_continued = is_continued and not options.get("add_generation_prompt", False)
             options["continue_final_message"] = is_continued
         options.setdefault("add_generation_prompt", not options["continue_final_message"])
+        options = {**self._tokenizer.special_tokens_map, **options}
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, chat_template=chat_template, tokenize=False, **options
-            )
+            if options.get("tools"):
+                options["tools"] = [_tool_schema(tool) for tool in options["tools"]]
+            rendered = self._template(chat_template, options).render(messages, **options)
         except Exception as error:  # a template is a program and may raise anything
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
-        if len(rendered) > _MAX_RENDERED_CHARS:
-            raise RenderError(
-                f"chat template wrote {len(rendered)} characters, "
-                f"more than the limit of {_MAX_RENDERED_CHARS}"
-            )
-        return str(rendered)
+        return rendered
+
+    def _template(self, chat_template: str | None, options: dict[str, Any]) -> ChatTemplate:
+        """Return a template, parsed; the one of that name where the model has several."""
+        text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
+        if text not in self._templates:
+            self._templates[text] = ChatTemplate(text)
+        return self._templates[text]
 
     def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
         """Return whether the template understands contents that are lists of parts."""
@@ -258,6 +260,15 @@ class Tokenizer:
                 probe = "'type'"
             self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
         return self._takes_parts[chat_template]
+
+
+def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function
+    """Return what a template is shown of a tool."""
+    if not callable(tool):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)
 
 
 def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers
