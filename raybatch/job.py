@@ -39,7 +39,8 @@ from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, prepare_sink
-from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+from raybatch.stages.source import Source, check_outside, scan_source
+from raybatch.stages.unique_ids import check_unique_ids
 
 logger = logging.getLogger(__name__)
 

@@ -139,7 +139,8 @@ LARGE = {
     "{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
     "dicts": "{% set ns = namespace(s='') %}{% for i in range(60) %}"
     "{% set ns.s = dict(a=ns.s, b=ns.s) %}{% endfor %}{{ ns.s | tojson }}",
-    "blocks": "{% set a %}{{ 'a' * 9999 }}{% endset %}{% for i in range(99999) %}{{ a }}{% endfor %}",
+    "blocks": "{% set a %}{{ 'a' * 9999 }}{% endset %}"
+    "{% for i in range(99999) %}{{ a }}{% endfor %}",
     "written": "{% for i in range(99999) %}" + "text " * 400 + "{% endfor %}",
     "format": "{{ '%999999999d' % 1 }}",
     "many formats": "{{ ('%99999d' * 9999) % ((1,) * 9999) }}",
