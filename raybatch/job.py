@@ -242,6 +242,7 @@ class Job:
             overwrite=self.config.overwrite,
             extend=self.config.extend,
             flush_every_s=self.config.flush_every_s,
+            partition_by=self.config.partition_by,
             output_order=self.config.output_order,
             limits=self.config.limits,
             waves=self.config.waves,

@@ -73,12 +73,7 @@ class OrderedRun:
         report = replace(self.run, config=inner).execute(progress)
         report = replace(report, sink=redacted(config.sink))
         if not (report.rows_todo or report.rows_lost or report.rows_duplicated):
-            restore_order(
-                folder,
-                config.sink,
-                partition_by=config.partition_by,
-                fingerprint=job.fingerprint,
-            )
+            restore_order(folder, config.sink, subject=job.subject)
             below = store_of(config.sink).uri + "/"
             names = tuple(path.removeprefix(below) for path in output_files(config.sink))
             report = replace(report, output_files=names)

@@ -8,7 +8,7 @@ of different attempts may stand beside each other.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from raybatch.errors import CommitError, error_text
 __all__ = [
     "commit_partitioned",
     "partition_folder",
+    "partition_values",
     "partitioned_receipt_of",
     "read_files",
     "read_record",
@@ -61,6 +62,12 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
             )
         steps.append(step)
     return "/".join(steps)
+
+
+def partition_values(name: str) -> list[str | None]:
+    """Return the values that a name such as "lang=en/part-000000.parquet" says, as texts."""
+    said = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
+    return [None if text == _NULL else unquote(text) for text in said]
 
 
 def commit_partitioned(

@@ -8,7 +8,7 @@ else is at work, a copy that was cut short is gone on with, and `verify` proves 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +28,7 @@ from raybatch.stages.fingerprint import output_columns
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.shards import stretches
 from raybatch.stages.plan.store import (
+    PlanSubject,
     StoredPlan,
     read_all_units,
     read_plan,
@@ -195,8 +196,7 @@ def restore_order(
     sink: str,
     into: str,
     *,
-    partition_by: Sequence[str] = (),
-    fingerprint: Mapping[str, str] | None = None,
+    subject: PlanSubject | None = None,
 ) -> Audit:
     """Write the rows of a finished output in the order of the input, each once.
 
@@ -207,8 +207,8 @@ def restore_order(
     Args:
         sink: of the output, which stays as it is.
         into: folder that is prepared for the copy.
-        partition_by: columns by whose values the copy is laid out.
-        fingerprint: what decides the answers of the copy; None takes that of the output.
+        subject: what the plan of the copy is of and how it is laid out, where that is not as in
+            the output.
 
     Returns:
         The audit of the copy, which is complete.
@@ -221,12 +221,15 @@ def restore_order(
         plans = _finished_plans(sink)
     first_unit = 0
     for stored in plans:
-        said = {
-            "first_unit": first_unit,
-            "partition_by": tuple(partition_by),
-            "fingerprint": dict(stored.fingerprint if fingerprint is None else fingerprint),
-        }
-        copy = _open(sink, into, stored, said)
+        wanted = replace(stored, first_unit=first_unit)
+        if subject is not None:
+            wanted = replace(
+                wanted,
+                fingerprint=subject.fingerprint,
+                partition_by=subject.partition_by,
+                partition_types=subject.partition_types,
+            )
+        copy = _open(sink, into, stored, wanted)
         first_unit += copy.target.num_units
         if copy.is_todo.any():
             _run(copy)
@@ -251,17 +254,24 @@ def _finished_plans(sink: str) -> tuple[StoredPlan, ...]:
     return plans
 
 
-def _open(sink: str, into: str, stored: StoredPlan, said: Mapping[str, object]) -> _Copy:
-    """Return what there is to copy of a plan, after its counterpart is written."""
+def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> _Copy:
+    """Return what there is to copy of a plan, after its counterpart is written.
+
+    Args:
+        sink: of the output.
+        into: folder of the copy.
+        stored: plan of the output.
+        wanted: the same, as the copy is laid out.
+    """
     first = pq.ParquetFile(pa.BufferReader(store_of(sink).read(part_name(stored.first_unit))))
     table = first.read(use_threads=False)
     row_bytes = table.nbytes / max(1, table.num_rows)
-    about = json.dumps([stored.hash, said["partition_by"]]).encode()
+    about = json.dumps([stored.hash, wanted.partition_by]).encode()
     name = hashlib.blake2b(about, digest_size=8, person=b"input order").hexdigest()
     if store_of(into).size(plan_name(stored.number)) is None:
         units = stretches(name, _unit_rows(stored, row_bytes))
         target = replace(
-            stored, hash=name, num_units=units.num_units, is_reordered=False, shards=(), **said
+            wanted, hash=name, num_units=units.num_units, is_reordered=False, shards=()
         )
         target = write_plan(into, target, units)
     else:

@@ -68,6 +68,7 @@ class StoredPlan:
             input and `units.arrow` says all.
         fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
         partition_by: columns of the source by which the output is laid out.
+        partition_types: of these columns, as Arrow names them.
         skipped: name and reason of files of the source that were left out as unreadable.
         source: folder that the names of the files are relative to, when the plan was made; for
             people and for looking whether the files are still the same.
@@ -94,6 +95,7 @@ class StoredPlan:
     number: int = 1
     first_unit: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
     version: int = _VERSION
 
 
@@ -110,6 +112,7 @@ class PlanSubject:
         partition_by: columns of the source by which the output is laid out.
         number: of the plan among those of the output.
         first_unit: number in the output of its first unit.
+        partition_types: of the columns `partition_by`, as Arrow names them.
         skipped: name and reason of files of the source that were left out.
     """
 
@@ -122,6 +125,7 @@ class PlanSubject:
     number: int = 1
     first_unit: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
 
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
@@ -217,6 +221,7 @@ def _parse(sink: str, said: bytes, name: str) -> StoredPlan:
         for key in ("files", "shards"):
             values[key] = tuple(tuple(found) for found in values[key])
         values["partition_by"] = tuple(values["partition_by"])
+        values["partition_types"] = tuple(values.get("partition_types", ()))
         skipped = values.get("skipped", ())
         values["skipped"] = tuple((name, reason) for name, reason in skipped)
         stored = StoredPlan(**values)
