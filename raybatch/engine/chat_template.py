@@ -30,8 +30,8 @@ from raybatch.engine.template_limits import (
 __all__ = ["ChatTemplate"]
 
 _MAX_INDENT = 32
-# stands at the end of a message that is to be continued
-_END = "\ue004end of the message\ue005 "
+# stands at the end of a message that is to be continued; no filter changes its letters
+_END = "\ue004\ue005 "
 
 
 class ChatTemplate:

@@ -11,7 +11,7 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.errors import ConfigError
-from raybatch.outputs import ordered as module
+from raybatch.outputs import row_copy
 from raybatch.outputs.ordered import ordered
 from raybatch.outputs.verify import verify
 from raybatch.stages.plan.shards import make_shard
@@ -115,8 +115,8 @@ def test_a_copy_is_an_output_that_can_be_verified(sink, into):
 @pytest.mark.ray
 def test_rows_sorted_by_ray_are_those_sorted_in_this_process(sink, into, tmp_path, monkeypatch):
     ordered(sink, into)
-    monkeypatch.setattr(module, "_MAX_DRIVER_BYTES", 0)
-    monkeypatch.setattr(module, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(row_copy, "_MAX_DRIVER_BYTES", 0)
+    monkeypatch.setattr(row_copy, "_BLOCK_ROWS", 4)
     with local_ray():
         ordered(sink, str(tmp_path / "by-ray"))
     assert parts_of(into) == parts_of(str(tmp_path / "by-ray"))
