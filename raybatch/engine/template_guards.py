@@ -33,7 +33,7 @@ class _Guarding(NodeTransformer):
         name = _METHODS.get(type(node))
         return None if name is None else getattr(self, name)
 
-    def _through(self, name: str, node: nodes.Expr) -> nodes.Filter:
+    def _through(self, name: str, node: nodes.Node) -> nodes.Filter:
         return nodes.Filter(
             node, name, [], [], None, None, lineno=node.lineno, environment=self._environment
         )
@@ -66,17 +66,17 @@ class _Guarding(NodeTransformer):
         return node
 
     def _output(self, node: nodes.Output) -> nodes.Node:
-        shown = []
+        shown: list[nodes.Expr] = []
         for one in node.nodes:
+            made = self.visit(one)
             if isinstance(one, nodes.TemplateData):
                 place = {"lineno": one.lineno, "environment": self._environment}
-                shown.append(self._through(SPEND, nodes.Const(one.data, **place)))
-            else:
-                shown.append(self._through(SPEND, self.visit(one)))
-        node.nodes = list(shown)
+                made = nodes.Const(one.data, **place)
+            shown.append(self._through(SPEND, made))
+        node.nodes = shown
         return node
 
-    def _made(self, node: nodes.Expr) -> nodes.Node:
+    def _made(self, node: nodes.Node) -> nodes.Node:
         self.generic_visit(node)
         return self._through(SPEND, node)
 

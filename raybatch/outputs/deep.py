@@ -199,8 +199,13 @@ def _without_examples(counts: UnitCounts) -> UnitCounts:
     """Return counts whose errors name no rows: which come first depends on the run."""
     errors = {name: replace(error, row_ids=(), message="") for name, error in counts.errors.items()}
     # the texts that held special tokens are not in the parts
-    known = {"special_rows": 0, "special_tokens": 0}
-    return replace(counts, errors=errors, statuses=dict(counts.statuses), **known)
+    return replace(
+        counts,
+        errors=errors,
+        statuses=dict(counts.statuses),
+        special_rows=0,
+        special_tokens=0,
+    )
 
 
 def _difference(found: pa.Schema, expected: pa.Schema) -> str:
