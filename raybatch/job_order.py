@@ -5,6 +5,7 @@ readers skip, and that is what runs go on with. Once all of them are there they 
 sink itself, as an output that follows a plan in the order of the input.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from raybatch.stages.sink import output_files, prepare_sink
 from raybatch.stages.storage import store_of, told_as
 
 __all__ = ["OrderedRun", "check_order"]
+
+logger = logging.getLogger(__name__)
 
 
 def check_order(config: JobConfig) -> None:
@@ -77,8 +80,11 @@ class OrderedRun:
             below = store_of(config.sink).uri + "/"
             names = tuple(path.removeprefix(below) for path in output_files(config.sink))
             report = replace(report, output_files=names)
-        with told_as(f"the report cannot be written below {config.sink!r}"):
-            report.write(config.sink)
+        try:
+            with told_as(f"the report cannot be written below {config.sink!r}"):
+                report.write(config.sink)
+        except ConfigError as error:  # what it is about is written all the same
+            logger.error("%s; 'raybatch report' makes it again", error)
         return report
 
     def _check_follows_input(self, plans: Sequence[StoredPlan]) -> None:

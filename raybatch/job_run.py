@@ -113,8 +113,8 @@ class JobRun:
         if found.is_clean:
             finish(store, units, found)
             drop_journal_and_staging(store)
-        elif report.stopped:
-            logger.warning("stopped by %s; start the job again to go on", report.stopped)
+        elif recorder.limit is not None:
+            logger.warning("stopped by %s; start the job again to go on", recorder.limit)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         # what earlier runs took is not known here, nor what several plans foretell together

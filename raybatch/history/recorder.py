@@ -72,6 +72,7 @@ class RunRecorder:
     Attributes:
         run_id: name of the run.
         units: how far they are; none of them are known while there is no plan.
+        limit: that ended the run early; None where none did.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class RunRecorder:
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
         self._end = "finished"
-        self._limit: str | None = None
+        self.limit: str | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="raybatch-run-log", daemon=True)
 
@@ -133,12 +134,12 @@ class RunRecorder:
 
     def stopping(self, limit: str) -> None:
         """Hear that no further unit starts, and of the limit that is why."""
-        self._limit = limit
+        self.limit = limit
         self._log.write("stopping", level="warning", limit=limit)
 
     def incomplete(self) -> None:
         """Say that the run has ended without all of its rows."""
-        self._end = "incomplete" if self._limit is None else f"{STOPPED}{self._limit}"
+        self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
         """Hear of the plan that runs next, and which units of the whole output are written."""

@@ -19,6 +19,7 @@ from raybatch.stages.fingerprint import output_columns
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.store import StoredPlan, read_shards, read_units
 from raybatch.stages.plan_columns import RANK, places, rank_of
+from raybatch.stages.ray_context import settle_context
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_writer import UnitWriter
@@ -135,7 +136,6 @@ class RowCopy:
             schema=self.schema,
             output=output_columns(self.target.fingerprint),
             attempt="ordered",
-            has_journal=False,
         )
         if writer.receipt_of(unit) is None:
             writer.deliver(unit, writer.joined([rows]))
@@ -182,9 +182,8 @@ def _run_tasks(copy: RowCopy) -> None:
     starts = (copy.ends - copy.unit_rows)[_block_starts(copy, copy.unit_rows)]
     rows = rows.sort(ROW, boundaries=starts.tolist())
     written = rows.map_batches(write, batch_size=None, batch_format="pyarrow")
-    written.context.execution_no_progress_timeout_s = -1
+    settle_context(written)
     written.context.enable_progress_bars = False
-    written.context.raise_original_map_exception = True
     try:
         with errors_told_once():
             for _ in written.iter_batches(batch_size=None, batch_format="pyarrow"):

@@ -75,7 +75,6 @@ def make_writer(sink: str, stored: StoredPlan) -> UnitWriter:
         schema=SCHEMA,
         output=OUTPUT,
         attempt="test",
-        has_journal=True,
     )
 
 
