@@ -1,4 +1,4 @@
-"""The command line: run, explain, demo, report.
+"""The command line: run, explain, demo, report, ordered.
 
 The flags of a job are those of `raybatch.job_flags`; the commands on a cluster are those of
 `raybatch.cluster_commands`, those that measure of `raybatch.bench_commands`, those on an output of
@@ -187,6 +187,19 @@ def report(
         _write_page(html, found.to_html())
 
 
+@app.command()
+def ordered(
+    folder: Annotated[str, typer.Argument(help="Finished output folder of a job.")],
+    into: Annotated[str, typer.Argument(help="Folder for the copy.")],
+) -> None:
+    """Copy a finished output, its rows in the order of the input."""
+    from raybatch.outputs.ordered import ordered as copy_in_order
+
+    _start_ray()
+    found = copy_in_order(folder, into)
+    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {into}")
+
+
 add_cluster_commands(app)
 add_bench_commands(app)
 add_output_commands(app)
@@ -194,6 +207,8 @@ add_output_commands(app)
 
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
+    if result.stopped:
+        typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
     code = result.exit_code()
     if result.rows_todo:
         typer.echo(

@@ -14,6 +14,7 @@ from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
 from raybatch.job_config import (
     JobConfig,
+    OutputOrder,
     column_names,
     limit_config,
     plan_config,
@@ -21,6 +22,7 @@ from raybatch.job_config import (
     wave_configs,
     without_effect,
 )
+from raybatch.job_order import OrderedRun, check_order
 from raybatch.job_run import JobRun, planned_run
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.progress import ProgressPrinter
@@ -38,7 +40,8 @@ from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, prepare_sink
-from raybatch.stages.source import Source, check_outside, check_unique_ids, scan_source
+from raybatch.stages.source import Source, check_outside, scan_source
+from raybatch.stages.unique_ids import check_unique_ids
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class Job:
             so that a run that dies loses minutes of long rows at most.
         partition_by: columns of the source by whose values the output is laid out, as in
             data/lang=en/part-000000.parquet; they are not repeated inside the files.
+        output_order: of the rows: "plan" leaves them as they were written, which costs nothing;
+            "input" writes them once more when all are done, in the order of the source.
         limits: budgets, a deadline and a share of errors that end a run early; finished rows are
             kept, and the same job started again goes on.
         waves: rules by which rows of some status are asked once more before they are written, such
@@ -90,6 +95,7 @@ class Job:
         extend: bool = False,
         flush_every_s: float = 5.0,
         partition_by: Sequence[str] | str = (),
+        output_order: OutputOrder = "plan",
         limits: LimitConfig | Mapping[str, Any] | None = None,
         waves: Sequence[WaveConfig | Mapping[str, Any]] = (),
         columns: Sequence[str] | str | None = None,
@@ -114,6 +120,7 @@ class Job:
             extend=extend,
             flush_every_s=flush_every_s,
             partition_by=column_names(partition_by, where="partition_by") or (),
+            output_order=output_order,
             limits=limit_config(limits, where="limits"),
             waves=wave_configs(waves, where="waves"),
             columns=column_names(columns, where="columns"),
@@ -167,6 +174,7 @@ class Job:
             extend=config.extend,
             flush_every_s=config.flush_every_s,
             partition_by=config.partition_by,
+            output_order=config.output_order,
             limits=config.limits,
             waves=config.waves,
             columns=config.columns,
@@ -235,6 +243,8 @@ class Job:
             overwrite=self.config.overwrite,
             extend=self.config.extend,
             flush_every_s=self.config.flush_every_s,
+            partition_by=self.config.partition_by,
+            output_order=self.config.output_order,
             limits=self.config.limits,
             waves=self.config.waves,
         )
@@ -253,8 +263,11 @@ class Job:
             is_overwrite=self.config.overwrite,
             source_paths={part.path for part in source.slices},
         )
+        check_order(self.config)
         run = JobRun(config=self.config, stage=self._stage, source=source, clock=clock)
-        return run.run(progress)
+        if self.config.output_order == "input":
+            return OrderedRun(run=run).execute(progress)
+        return run.execute(progress)
 
     def explain(
         self,

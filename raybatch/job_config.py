@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import fsspec
 import yaml
@@ -23,6 +23,7 @@ from raybatch.stages.schemas import SchemaPolicy
 
 __all__ = [
     "JobConfig",
+    "OutputOrder",
     "column_names",
     "limit_config",
     "plan_config",
@@ -30,6 +31,8 @@ __all__ = [
     "wave_configs",
     "without_effect",
 ]
+
+OutputOrder = Literal["plan", "input"]
 
 # what the units of a run without a plan take as well; explaining such a run takes the memory
 _WITHOUT_A_PLAN = ("mode", "unit_rows", "max_unit_rows", "max_driver_bytes")
@@ -48,6 +51,7 @@ class JobConfig:
         extend: files that are new in the source are added to the output.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         partition_by: columns of the source by whose values the output is laid out.
+        output_order: of the rows: "plan" as they were written, "input" as they were read.
         limits: what ends a run early.
         waves: rules by which rows of some status are asked once more, in this order.
         columns: of the source that are read and written; None takes all.
@@ -64,6 +68,7 @@ class JobConfig:
     extend: bool = False
     flush_every_s: float = 5.0
     partition_by: tuple[str, ...] = ()
+    output_order: OutputOrder = "plan"
     limits: LimitConfig = field(default_factory=LimitConfig)
     waves: tuple[WaveConfig, ...] = ()
     columns: tuple[str, ...] | None = None
@@ -77,6 +82,7 @@ class JobConfig:
         if not self.flush_every_s > 0:
             raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
         check_choice(self, "schema_policy", get_args(SchemaPolicy))
+        check_choice(self, "output_order", get_args(OutputOrder))
         check_min(self, "max_row_group_bytes", 1)
         if not isinstance(self.skip_bad_files, bool):
             raise ConfigError(

@@ -34,6 +34,7 @@ JOB_OPTIONS = (
     "extend",
     "flush_every_s",
     "partition_by",
+    "output_order",
     "limits",
     "waves",
     "columns",
@@ -81,6 +82,9 @@ def read_job_flags(
     columns: Annotated[
         str | None, typer.Option(help="Columns to read and write, such as id,document; all.")
     ] = None,
+    output_order: Annotated[
+        str | None, typer.Option(help="Of the rows: plan (default), or input, as they are read.")
+    ] = None,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Remove an earlier output of raybatch and begin again."),
@@ -107,6 +111,7 @@ def read_job_flags(
         "stage.on_error": on_error,
         "overwrite": overwrite or None,
         "columns": columns,
+        "output_order": output_order,
         "extend": extend or None,
     }
     given = {path: value for path, value in flags.items() if value is not None}

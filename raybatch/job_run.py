@@ -73,21 +73,24 @@ class JobRun:
     source: Source
     clock: RunClock
 
-    def run(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
-        """Generate and write every row that is not written yet, and count what is there."""
-        store, before = store_of(self.config.sink), self.stage.stats()
-        schema = output_schema(self.source.schema, self.config.stage)
+    def described(self) -> PlannedRun:
+        """Return what the run is about, with what decides the answers."""
         decisive = fingerprint(
             self.config.stage,
-            schema,
+            self._schema,
             partition_by=self.config.partition_by,
             waves=self.config.waves,
         )
-        job = replace(
+        return replace(
             planned_run(self.config, self.source),
             fingerprint={**decisive, **self.source.choice},
             files=input_files(self.source),
         )
+
+    def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
+        """Generate and write every row that is not written yet, and count what is there."""
+        store, before = store_of(self.config.sink), self.stage.stats()
+        job, schema = self.described(), self._schema
         plans = plans_of(job, may_grow=self.config.extend)
         tell_what_holds(job, plans)
         is_new = not plans
@@ -111,6 +114,8 @@ class JobRun:
         if found.is_clean:
             finish(store, units, found)
             drop_journal_and_staging(store)
+        elif recorder.limit is not None:
+            logger.warning("stopped by %s; start the job again to go on", recorder.limit)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, found)
         # what earlier runs took is not known here, nor what several plans foretell together
@@ -122,6 +127,10 @@ class JobRun:
         except ConfigError as error:  # what it is about is written all the same
             logger.error("%s; 'raybatch report' makes it again", error)
         return report
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return output_schema(self.source.schema, self.config.stage)
 
     def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:
         now_s = time.time()
@@ -163,8 +172,12 @@ class JobRun:
         num_rows = job.source.num_rows - part.rows_done
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
-        stop = partial(stage.pool.stop, client=stage.client)
-        asked = StopSignal(stop, lambda: recorder.units.total > 0)
+
+        def end(reason: str) -> None:
+            stage.pool.stop(client=stage.client)
+            recorder.stopping(reason)
+
+        asked = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
         try:
             with shown(progress, lambda: recorder.units) as show:
 
@@ -172,7 +185,7 @@ class JobRun:
                     recorder.observe(stats)
                     show(stats, num_rows)
 
-                limits = LimitWatch(self.config.limits, stage.stats(), tell, stop)
+                limits = LimitWatch(self.config.limits, stage.stats(), tell, end)
                 runner = self._runner(stage, schema, recorder)
                 with asked, watch_with(callback=limits) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders

@@ -11,6 +11,7 @@ from raybatch.cli import app
 from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.job_flags import JOB_OPTIONS, parse_settings, read_job_flags
+from raybatch.outputs.rebuilt import report_of
 from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc
 
 
@@ -154,6 +155,11 @@ def test_files_of_several_widths_and_a_bad_one_make_one_output(cluster, model, t
     report = Job(tmp_path / "in", tmp_path / "out", stage, **options).run(progress=print_nothing)
     out = pq.read_table(tmp_path / "out").sort_by("text")
     assert (report.rows_in, report.rows_out) == (2, 2)
+    ((name, reason),) = report.skipped
+    assert ("c.pq", True) == (name, bool(reason))
+    assert "left out: 1 file that cannot be read" in report.to_text().splitlines()
+    (tmp_path / "out" / "_raybatch" / "report.json").unlink()
+    assert report.skipped == report_of(str(tmp_path / "out")).skipped
     assert out.select(["text", "n"]).to_pylist() == [
         {"text": "a", "n": 1},
         {"text": "b", "n": None},
@@ -162,3 +168,16 @@ def test_files_of_several_widths_and_a_bad_one_make_one_output(cluster, model, t
 
 def print_nothing(stats, num_rows):
     """Take the place of the log lines."""
+
+
+@pytest.mark.ray
+def test_a_bad_file_that_is_mended_later_is_no_more_left_out(cluster, model, tmp_path):
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "in" / "a.pq")
+    (tmp_path / "in" / "b.pq").write_bytes(b"PAR1")
+    stage = fake_stage(model, prompt="{text}")
+    job = {"source": tmp_path / "in", "sink": tmp_path / "out", "stage": stage}
+    assert Job(**job, skip_bad_files=True).run(progress=print_nothing).skipped
+    pq.write_table(pa.table({"text": ["b"]}), tmp_path / "in" / "b.pq")
+    report = Job(**job, skip_bad_files=True, extend=True).run(progress=print_nothing)
+    assert ((), 2) == (report.skipped, report.rows_out)

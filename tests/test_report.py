@@ -55,6 +55,31 @@ def test_text_names_repeated_rows():
     assert "rows: 4 in, 4 out, 0 lost, 2 duplicated" in make_report(rows_duplicated=2).to_text()
 
 
+def test_text_and_page_name_files_that_were_left_out():
+    skipped = tuple((f"f{i}.parquet", "<cut>") for i in range(5))
+    report = make_report(skipped=skipped)
+    lines = report.to_text().splitlines()
+    assert "left out: 5 files that cannot be read, ..." in lines
+    assert "  f0.parquet: <cut>" in lines
+    assert "f4.parquet" in report.to_html()
+    assert "&lt;cut&gt;" in report.to_html()
+
+
+def test_text_counts_special_tokens_in_texts():
+    report = make_report(special_rows=1, special_tokens=3)
+    assert "texts: 3 special tokens of the model in 1 row" in report.to_text().splitlines()
+
+
+def test_page_has_a_card_for_rows_still_to_do():
+    page = make_report(rows_out=1, rows_todo=3).to_html()
+    assert "still to do 3, lost 0" in page
+
+
+def test_text_names_the_limit_that_stopped_the_run():
+    lines = make_report(rows_todo=3, stopped="limits.max_cost: 3.00").to_text().splitlines()
+    assert "stopped: limits.max_cost: 3.00" in lines
+
+
 def test_text_states_rates_over_engine_time():
     text = make_report(prompt_tokens=1000, generated_tokens=50, engines_s=2.0).to_text()
     assert "speed: 500 prompt tokens/s, 25 output tokens/s" in text
@@ -77,6 +102,10 @@ def test_written_report_reads_back_equal(tmp_path):
         errors=(error,),
         statuses={"ok": 3, "invalid": 1},
         output_files=("part-0.parquet",),
+        skipped=(("b.parquet", "empty"),),
+        special_rows=1,
+        special_tokens=2,
+        stopped="limits.max_tokens: 9",
     )
     assert report.write() == report_path(str(tmp_path))
     assert read_report(str(tmp_path)) == report

@@ -250,6 +250,11 @@ def test_a_run_that_meets_its_limit_ends_between_units_and_goes_on_later(model, 
     assert "limits.max_tokens" in caplog.text
     assert report.rows_out < NUM_ROWS
     assert report.exit_code() == 1
+    assert report.stopped.startswith("limits.max_tokens: ")
+    assert f"stopped: {report.stopped}" in report.to_text().splitlines()
+    (run,) = report.history.runs
+    assert f"stopped by {report.stopped}" == run.end
+    assert report.stopped == report_of(str(sink)).stopped
     assert not (sink / "_SUCCESS").exists()
     check_output(sink, make_job(tmp_path, model, plan).run(progress=lambda *_: None))
 

@@ -97,3 +97,45 @@ def test_a_folder_of_the_output_itself_is_refused(folder, name):
     with pytest.raises(ConfigError, match="lies"):
         make_job(folder, "error").retry_errors(folder / "out" / name)
     assert before == contents(folder / "out")
+
+
+KINDS = pa.array(["a/b", None, "", "é x"] * 8)
+YEARS = pa.array([2024, 2025, None] * 10, pa.int16())
+
+
+@pytest.mark.parametrize("order", ["plan", "input"])
+def test_error_rows_of_a_partitioned_output_get_the_values_that_its_folders_say(tmp_path, order):
+    make_tokenizer(tmp_path / "model", has_chat_template=False)
+    table = pa.table(
+        {
+            "kind": KINDS.slice(0, NUM_ROWS),
+            "text": ["x" * 60 if i in LONG else f"t{i}" for i in range(NUM_ROWS)],
+            "year": YEARS,
+            "is_new": [i % 2 == 0 for i in range(NUM_ROWS)],
+        }
+    )
+    write_parquet(tmp_path / "in" / "a.parquet", table)
+
+    def job(on_too_long: str) -> Job:
+        stage = fake_stage(
+            tmp_path / "model",
+            prompt="{text} {is_new}",
+            on_too_long=on_too_long,
+            engine={"max_model_len": 40},
+            replicas=1,
+        )
+        options = {"partition_by": ["kind", "year", "is_new"], "output_order": order}
+        return Job(tmp_path / "in", tmp_path / "out", stage, plan={"unit_rows": 8}, **options)
+
+    assert 2 == job("error").run(progress=lambda *_: None).exit_code()
+    report = job("truncate_left").retry_errors(tmp_path / "new", progress=lambda *_: None)
+    assert (3, 3, 0) == (report.rows_in, report.rows_out, report.exit_code())
+    assert folders_of(tmp_path / "new") <= folders_of(tmp_path / "out")
+    files = list((tmp_path / "new" / "data").rglob("*.parquet"))
+    ids = [i for f in files for i in pq.read_table(f, partitioning=None)["row_id"].to_pylist()]
+    assert sorted(f"a.parquet:{i}" for i in LONG) == sorted(ids)
+    assert raybatch.verify(tmp_path / "new", deep=True).is_complete
+
+
+def folders_of(sink: Path) -> set[str]:
+    return {str(path.parent.relative_to(sink)) for path in (sink / "data").rglob("*.parquet")}

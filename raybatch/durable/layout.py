@@ -15,6 +15,7 @@ __all__ = [
     "FRAGMENTS",
     "PLAN",
     "PLANS",
+    "PLAN_ORDER",
     "RUNS",
     "SCHEMA",
     "STAGING",
@@ -53,6 +54,8 @@ STAGING = "_raybatch/staging"
 ATTEMPTS = "_raybatch/attempts"
 FRAGMENTS = "_raybatch/frag"
 RUNS = "_raybatch/runs"
+# an output of its own, from which one in the order of the input is made
+PLAN_ORDER = "_plan_order"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
 _PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)

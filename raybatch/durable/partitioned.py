@@ -8,7 +8,7 @@ of different attempts may stand beside each other.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from raybatch.errors import CommitError, error_text
 __all__ = [
     "commit_partitioned",
     "partition_folder",
+    "partition_values",
     "partitioned_receipt_of",
     "read_files",
     "read_record",
@@ -63,6 +64,12 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
     return "/".join(steps)
 
 
+def partition_values(name: str) -> list[str | None]:
+    """Return the values that a name such as "lang=en/part-000000.parquet" says, as texts."""
+    said = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
+    return [None if text == _NULL else unquote(text) for text in said]
+
+
 def commit_partitioned(
     store: Store,
     unit: Unit,
@@ -72,6 +79,7 @@ def commit_partitioned(
     pos: Ints,
     row: Ints,
     count: Callable[[pa.Table], UnitCounts],
+    unwritten: Sequence[str] = (),
     plan_hash: str,
     attempt: str,
     part_format: PartFormat = PARQUET,
@@ -87,6 +95,7 @@ def commit_partitioned(
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
         count: returns the counts of some rows of `table`.
+        unwritten: columns of `table` that are counted and not written.
         plan_hash: of the plan that holds.
         attempt: who writes; for people alone.
         part_format: of the files.
@@ -112,7 +121,7 @@ def commit_partitioned(
             mine, num_rows=len(places), row_sum=row_sum(row[places]), counts=count(rows)
         )
         name = part_name(unit.number, folder)
-        data = part_format.part(rows.drop_columns(list(by)), footer)
+        data = part_format.part(rows.drop_columns([*by, *unwritten]), footer)
         footers[name] = _write_file(store, name, data, footer, part_format)
     counts = sum_counts(footer.counts for footer in footers.values())
     record = {**replace(mine, counts=counts).to_json(), "files": sorted(footers)}

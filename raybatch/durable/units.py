@@ -42,6 +42,8 @@ _SUMMED = (
     "generated_tokens",
     "num_asked",
     "num_copies",
+    "special_rows",
+    "special_tokens",
 )
 _BINNED = ("prompt_lengths", "output_lengths")
 
@@ -196,6 +198,8 @@ class UnitCounts:
         generated_tokens: of all rows.
         num_asked: rows that were to reach an engine.
         num_copies: of them, those that took the result of an identical row.
+        special_rows: rows whose texts held special tokens of the model.
+        special_tokens: found in them.
         prompt_lengths: rows that were asked in each bin of prompt tokens; the bins are the same
             everywhere, so that those of units add up.
         output_lengths: samples in each bin of generated tokens.
@@ -209,6 +213,8 @@ class UnitCounts:
     generated_tokens: int = 0
     num_asked: int = 0
     num_copies: int = 0
+    special_rows: int = 0
+    special_tokens: int = 0
     prompt_lengths: tuple[int, ...] = ()
     output_lengths: tuple[int, ...] = ()
 
@@ -223,6 +229,8 @@ class UnitCounts:
             "generated_tokens": self.generated_tokens,
             "num_asked": self.num_asked,
             "num_copies": self.num_copies,
+            "special_rows": self.special_rows,
+            "special_tokens": self.special_tokens,
             "prompt_lengths": list(self.prompt_lengths),
             "output_lengths": list(self.output_lengths),
         }

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.engine.chat import Message, check_messages, join_parts, map_texts, texts
+from raybatch.engine.chat_template import ChatTemplate
 from raybatch.engine.prompt_errors import InvalidPrompt, RenderError, TokenizeError
 from raybatch.engine.special_tokens import SpecialTokens
 from raybatch.errors import ConfigError, MissingDependency
@@ -22,9 +23,6 @@ from raybatch.types import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# a template can loop over a row's text; what is longer than this is no prompt of any model
-_MAX_RENDERED_CHARS = 1 << 26
 
 # a tokenizer of these classes is what its tokenizer.json says, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -41,6 +39,22 @@ _RESERVED_OPTIONS = (
     "return_assistant_tokens_mask",
     "chat_template",
 )
+
+
+class Encoded(NamedTuple):
+    """A prompt in tokens.
+
+    Args:
+        token_ids: int32.
+        num_special: special tokens that were found in its texts.
+    """
+
+    token_ids: TokenIds
+    num_special: int = 0
+
+    def without(self, num_special: int) -> Self:
+        """Return the same tokens where so many special ones were put into the texts on purpose."""
+        return self._replace(num_special=max(0, self.num_special - num_special))
 
 
 class Tokenizer:
@@ -66,6 +80,7 @@ class Tokenizer:
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
         self._takes_parts: dict[str | None, bool] = {}
+        self._templates: dict[str, ChatTemplate] = {}
         self._cleans_up = (
             bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
             and type(fast.model).__name__ != "BPE"
@@ -101,7 +116,11 @@ class Tokenizer:
         return self._special.count(text)
 
     def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds:
-        """Return the ids of a plain prompt, with the begin token where the model wants one.
+        """Return the ids of a plain prompt, see `read`."""
+        return self.read(text, special_tokens=special_tokens).token_ids
+
+    def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded:
+        """Return a plain prompt in tokens, with the begin token where the model wants one.
 
         Args:
             text: the prompt.
@@ -114,22 +133,27 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidPrompt(f"prompt must be a string, got {type(text).__name__}")
-        if special_tokens == "escape" and self._special.count(text):
-            return _encode(self._special.escaping, text, add_special_tokens=True)
+        found = self._special.count(text)
+        if special_tokens == "escape" and found:
+            return Encoded(_encode(self._special.escaping, text, add_special_tokens=True), found)
         ids = _encode(self._fast, text, add_special_tokens=True)
         bos_id = self._tokenizer.bos_token_id
         if bos_id is not None and len(ids) > 1 and ids[0] == bos_id == ids[1]:
-            return ids[1:]
-        return ids
+            ids = ids[1:]
+        return Encoded(ids, found)
 
-    def apply_chat(
+    def apply_chat(self, messages: object, **options: Any) -> TokenIds:  # noqa: ANN401
+        """Return the ids of rendered messages, see `read_chat`."""
+        return self.read_chat(messages, **options).token_ids
+
+    def read_chat(
         self,
         messages: object,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokensMode = "escape",
-    ) -> TokenIds:
+    ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
 
         The model is asked for a new message, or to go on with the last one if that is the
@@ -159,14 +183,16 @@ class Tokenizer:
         if not self._can_take_parts(chat_template, checked):
             checked = join_parts(checked)
         fast = self._fast
-        is_escaped = special_tokens == "escape" and self._has_special(checked)
+        is_escaped = special_tokens == "escape"
+        found = self._count_special(checked, may_spread=not is_escaped)
+        is_escaped = is_escaped and found > 0
         if is_escaped:
             fast = self._special.escaping
             checked = map_texts(checked, self._special.mark)
         rendered = self._render(checked, chat_template, options)
         if is_escaped:
             rendered = self._special.protect(rendered)
-        return _encode(fast, rendered, add_special_tokens=False)
+        return Encoded(_encode(fast, rendered, add_special_tokens=False), found)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -185,8 +211,8 @@ class Tokenizer:
     def _clean(self, text: str) -> str:
         return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
 
-    def _has_special(self, messages: list[Message]) -> bool:
-        """Return whether any text holds a special token.
+    def _count_special(self, messages: list[Message], *, may_spread: bool) -> int:
+        """Return how many special tokens the texts hold.
 
         Raises:
             InvalidPrompt: a special token is spread over neighbouring texts, where a template
@@ -194,9 +220,9 @@ class Tokenizer:
         """
         found = texts(messages)
         apart = sum(map(self._special.count, found))
-        if self._special.count("".join(found)) > apart:
+        if not may_spread and self._special.count("".join(found)) > apart:
             raise InvalidPrompt("a special token of the model is spread over several messages")
-        return apart > 0
+        return apart
 
     def _render(
         self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
@@ -206,18 +232,21 @@ class Tokenizer:
             is_continued = is_continued and not options.get("add_generation_prompt", False)
             options["continue_final_message"] = is_continued
         options.setdefault("add_generation_prompt", not options["continue_final_message"])
+        options = {**self._tokenizer.special_tokens_map, **options}
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, chat_template=chat_template, tokenize=False, **options
-            )
+            if options.get("tools"):
+                options["tools"] = [_tool_schema(tool) for tool in options["tools"]]
+            rendered = self._template(chat_template, options).render(messages, **options)
         except Exception as error:  # a template is a program and may raise anything
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
-        if len(rendered) > _MAX_RENDERED_CHARS:
-            raise RenderError(
-                f"chat template wrote {len(rendered)} characters, "
-                f"more than the limit of {_MAX_RENDERED_CHARS}"
-            )
-        return str(rendered)
+        return rendered
+
+    def _template(self, chat_template: str | None, options: dict[str, Any]) -> ChatTemplate:
+        """Return a template, parsed; the one of that name where the model has several."""
+        text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
+        if text not in self._templates:
+            self._templates[text] = ChatTemplate(text)
+        return self._templates[text]
 
     def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
         """Return whether the template understands contents that are lists of parts."""
@@ -231,6 +260,15 @@ class Tokenizer:
                 probe = "'type'"
             self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
         return self._takes_parts[chat_template]
+
+
+def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function
+    """Return what a template is shown of a tool."""
+    if not callable(tool):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)
 
 
 def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers

@@ -18,6 +18,7 @@ from raybatch.durable.heartbeat import BEAT_EVERY_S, beat, end_beat, live_runs
 from raybatch.durable.protocols import Store
 from raybatch.durable.run_log import RunLog
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
+from raybatch.history.records import STOPPED
 from raybatch.history.sampling import Sampler
 from raybatch.stages.plan.store import StoredPlan
 from raybatch.stages.receipts import UnitReceipt
@@ -71,6 +72,7 @@ class RunRecorder:
     Attributes:
         run_id: name of the run.
         units: how far they are; none of them are known while there is no plan.
+        limit: or signal that ended the run early; None where none did.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class RunRecorder:
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
         self._end = "finished"
+        self.limit: str | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="raybatch-run-log", daemon=True)
 
@@ -129,9 +132,14 @@ class RunRecorder:
         """Rows that earlier runs had written."""
         return int(self._about.get("rows_resumed", 0))
 
+    def stopping(self, limit: str) -> None:
+        """Hear that no further unit starts, and of the limit or the signal that is why."""
+        self.limit = limit
+        self._log.write("stopping", level="warning", limit=limit)
+
     def incomplete(self) -> None:
         """Say that the run has ended without all of its rows."""
-        self._end = "incomplete"
+        self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
         """Hear of the plan that runs next, and which units of the whole output are written."""

@@ -8,7 +8,10 @@ from typing import Any
 from raybatch.errors import ConfigError
 from raybatch.explanation.plain import from_plain
 
-__all__ = ["History", "RunRecord", "Sample", "UnitTime", "merged"]
+__all__ = ["STOPPED", "History", "RunRecord", "Sample", "UnitTime", "merged"]
+
+# begins the end of a run that a limit has ended
+STOPPED = "stopped by "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +104,8 @@ class RunRecord:
         run_id: name of the run.
         started: in seconds since 1970.
         seconds: from its start to the last line of its log.
-        end: "finished", "incomplete", "interrupted", or "failed: ..."; "" where the log has no end.
+        end: "finished", "incomplete", "stopped by ..." with the limit or SIGTERM, "interrupted", or
+            "failed: ..."; "" where the log has no end.
         host: of the driver.
         source: as the user named it.
         model: as the user named it.
@@ -136,6 +140,11 @@ class RunRecord:
     slowest: tuple[UnitTime, ...] = ()
     units: tuple[UnitTime, ...] = ()
     samples: tuple[Sample, ...] = ()
+
+    @property
+    def limit(self) -> str:
+        """The limit that ended it early; "" where none did."""
+        return self.end.removeprefix(STOPPED) if self.end.startswith(STOPPED) else ""
 
     @property
     def last(self) -> Sample:

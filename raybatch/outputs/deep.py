@@ -15,7 +15,7 @@ from raybatch.durable.parts import read_footer
 from raybatch.durable.protocols import Store
 from raybatch.durable.units import UnitCounts, UnitPlan
 from raybatch.errors import CommitError, error_text
-from raybatch.outputs.repeated_ids import RepeatedIds, Uint64s, id_hashes
+from raybatch.stages.repeated_ids import RepeatedIds, Uint64s, id_hashes
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.tally import unit_counts
 
@@ -100,7 +100,7 @@ def look_into_parts(
 ) -> DeepLook:
     """Read every part in full; memory does not grow with the output.
 
-    On the local disk 16 bytes a row are needed while it works.
+    On the local disk 24 bytes a row are needed while it works.
 
     Args:
         store: of the sink.
@@ -124,12 +124,13 @@ def look_into_parts(
         for names in _in_shares(part_files(store, plan)):
             num_files += len(names)
             problems += [p for p in threads.map(looker.problem_of, names) if p is not None]
-        num_repeated, examples = ids.repeated()
-    if num_repeated and output is not None:
-        problems.append(_told_repeated(store, plan, output, num_repeated, examples))
+        repeated = ids.repeated()
+    if repeated.num_rows and output is not None:
+        told = _told_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        problems.append(told)
     return DeepLook(
         num_files=num_files,
-        repeated_rows=num_repeated,
+        repeated_rows=repeated.num_rows,
         problems=tuple(problems[:max_problems]),
         num_problems=len(problems),
     )
@@ -197,7 +198,14 @@ def _has(schema: pa.Schema, field: pa.Field) -> bool:
 def _without_examples(counts: UnitCounts) -> UnitCounts:
     """Return counts whose errors name no rows: which come first depends on the run."""
     errors = {name: replace(error, row_ids=(), message="") for name, error in counts.errors.items()}
-    return replace(counts, errors=errors, statuses=dict(counts.statuses))
+    # the texts that held special tokens are not in the parts
+    return replace(
+        counts,
+        errors=errors,
+        statuses=dict(counts.statuses),
+        special_rows=0,
+        special_tokens=0,
+    )
 
 
 def _difference(found: pa.Schema, expected: pa.Schema) -> str:

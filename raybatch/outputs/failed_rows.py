@@ -7,12 +7,14 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Self, get_args
 
 import pyarrow as pa
 
 from raybatch.durable.audit import is_finished
 from raybatch.durable.layout import DATA, PLAN, part_name
+from raybatch.durable.partitioned import partition_values, read_record
 from raybatch.durable.parts import read_footer
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
@@ -21,7 +23,7 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.file_slices import FileSlice, joined
 from raybatch.stages.fingerprint import output_columns
 from raybatch.stages.plan.movable import as_movable
-from raybatch.stages.plan.store import read_all_units, read_plans
+from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.schema import GOOD_STATUSES, OutputSchema, Status
 from raybatch.stages.source import Source, scan_source
 from raybatch.stages.storage import told_as
@@ -44,11 +46,13 @@ class FailedRows(Source):
         parts: the same slices with all of their rows and columns.
         output: columns of the stage that has written the parts.
         statuses: of the rows that are read.
+        partitions: name and type of the columns whose values are in the names of the parts.
     """
 
     parts: Source
     output: OutputSchema
     statuses: frozenset[str]
+    partitions: tuple[pa.Field, ...] = ()
 
     @property
     def choice(self) -> Mapping[str, str]:
@@ -66,11 +70,19 @@ class FailedRows(Source):
             task: positions of the slices.
             row_id_column: of other sources; these rows have ids, and a job reads them from there.
         """
-        for table in self.parts.read(task, row_id_column=row_id_column):
-            is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
-            chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
-            if chosen.num_rows:
-                yield chosen.select(self.schema.names)
+        for index in task:
+            name = self.parts.slices[index].name
+            for table in self.parts.read(range(index, index + 1), row_id_column=row_id_column):
+                is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
+                chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
+                if chosen.num_rows:
+                    yield self._with_partitions(chosen, name).select(self.schema.names)
+
+    def _with_partitions(self, table: pa.Table, name: str) -> pa.Table:
+        for field, text in zip(self.partitions, partition_values(name), strict=True):
+            values = [_typed(text, field.type)] * table.num_rows
+            table = table.append_column(field, pa.array(values, field.type))
+        return table
 
 
 def failed_rows(
@@ -95,17 +107,13 @@ def failed_rows(
             raise ConfigError(f"{sink}: there is no output of a job to take error rows from")
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        if plan.is_partitioned:
-            raise ConfigError(
-                f"the output in {sink} is laid out by columns, whose values are not in its files; "
-                "error rows of such outputs cannot be run again yet"
-            )
         if not is_finished(store, plan):
             raise ConfigError(
                 f"the output in {sink} is not finished; run the job again to the end, then its "
                 "error rows"
             )
         _check_columns(sink, output_columns(plans[0].fingerprint), output)
+        partitions = _partitions(sink, plans[0])
         parts = scan_source(f"{store.uri}/{DATA}")
         numbers = _rows_of_parts(store, plan, frozenset(statuses))
     # a whole file each: how many rows of a slice failed is not known
@@ -113,14 +121,21 @@ def failed_rows(
     wanted = [(part, number) for part, number in slices if number]
     dropped = set(output.arrow().names) - {id_column}
     num_rows = sum(number for _, number in wanted)
+    if num_rows != sum(numbers.values()):
+        raise ConfigError(
+            f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
+            "with _ or ., which readers skip; error rows of such outputs cannot be run again"
+        )
+    own = [field for field in parts.schema if field.name not in dropped]
     logger.info("%d rows of %s are tried again", num_rows, sink)
     return FailedRows(
-        schema=pa.schema([f for f in parts.schema if f.name not in dropped], parts.schema.metadata),
+        schema=pa.schema([*own, *partitions], parts.schema.metadata),
         slices=tuple(_with_rows(part, number) for part, number in wanted),
         num_rows=num_rows,
         parts=replace(parts, slices=tuple(part for part, _ in wanted)),
         output=output,
         statuses=frozenset(statuses),
+        partitions=partitions,
     )
 
 
@@ -149,13 +164,39 @@ def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) ->
 def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> dict[str, int]:
     """Return the parts that have rows of some statuses, with their number, from the footers."""
 
-    def count(unit: int) -> int:
-        counts = read_footer(store, part_name(unit)).counts
-        return sum(number for status, number in counts.statuses.items() if status in statuses)
+    def count(unit: int) -> dict[str, int]:
+        names = read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
+        counts = {name: read_footer(store, name).counts.statuses for name in names}
+        return {
+            name: sum(number for status, number in found.items() if status in statuses)
+            for name, found in counts.items()
+        }
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        numbers = list(threads.map(count, range(plan.num_units)))
-    return {part_name(unit): number for unit, number in enumerate(numbers) if number}
+        found = list(threads.map(count, range(plan.num_units)))
+    return {name: number for unit in found for name, number in unit.items() if number}
+
+
+def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
+    """Return the columns of the user that are not in the files of an output."""
+    if len(stored.partition_types) != len(stored.partition_by):
+        raise ConfigError(
+            f"the plan of {sink} does not say of what types {', '.join(stored.partition_by)} were, "
+            "since an earlier version has written it; its error rows cannot be run again"
+        )
+    columns = zip(stored.partition_by, stored.partition_types, strict=True)
+    return tuple(pa.field(name, pa.type_for_alias(kind)) for name, kind in columns)
+
+
+def _typed(text: str | None, kind: pa.DataType) -> object:
+    """Return a value of a column from the name of a folder."""
+    if text is None:
+        return None
+    if pa.types.is_boolean(kind):
+        return text == "True"
+    if pa.types.is_integer(kind):
+        return int(text)
+    return date.fromisoformat(text) if pa.types.is_date(kind) else text
 
 
 def _with_rows(part: FileSlice, num_rows: int) -> FileSlice:

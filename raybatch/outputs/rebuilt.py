@@ -1,10 +1,12 @@
 """The report of an output whose run has left none, or one that is older than the parts."""
 
 import logging
+from dataclasses import replace
 
 from raybatch import report
-from raybatch.durable.layout import PLAN
+from raybatch.durable.layout import PLAN, PLAN_ORDER
 from raybatch.errors import ConfigError
+from raybatch.redaction import redacted
 from raybatch.report import RunReport, read_report
 from raybatch.stages.sink import is_marked, output_files
 from raybatch.stages.storage import store_of, told_as
@@ -24,8 +26,11 @@ def report_of(sink: str) -> RunReport:
         ConfigError: no job has written there, or it has not come as far as a plan.
     """
     with told_as(f"output {sink!r} cannot be read"):
-        store = store_of(sink)
+        store, record = store_of(sink), f"{sink.rstrip('/')}/{PLAN_ORDER}"
+        has_record = store.size(f"{PLAN_ORDER}/{PLAN}") is not None
         if store.size(PLAN) is None:
+            if has_record:
+                return replace(report_of(record), sink=redacted(sink))
             if is_marked(store):
                 raise ConfigError(
                     f"{sink}: a run began here and ended before its plan was written, so there is "
@@ -36,7 +41,17 @@ def report_of(sink: str) -> RunReport:
         stored = _stored_report(sink)
         if stored is not None and set(stored.output_files) == set(parts):
             return stored
-        return report.report_of(sink)
+        made = report.report_of(sink)
+        if not has_record:
+            return made
+        # it knows the runs and what came in
+        known = report.report_of(record)
+        return replace(
+            made,
+            special_rows=known.special_rows,
+            special_tokens=known.special_tokens,
+            history=known.history,
+        )
 
 
 def _stored_report(sink: str) -> RunReport | None:

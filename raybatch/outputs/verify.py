@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raybatch.durable.audit import Audit, audit
-from raybatch.durable.layout import PLAN, SUCCESS
+from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan
@@ -118,6 +118,8 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     sink = str(sink)
     store = open_store(sink)
     with told_as(f"output {sink!r} cannot be read"):
+        if store.size(f"{PLAN_ORDER}/{PLAN}") is not None and store.size(PLAN) is None:
+            return _before_ordering(sink, is_deep=deep)
         if store.size(PLAN) is None:
             return _without_plan(sink, store, is_deep=deep)
         plans = read_plans(sink)
@@ -168,6 +170,12 @@ def _verification(
         problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _before_ordering(sink: str, *, is_deep: bool) -> Verification:
+    found = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
+    note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
+    return dataclasses.replace(found, sink=sink, has_success=False, notes=(*found.notes, note))
 
 
 def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:

@@ -90,6 +90,10 @@ def counted_report(
         planned_hit_rate=_planned_hit_rate(plans),
         num_units=found.num_units,
         problems=_problems(found),
+        skipped=_skipped(plans),
+        special_rows=counts.special_rows,
+        special_tokens=counts.special_tokens,
+        stopped=last.limit if found.missing_rows else "",
         prompt_lengths=_lengths(counts.prompt_lengths, counts.prompt_tokens),
         output_lengths=_lengths(counts.output_lengths, counts.generated_tokens),
         history=history,
@@ -101,6 +105,13 @@ def _planned_hit_rate(plans: Sequence[StoredPlan]) -> float | None:
     if not logical:
         return None
     return 1 - sum(stored.computed_tokens for stored in plans) / logical
+
+
+def _skipped(plans: Sequence[StoredPlan]) -> tuple[tuple[str, str], ...]:
+    """Return the files that were left out and are in no plan that was made later."""
+    read = {name for stored in plans for name, *_ in stored.files}
+    found = {name: reason for stored in plans for name, reason in stored.skipped}
+    return tuple((name, reason) for name, reason in found.items() if name not in read)
 
 
 def _lengths(counts: tuple[int, ...], total: int) -> Histogram:

@@ -19,30 +19,30 @@ from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.explanation.plain import from_plain
-from raybatch.history.lanes import lanes_of
 from raybatch.history.records import History
-from raybatch.history.show import end_of, idle_facts, length_section, run_section, time_sections
-from raybatch.pictures.cards import Card, draw_cards
-from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
-from raybatch.pictures.wording import amount, duration, full, percent, printable
+from raybatch.history.show import length_section, run_section, time_sections
+from raybatch.pictures.document import Section, to_fragment, to_page
+from raybatch.pictures.wording import printable
 from raybatch.prefix.histogram import Histogram
+from raybatch.report.paths import PAGE_PATH, REPORT_PATH, report_path
+from raybatch.report.show import (
+    audit_section,
+    error_section,
+    facts_of,
+    plan_facts,
+    rate,
+    run_facts,
+    skipped_section,
+)
 from raybatch.stages.schema import GOOD_STATUSES
 
 __all__ = [
-    "PAGE_PATH",
-    "REPORT_PATH",
     "ErrorCount",
     "RunReport",
     "error_counts",
     "installed_versions",
     "read_report",
-    "report_path",
 ]
-
-REPORT_PATH = "_raybatch/report.json"
-PAGE_PATH = "_raybatch/report.html"
-
-_MAX_MESSAGE = 120
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +107,10 @@ class RunReport:
         problems: what the audit found wrong with the output.
         prompt_lengths: prompt tokens of the rows that were asked.
         output_lengths: generated tokens, of each sample.
+        skipped: name and reason of each file that was left out because it could not be read.
+        special_rows: rows whose texts held special tokens of the model.
+        special_tokens: found in them; text or control tokens as the job had asked.
+        stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
         history: all runs of the job.
         is_rebuilt: made after a run that left no report of its own.
     """
@@ -137,6 +141,10 @@ class RunReport:
     planned_hit_rate: float | None = None
     num_units: int = 0
     problems: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    special_rows: int = 0
+    special_tokens: int = 0
+    stopped: str = ""
     prompt_lengths: Histogram = field(default_factory=Histogram)
     output_lengths: Histogram = field(default_factory=Histogram)
     history: History = field(default_factory=History)
@@ -150,12 +158,12 @@ class RunReport:
     @property
     def prompt_tokens_per_s(self) -> float:
         """Prompt tokens per second of engine time, cached ones included."""
-        return _rate(self.prompt_tokens, self.engines_s)
+        return rate(self.prompt_tokens, self.engines_s)
 
     @property
     def generated_tokens_per_s(self) -> float:
         """Generated tokens per second of engine time."""
-        return _rate(self.generated_tokens, self.engines_s)
+        return rate(self.generated_tokens, self.engines_s)
 
     def exit_code(self) -> int:
         """Return 0 for a finished run, 2 with error rows in it, 1 while the output is not clean."""
@@ -165,7 +173,7 @@ class RunReport:
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        lines = [f"{name}: {value}" for name, value in (*_facts(self), *_plan_facts(self.plan))]
+        lines = [f"{name}: {value}" for name, value in (*facts_of(self), *plan_facts(self.plan))]
         return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
@@ -184,12 +192,13 @@ class RunReport:
         return f"raybatch report: {self.sink}"
 
     def _sections(self) -> tuple[Section, ...]:
-        errors = () if not self.errors else (_error_section(self.errors),)
+        errors = () if not self.errors else (error_section(self.errors),)
         runs = (run_section(self.history),) if self.history.runs else ()
         return (
-            _audit_section(self),
-            _run_facts(self),
+            audit_section(self),
+            run_facts(self),
             *errors,
+            *skipped_section(self.skipped),
             *time_sections(self.history),
             *length_section(self.prompt_lengths, self.output_lengths),
             *runs,
@@ -215,11 +224,6 @@ class RunReport:
         return report_path(folder)
 
 
-def report_path(sink: str) -> str:
-    """Return where the report of `sink` lies."""
-    return f"{sink.rstrip('/')}/{REPORT_PATH}"
-
-
 def read_report(sink: str) -> RunReport:
     """Read the report that a run wrote below `sink`.
 
@@ -240,6 +244,7 @@ def read_report(sink: str) -> RunReport:
         )
         stored["output_files"] = tuple(stored["output_files"])
         stored["problems"] = tuple(stored.get("problems", ()))
+        stored["skipped"] = tuple((file, reason) for file, reason in stored.get("skipped", ()))
         for name in ("prompt_lengths", "output_lengths"):
             stored[name] = from_plain(Histogram, stored[name], where=f"{path}: {name}")
         stored["history"] = History.from_mapping(stored["history"], where=f"{path}: history")
@@ -259,137 +264,3 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
-
-
-def _facts(report: RunReport) -> list[tuple[str, str]]:
-    """Return names with what there is to say, in the order of the text."""
-    rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
-    if report.rows_duplicated:
-        rows += f", {report.rows_duplicated} duplicated"
-    if report.rows_todo:
-        rows += f", {report.rows_todo} still to do"
-    if report.rows_resumed:
-        rows += f"; {report.rows_resumed} of them were written by earlier runs"
-    facts = [("model", report.model), ("source", report.source), ("rows", rows)]
-    if report.statuses:
-        facts.append(("status", ", ".join(f"{n} {name}" for name, n in report.statuses.items())))
-    facts.append(("errors", str(report.rows_failed)))
-    for error in report.errors:
-        more = ", ..." if error.rows > len(error.row_ids) else ""
-        told = f"{error.rows} (rows {', '.join(error.row_ids)}{more})"
-        facts.append((f"  {error.error_class}", told))
-    cached = 100 * _rate(report.cached_tokens, report.prompt_tokens)
-    tokens = (
-        f"{report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
-        f"{report.generated_tokens} generated"
-    )
-    seconds = (
-        f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
-        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
-    )
-    runs = report.history.runs
-    if len(runs) > 1:
-        seconds += f" in {len(runs)} runs"
-    measured = [
-        ("speed", _speed(report)),
-        ("time", seconds),
-        *idle_facts(lanes_of(report.history)),
-        *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
-        ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
-    ]
-    unmeasured = [("note", "made from plan and parts; no run has left a log")]
-    is_measured = runs or not report.is_rebuilt
-    return [
-        *facts,
-        *(("  problem", problem) for problem in report.problems),
-        ("tokens", tokens),
-        *_hit_rates(report),
-        *(measured if is_measured else unmeasured),
-        ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
-        ("report", "none yet" if report.is_rebuilt else report_path(report.sink)),
-    ]
-
-
-def _audit_section(report: RunReport) -> Section:
-    cards = (
-        Card(name="rows expected", value=full(report.rows_in)),
-        Card(
-            name="written", value=full(report.rows_out), is_good=report.rows_out == report.rows_in
-        ),
-        Card(name="lost", value=full(report.rows_lost), is_good=not report.rows_lost),
-        Card(
-            name="duplicated",
-            value=full(report.rows_duplicated),
-            is_good=not report.rows_duplicated,
-        ),
-    )
-    figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
-    problems = tuple((f"problem {i}", said) for i, said in enumerate(report.problems, 1))
-    return Section(title="Audit of the output", facts=problems, figures=(figure,))
-
-
-def _run_facts(report: RunReport) -> Section:
-    # what begins with a blank has a table of its own
-    shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
-    return Section(title="Run", facts=shown)
-
-
-def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
-    rows = tuple(
-        (
-            error.error_class,
-            full(error.rows),
-            ", ".join(error.row_ids),
-            error.message[:_MAX_MESSAGE] + ("..." if len(error.message) > _MAX_MESSAGE else ""),
-        )
-        for error in errors
-    )
-    header = ("class", "rows", "row ids", "the first one says")
-    return Section(title="Errors", table=Table(header=header, rows=rows))
-
-
-def _plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
-    if outcome is None:
-        return []
-    plan, actual = outcome.plan, outcome.actual
-    order = f"order {plan.order}" if plan.is_reordered else "input order"
-    facts = [
-        (
-            "plan",
-            f"{order}; hit rate {percent(plan.hit_rate)} planned, {percent(actual.hit_rate)} "
-            f"actual; {amount(plan.saved_tokens)} prompt tokens saved planned, "
-            f"{amount(actual.saved_tokens)} actual",
-        )
-    ]
-    if plan.time is not None:
-        facts += [
-            (name, f"{planned} planned, {took} actual")
-            for name, planned, took in outcome.rows()
-            if "time" in name
-        ]
-    return facts + [("  differs", said) for said in outcome.deviations()]
-
-
-def _hit_rates(report: RunReport) -> list[tuple[str, str]]:
-    if report.planned_hit_rate is None or report.plan is not None:
-        return []
-    measured = _rate(report.cached_tokens, report.prompt_tokens)
-    said = f"hit rate {percent(report.planned_hit_rate)} planned, {percent(measured)} actual"
-    return [("plan", said)]
-
-
-def _speed(report: RunReport) -> str:
-    if not report.engines_s:
-        return "not measured, too little work"
-    return (
-        f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
-        f"{report.generated_tokens_per_s:.0f} output tokens/s"
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -119,6 +119,8 @@ class StageFeeder:
             group_ids = None if planned is None else planned.group_ids
             asked = Asked(table=table, prepared=prepared, group_ids=group_ids)
             results = RESULT_SCHEMA.empty_table()
+            call = call or OpenCall(name="")
+            call.special = [prompt.num_special for prompt in prepared.prompts]
             if prepared.rows:
                 call.asked = asked
                 call.watch = None if watch is None else watch.take(prepared.rows)

@@ -102,9 +102,11 @@ class OpenCall:
         watch: of the rows, and once they are asked of the requests; None where they are of no unit.
         asked: the rows; None while they are being prepared, or where none needs an engine.
         num_seen: results that have been looked at.
+        special: how many special tokens the texts of each row held; known once it is asked.
     """
 
     name: str
     watch: PlacedWatch | None = None
     asked: Asked | None = None
     num_seen: int = 0
+    special: Sequence[int] = ()

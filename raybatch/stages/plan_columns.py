@@ -41,6 +41,7 @@ _EXPECTED = f"{_MARK}expected"
 _PROMPT = f"{_MARK}prompt"
 _ERROR = f"{_MARK}error"
 _FILTERED = f"{_MARK}filtered"
+_SPECIAL = f"{_MARK}special"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +115,7 @@ def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
         _PROMPT: _token_lists([prompt.token_ids for prompt in prompts]),
         _ERROR: pa.array([prompt.error for prompt in prompts], pa.large_string()),
         _FILTERED: pa.array([prompt.is_filtered for prompt in prompts], pa.bool_()),
+        _SPECIAL: pa.array([prompt.num_special for prompt in prompts], pa.int64()),
     }
 
 
@@ -144,11 +146,13 @@ def _prompts(table: pa.Table) -> list[Prompt]:
     is_null = lists.is_null().to_numpy(zero_copy_only=False)
     errors = table.column(_ERROR).to_pylist()
     filtered = table.column(_FILTERED).to_pylist()
+    special = table.column(_SPECIAL).to_pylist()
     return [
         Prompt(
             None if is_null[row] else tokens[offsets[row] : offsets[row + 1]],
             errors[row],
             filtered[row],
+            special[row],
         )
         for row in range(table.num_rows)
     ]

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from raybatch.config import SpecialTokens
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.engine.tokenizer import Encoded, Tokenizer
 from raybatch.errors import ConfigError, error_text
 from raybatch.stages.batches import python_rows, python_values
 from raybatch.stages.inputs import check_inputs, column_of, conventional_column
@@ -33,11 +33,13 @@ class Prompt(NamedTuple):
         token_ids: int32; also given where the prompt is too long.
         error: "" or "Type: message".
         is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
+        num_special: special tokens of the model in the texts of the row.
     """
 
     token_ids: TokenIds | None
     error: str = ""
     is_filtered: bool = False
+    num_special: int = 0
 
     @property
     def is_asked(self) -> bool:
@@ -106,12 +108,14 @@ class PromptReader:
     def _from_template(
         self, template: PromptTemplate, table: pa.Table, special_tokens: SpecialTokens
     ) -> list[Prompt]:
-        def encode(text: str) -> TokenIds:
+        own = self._num_special(literal for literal, _ in template.layout)
+
+        def encode(text: str) -> Encoded:
             if self._is_chat:
-                return self._encode_messages([{"role": "user", "content": text}])
+                return self._encode_messages([{"role": "user", "content": text}], own)
             if not text:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
-            return self._tokenizer.encode(text, special_tokens=special_tokens)
+            return self._tokenizer.read(text, special_tokens=special_tokens).without(own)
 
         texts, errors = template.render_column(table)
         encoded = iter(_each((text for text in texts if text is not None), encode))
@@ -127,17 +131,22 @@ class PromptReader:
         assert messages is not None, "read() asks for messages only where they are set"
         templates = [(m, PromptTemplate(m["content"])) for m in messages]
         fields = sorted(set().union(*(t.fields for _, t in templates)))
+        own = self._num_special(literal for _, t in templates for literal, _ in t.layout)
         return _each(
             python_rows(table.select(fields)),
             lambda row: self._encode_messages(
-                [{**m, "content": t.render(row)} for m, t in templates]
+                [{**m, "content": t.render(row)} for m, t in templates], own
             ),
         )
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
         return _each(python_values(column_of(table, name)), self._check_ids)
 
-    def _check_ids(self, value: object) -> TokenIds:
+    def _num_special(self, literals: Iterable[str]) -> int:
+        """Return the special tokens that texts of the job itself hold."""
+        return sum(map(self._tokenizer.count_special, literals))
+
+    def _check_ids(self, value: object) -> Encoded:
         if value is None:
             raise InvalidPrompt("the tokenized prompt is null")
         ids = np.asarray(value)
@@ -151,9 +160,10 @@ class PromptReader:
                 f"a token id of the prompt is outside the vocabulary of "
                 f"{self._tokenizer.vocab_size} tokens"
             )
-        return whole.astype(np.int32)
+        return Encoded(whole.astype(np.int32))
 
-    def _encode_messages(self, messages: Any) -> TokenIds:  # noqa: ANN401 - data of a row
+    def _encode_messages(self, messages: Any, own: int = 0) -> Encoded:  # noqa: ANN401 - data of a row
+        """Return the prompt of messages; `own` special tokens in them are the job's."""
         config = self._config
         if isinstance(messages, str):
             messages = _parse_messages(messages)
@@ -161,12 +171,13 @@ class PromptReader:
             first = messages[0]
             if not (isinstance(first, Mapping) and first.get("role") == "system"):
                 messages = [{"role": "system", "content": config.system}, *messages]
-        return self._tokenizer.apply_chat(
+                own += self._num_special([config.system])
+        return self._tokenizer.read_chat(
             messages,
             chat_template=config.chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
             special_tokens=config.special_tokens,
-        )
+        ).without(own)
 
 
 def _parse_messages(text: str) -> object:
@@ -196,17 +207,19 @@ def fit_prompt(
         )
         return prompt._replace(error=error)
     room = max_model_len - max_tokens if max_tokens < max_model_len else 1
-    return Prompt(ids[-room:] if on_too_long == "truncate_left" else ids[:room])
+    cut = ids[-room:] if on_too_long == "truncate_left" else ids[:room]
+    return prompt._replace(token_ids=cut)
 
 
-def _each(values: Iterable[Any], make: Callable[[Any], TokenIds]) -> list[Prompt]:
+def _each(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
     """Make a prompt of each value; what a row or a user's function raises is the row's error."""
     prompts: list[Prompt] = []
     for value in values:
         try:
             if isinstance(value, Exception):
                 raise InvalidPrompt(str(value))
-            prompts.append(Prompt(make(value)))
+            found = make(value)
+            prompts.append(Prompt(found.token_ids, num_special=found.num_special))
         except PromptError as error:
             prompts.append(Prompt(None, error_text(error)))
         except ConfigError:

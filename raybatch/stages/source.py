@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 
 import fsspec
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 
 from raybatch.durable.layout import part_name
@@ -25,7 +24,6 @@ from raybatch.stages.file_slices import (
     scan_file,
 )
 from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files
-from raybatch.stages.repeated_ids import first_repeated
 from raybatch.stages.row_sizes import row_bytes_of, sampled
 from raybatch.stages.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 from raybatch.stages.storage import told_as
@@ -243,32 +241,4 @@ def check_outside(sink: str, source: str) -> None:
         raise ConfigError(
             f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
             "take it for input; choose a folder beside it, or one whose name begins with '_'"
-        )
-
-
-def check_unique_ids(source: Source, column: str) -> None:
-    """Raise ConfigError that names the first ids that are null or repeated.
-
-    Memory: the ids of all rows.
-    """
-    if column not in source.schema.names:
-        raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
-    schema = pa.schema([source.schema.field(column)])
-    tables = [t for part in joined(source.slices) for t in read_slice(part, columns=[column])]
-    tables = [schema.empty_table(), *(in_common_schema(t, schema) for t in tables)]
-    ids = pa.concat_tables(tables).column(0)
-    if ids.null_count:
-        raise ConfigError(f"id_column {column!r} is null in {ids.null_count} rows of the source")
-    try:
-        counts = pc.value_counts(ids)
-    except pa.ArrowNotImplementedError as error:
-        raise ConfigError(
-            f"id_column {column!r} is a column of {ids.type}, which cannot be compared; take one "
-            "of texts or whole numbers"
-        ) from error
-    repeated = counts.filter(pc.greater(counts.field(1), 1)).field(0)
-    if len(repeated):
-        raise ConfigError(
-            f"id_column {column!r} has {len(repeated)} ids on more than one row, for example "
-            f"{first_repeated(ids, source.slices)}; leave id_column out to use file and position"
         )

@@ -24,7 +24,7 @@ class LimitWatch:
         limits: of the run.
         before: state of the pool when the run began.
         callback: is told what this is told.
-        stop: lets no further unit start.
+        on_stop: is told once why the run is being stopped; lets no further unit start.
 
     Attributes:
         reason: why the run is being stopped; None while it is not.
@@ -35,12 +35,12 @@ class LimitWatch:
         limits: LimitConfig,
         before: PoolStats,
         callback: Callable[[PoolStats, int], None],
-        stop: Callable[[], None],
+        on_stop: Callable[[str], None],
     ) -> None:
         self._limits = limits
         self._before = before
         self._callback = callback
-        self._stop = stop
+        self._on_stop = on_stop
         self._began_s = time.monotonic()
         self.reason: str | None = None
 
@@ -49,8 +49,8 @@ class LimitWatch:
         if self.reason is None:
             self.reason = reason_to_stop(self._limits, self._spent(stats))
             if self.reason is not None:
-                self._stop()
                 logger.warning("the run stops, start it again to go on: %s", self.reason)
+                self._on_stop(self.reason)
         self._callback(stats, num_rows)
 
     def _spent(self, stats: PoolStats) -> Spent:

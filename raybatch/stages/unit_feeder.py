@@ -27,7 +27,7 @@ from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
 from raybatch.stages.tally import row_statuses
 from raybatch.stages.unit_watch import UnitWatch
-from raybatch.stages.unit_writer import UnitWriter
+from raybatch.stages.unit_writer import SPECIAL, UnitWriter
 
 __all__ = ["PlacedFeeder", "UnitFeeder"]
 
@@ -63,7 +63,8 @@ class PlacedFeeder(StageFeeder):
         for number, wave in enumerate(self.waves):
             again = OpenCall(name=f"{rows.call.name}-{number}")
             finished = await self._ask_again(rows.table, finished, wave, again, left_out)
-        return with_columns(finished, rows.places)
+        special = pa.array(rows.call.special, pa.int64())
+        return with_columns(finished, {**rows.places, SPECIAL: special})
 
     async def _placed_so_far(self, rows: "PlacedRows") -> pa.Table | None:
         """Return what is finished of rows that are being answered, and was not returned before.
@@ -84,7 +85,8 @@ class PlacedFeeder(StageFeeder):
         statuses = row_statuses(finished, self.config.output)
         again = {status for wave in self.waves for status in wave.on}
         is_final = pa.array([status not in again for status in statuses], pa.bool_())
-        chosen = {name: column.take(pa.array(positions)) for name, column in rows.places.items()}
+        columns = {**rows.places, SPECIAL: pa.array(call.special, pa.int64())}
+        chosen = {name: column.take(pa.array(positions)) for name, column in columns.items()}
         return with_columns(finished, chosen).filter(is_final)
 
     async def _ask_again(

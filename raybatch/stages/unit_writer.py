@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.begun import BEGUN_SCHEMA, Begun
@@ -30,7 +31,10 @@ from raybatch.stages.schema import OutputSchema
 from raybatch.stages.storage import told_as
 from raybatch.stages.tally import unit_counts
 
-__all__ = ["UnitWriter", "in_schema", "plan_units", "settle_schema"]
+__all__ = ["SPECIAL", "UnitWriter", "in_schema", "plan_units", "settle_schema"]
+
+# of finished rows: special tokens in their texts, which are counted and not written
+SPECIAL = "__rb_special"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +65,7 @@ class UnitWriter:
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
         return read_fragments(
-            self.store,
-            self._plan.unit(unit),
-            movable_schema(self.schema),
-            plan_hash=self.stored.hash,
+            self.store, self._plan.unit(unit), self._row_schema, plan_hash=self.stored.hash
         )
 
     def strikes_of(self, unit: int) -> Strikes:
@@ -97,7 +98,7 @@ class UnitWriter:
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
-        return pa.concat_tables([in_schema(table, self._kept_schema) for table in finished])
+        return pa.concat_tables([in_schema(self._counted(t), self._kept_schema) for t in finished])
 
     def flush(self, unit: int, finished: pa.Table) -> None:
         """Keep finished rows of a unit that is not complete."""
@@ -138,11 +139,13 @@ class UnitWriter:
             "attempt": self.attempt,
             "part_format": replace(PARQUET, encode=self._encode),
         }
-        target = self.store, self._plan.unit(unit), rows
-        if self.stored.partition_by:
-            by = self.stored.partition_by
-            return commit_partitioned(*target, by=by, count=self._counts, **options)
-        return commit_unit(*target, counts=self._counts(rows), **options)
+        target = self.store, self._plan.unit(unit)
+        unwritten = [] if self.output is None else [SPECIAL]
+        if by := self.stored.partition_by:
+            options |= {"by": by, "count": self._counts, "unwritten": unwritten}
+            return commit_partitioned(*target, rows, **options)
+        counts = self._counts(rows)
+        return commit_unit(*target, rows.drop_columns(unwritten), counts=counts, **options)
 
     def _encode(self, table: pa.Table, footer: str) -> bytes:
         # folders of a partitioned output stand for some columns
@@ -153,7 +156,18 @@ class UnitWriter:
     def _counts(self, rows: pa.Table) -> UnitCounts:
         if self.output is None:
             return UnitCounts(num_rows=rows.num_rows, statuses={"ok": rows.num_rows})
-        return unit_counts(rows, self.output)
+        special = rows.column(SPECIAL).to_numpy()
+        return replace(
+            unit_counts(rows, self.output),
+            special_rows=int(np.count_nonzero(special)),
+            special_tokens=int(special.sum()),
+        )
+
+    def _counted(self, finished: pa.Table) -> pa.Table:
+        """Return finished rows with their count of special tokens; 0 where nobody counted."""
+        if self.output is None or SPECIAL in finished.column_names:
+            return finished
+        return finished.append_column(SPECIAL, pa.array(np.zeros(finished.num_rows, np.int64)))
 
     def _mark(self) -> str:
         """Return a word unlike that of every other attempt."""
@@ -164,9 +178,16 @@ class UnitWriter:
         return plan_units(self.sink, self.stored)
 
     @property
-    def _kept_schema(self) -> pa.Schema:
+    def _row_schema(self) -> pa.Schema:
         # rows are still to be brought into order; a part has the types of the output
-        return journal_schema(movable_schema(self.schema))
+        schema = movable_schema(self.schema)
+        if self.output is None:
+            return schema
+        return schema.append(pa.field(SPECIAL, pa.int64(), nullable=False))
+
+    @property
+    def _kept_schema(self) -> pa.Schema:
+        return journal_schema(self._row_schema)
 
     @property
     def _told(self) -> str:

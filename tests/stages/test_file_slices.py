@@ -3,7 +3,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.stages.file_slices import FileSlice, Size, pack, read_slice
-from raybatch.stages.source import Source, check_unique_ids, scan_source
+from raybatch.stages.source import Source, scan_source
+from raybatch.stages.unique_ids import check_unique_ids
 from tests.stages.support import rows_of, write_parquet
 
 LIMIT = Size(num_rows=10, num_bytes=100, num_pieces=3)

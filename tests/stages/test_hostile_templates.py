@@ -30,8 +30,10 @@ def test_template_syntax_in_a_value_stays_text(chat_model, text):
         "{% for i in range(100000000) %}x{% endfor %}" + INNER,
         "{% set _ = messages.append(messages[0]) %}" + INNER,
         "{% include '/etc/passwd' %}" + INNER,
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}" + INNER,
+        "{{ 'a' * 200000000 }}" + INNER,
     ],
-    ids=["classes", "globals", "endless", "changes", "files"],
+    ids=["classes", "globals", "endless", "changes", "files", "nested", "large"],
 )
 def test_hostile_chat_template_ends_in_an_error_row(chat_model, template):
     asked, error = answered(chat_model, "a", chat_template=template)

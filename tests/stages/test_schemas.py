@@ -5,7 +5,8 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.stages.schemas import widened
-from raybatch.stages.source import check_unique_ids, scan_source
+from raybatch.stages.source import scan_source
+from raybatch.stages.unique_ids import check_unique_ids
 from tests.stages.support import rows_of, write_ipc, write_parquet
 
 

@@ -2,7 +2,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.source import check_outside, check_unique_ids, scan_source
+from raybatch.stages.source import check_outside, scan_source
+from raybatch.stages.unique_ids import check_unique_ids
 from tests.stages.support import write_parquet
 
 

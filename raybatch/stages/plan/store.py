@@ -68,6 +68,8 @@ class StoredPlan:
             input and `units.arrow` says all.
         fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
         partition_by: columns of the source by which the output is laid out.
+        partition_types: of these columns, as Arrow names them.
+        skipped: name and reason of files of the source that were left out as unreadable.
         source: folder that the names of the files are relative to, when the plan was made; for
             people and for looking whether the files are still the same.
         model: as the user named it; for people.
@@ -92,6 +94,8 @@ class StoredPlan:
     model: str = ""
     number: int = 1
     first_unit: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
     version: int = _VERSION
 
 
@@ -108,6 +112,8 @@ class PlanSubject:
         partition_by: columns of the source by which the output is laid out.
         number: of the plan among those of the output.
         first_unit: number in the output of its first unit.
+        partition_types: of the columns `partition_by`, as Arrow names them.
+        skipped: name and reason of files of the source that were left out.
     """
 
     options: PlanConfig
@@ -118,6 +124,8 @@ class PlanSubject:
     partition_by: tuple[str, ...] = ()
     number: int = 1
     first_unit: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
 
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
@@ -210,9 +218,12 @@ def _parse(sink: str, said: bytes, name: str) -> StoredPlan:
     path = f"{sink.rstrip('/')}/{name}"
     with told_as(f"{path} is not a plan of this version of raybatch"):
         values = json.loads(said)
-        for name in ("files", "shards"):
-            values[name] = tuple(tuple(found) for found in values[name])
+        for key in ("files", "shards"):
+            values[key] = tuple(tuple(found) for found in values[key])
         values["partition_by"] = tuple(values["partition_by"])
+        values["partition_types"] = tuple(values.get("partition_types", ()))
+        skipped = values.get("skipped", ())
+        values["skipped"] = tuple((name, reason) for name, reason in skipped)
         stored = StoredPlan(**values)
         if stored.version != _VERSION:
             raise ConfigError(f"{path} has version {stored.version}; this is {_VERSION}")

@@ -1,0 +1,11 @@
+"""Where the report of a job lies."""
+
+__all__ = ["PAGE_PATH", "REPORT_PATH", "report_path"]
+
+REPORT_PATH = "_raybatch/report.json"
+PAGE_PATH = "_raybatch/report.html"
+
+
+def report_path(sink: str) -> str:
+    """Return where the report of `sink` lies."""
+    return f"{sink.rstrip('/')}/{REPORT_PATH}"
