@@ -1,6 +1,5 @@
 """A whole job that dies at each labelled point in turn, and is run again."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,18 +60,22 @@ class Baseline:
     is_right: bool
 
 
-def baseline(folder: Path) -> Baseline:
-    """Run the job without faults, and once more."""
-    rig = Rig(folder=folder)
+def baseline(rig: Rig, *, timeout_s: float = 120.0) -> Baseline:
+    """Run a job without faults, and once more.
+
+    Args:
+        rig: of the job; its folder is empty.
+        timeout_s: after which a run counts as hanging.
+    """
     rig.prepare()
-    _, seconds = _finish(rig)
-    _, rerun_s = _finish(rig)
+    _, seconds = rig.finish(timeout_s=timeout_s)
+    _, rerun_s = rig.finish(timeout_s=timeout_s)
     answers = rig.answers()
     return Baseline(
         answers=answers,
         seconds=seconds,
         rerun_s=rerun_s,
-        is_right=rig.check(answers).is_right and len(answers) == NUM_ROWS,
+        is_right=rig.check(answers).is_right and len(answers) == rig.num_rows,
     )
 
 
@@ -101,23 +104,12 @@ def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
         # Ray starts a feeder again, which dies again: the whole job ends with the first
         driver.kill_tree()
     parts_kept = rig.num_parts()
-    _, resume_s = _finish(rig)
+    _, resume_s = rig.finish()
     return PointResult(
         point=point,
         is_reached=is_reached,
         parts_kept=parts_kept,
-        rows_redone=rig.num_generated() - NUM_ROWS,
+        rows_redone=rig.num_redone(),
         resume_s=resume_s,
         checked=rig.check(expected),
     )
-
-
-def _finish(rig: Rig) -> tuple[int, float]:
-    """Run a job to its end; return the exit code and the seconds of the whole process."""
-    began = time.monotonic()
-    driver = rig.start()
-    try:
-        wait_until(lambda: False, driver)
-    finally:
-        driver.kill_tree()
-    return driver.process.returncode, time.monotonic() - began
