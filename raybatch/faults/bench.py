@@ -1,4 +1,4 @@
-"""All that is known about faults, measured: simulation, bad inputs, points, chaos, a soak, peers."""
+"""All that is known about faults, measured: simulation, inputs, points, chaos, a soak, peers."""
 
 import dataclasses
 import os
