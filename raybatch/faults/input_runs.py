@@ -49,12 +49,15 @@ class InputResult:
     seconds: float
 
 
-def try_inputs(folder: Path, *, hang_s: float = _HANG_S) -> tuple[InputResult, ...]:
+def try_inputs(
+    folder: Path, *, hang_s: float = _HANG_S, module: str = "raybatch.faults.input_runs"
+) -> tuple[InputResult, ...]:
     """Run the whole corpus; what ends the process that runs it costs one case.
 
     Args:
         folder: short, because Ray keeps sockets below it.
         hang_s: after which a case counts as hanging, and as long again for the start of Ray.
+        module: that runs cases, as this one does.
     """
     variables = {**os.environ}
     for name in ("RAY_ADDRESS", "RAYBATCH_FAULT"):
@@ -62,7 +65,6 @@ def try_inputs(folder: Path, *, hang_s: float = _HANG_S) -> tuple[InputResult, .
     results: list[InputResult] = []
     while len(results) < len(CORPUS):
         first = len(results)
-        module = "raybatch.faults.input_runs"
         driver = Driver.start(str(first), folder / f"{first}", variables, module=module)
         outcome: Outcome = "crashed"
         try:

@@ -33,12 +33,14 @@ class SoakOptions:
     Args:
         minutes: that the job takes at least.
         fault_every_s: between two faults; each waits for a new unit of the driver that it hits.
+        max_faults: that come; None sets no bound.
         read_every_s: between two readings of memory and handles.
         seed: of the faults.
     """
 
     minutes: float
     fault_every_s: float = 60.0
+    max_faults: int | None = None
     read_every_s: float = 5.0
     seed: int = 0
 
@@ -272,6 +274,10 @@ class _Soak:
 
     def _hit_if_due(self, driver: Driver) -> None:
         if time.monotonic() - self._fault_s < self.options.fault_every_s:
+            return
+        if self.options.max_faults is not None and (
+            self.injected.total() >= self.options.max_faults
+        ):
             return
         kind = self.rng.choice(KILLS)
         if Kills(rng=self.rng).by_kind[kind](driver):
