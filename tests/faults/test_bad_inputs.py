@@ -1,13 +1,12 @@
 """The corpus of bad inputs, and what is counted as handled."""
 
-import os
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
-from raybatch.faults import input_runs
 from raybatch.faults.bad_files import MARKER
 from raybatch.faults.bad_inputs import CORPUS
 from raybatch.faults.figures import FaultFigures, FaultOptions
@@ -24,12 +23,6 @@ RUN = ["null and empty prompts", "text that is not UTF-8", "values of partitions
 def cluster():
     with local_ray():
         yield
-
-
-@pytest.fixture
-def no_refusal(monkeypatch):
-    """A job that takes everything and writes nothing."""
-    monkeypatch.setattr(input_runs, "_run", lambda case, folder: ("rows", "{}", True))
 
 
 def test_the_corpus_has_many_cases_of_different_names():
@@ -55,23 +48,26 @@ def test_rows_of_another_status_are_not_handled(cluster, tmp_path):
     assert ("rows", False) == (found.outcome, found.is_handled)
 
 
-def test_an_error_that_is_not_ours_is_a_crash(monkeypatch, tmp_path):
-    def run(case, folder):
+def test_an_error_that_is_not_ours_is_a_crash(tmp_path):
+    def job_in(folder):
         raise pa.ArrowInvalid("deep inside")
 
-    monkeypatch.setattr(input_runs, "_run", run)
-    found = run_input(CASES["an empty file"], tmp_path)
+    case = SimpleNamespace(name="x", write=lambda folder: None, refusal="", job_in=job_in)
+    found = run_input(case, tmp_path)
     assert ("crashed", False) == (found.outcome, found.is_handled)
     assert found.said == "ArrowInvalid: deep inside"
 
 
-@pytest.mark.usefixtures("no_refusal")
-def test_a_payload_that_has_run_is_not_handled(tmp_path):
-    def write(folder):
-        os.mkdir(folder / MARKER)
+@pytest.mark.ray
+def test_a_refusal_after_a_payload_has_run_is_not_handled(cluster, tmp_path):
+    case = CASES["an empty file"]
 
-    found = run_input(replace(CASES["pickled objects"], write=write), tmp_path)
-    assert not found.is_handled
+    def write(folder):
+        case.write(folder)
+        (folder / MARKER).mkdir()
+
+    found = run_input(replace(case, write=write), tmp_path)
+    assert ("refused", False) == (found.outcome, found.is_handled)
 
 
 @pytest.mark.slow
