@@ -29,7 +29,6 @@ from raybatch.faults.bad_files import (
 
 __all__ = ["CORPUS", "BadInput"]
 
-_MAX_MODEL_LEN = 64
 _POISON = 7
 _NOT_UTF8 = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
 
@@ -64,10 +63,7 @@ class BadInput:
             "chat": False,
             "sampling": {"max_tokens": 4},
             "pool": {"replicas": 1},
-            "backend": {
-                "kind": "fake",
-                "options": {"max_model_len": _MAX_MODEL_LEN, "crash_on": _POISON},
-            },
+            "backend": {"kind": "fake", "options": {"max_model_len": 256}},
         }
         places = {"source": str(folder / "in"), "sink": str(folder / "out")}
         return {**places, **self.job, "stage": {**stage, **self.stage}}
@@ -238,7 +234,11 @@ _RUN = (
     BadInput(
         name="token ids that kill the engine",
         write=columns_of(ids=[[1, 2], [1, _POISON], [3, 4]]),
-        stage={"prompt": None, "tokenized_prompt": "ids"},
+        stage={
+            "prompt": None,
+            "tokenized_prompt": "ids",
+            "backend": {"kind": "fake", "options": {"crash_on": _POISON}},
+        },
         num_rows=3,
         bad={"crashed": 1},
     ),
