@@ -101,8 +101,9 @@ class FaultFigures:
     @property
     def outputs(self) -> list[Checked]:
         """Return what was found in the output of every real job that met a fault."""
-        found = [each.checked for each in (*self.points, *self.rounds)]
-        return found if self.soak is None else [*found, self.soak.checked]
+        soaks = [] if self.soak is None else [self.soak.checked]
+        points = [point.checked for point in self.points]
+        return [*points, *(each.checked for each in self.rounds), *soaks]
 
     def to_json(self) -> str:
         """Return everything, for a file."""

@@ -125,15 +125,15 @@ def _run(case: BadInput, folder: Path) -> tuple[Outcome, str, bool]:
 
 def _wait(driver: Driver, hang_s: float) -> None:
     """Wait for the end of a process that goes through cases."""
-    num_done = -1
-    while driver.is_running and num_done < len(_results(driver.folder)):
-        num_done = len(_results(driver.folder))
-        wait_until(
-            lambda known=num_done: len(_results(driver.folder)) > known,
-            driver,
-            timeout_s=hang_s * (1 if num_done else 2),
-            poll_s=_POLL_S,
-        )
+    num_done, timeout_s = 0, 2 * hang_s
+
+    def is_further() -> bool:
+        return len(_results(driver.folder)) > num_done
+
+    while wait_until(is_further, driver, timeout_s=timeout_s, poll_s=_POLL_S):
+        num_done, timeout_s = len(_results(driver.folder)), hang_s
+        if not driver.is_running:
+            return
 
 
 def _results(folder: Path) -> Sequence[InputResult]:
