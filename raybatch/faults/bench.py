@@ -16,7 +16,7 @@ from raybatch.faults.input_runs import try_inputs
 from raybatch.faults.mutations import MUTATIONS
 from raybatch.faults.peers import compare
 from raybatch.faults.places import Places
-from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Rig
+from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers
 from raybatch.faults.simulate import simulate
 from raybatch.faults.soak import soak
 from raybatch.faults.sweep import baseline, sweep
@@ -58,7 +58,7 @@ def measure_faults(options: FaultOptions, tell: Callable[[FaultFigures], None]) 
         if options.has_bad_inputs:
             add(inputs=try_inputs(root / "inputs"))
         if options.points or options.rounds:
-            undisturbed = baseline(Rig(folder=root / "base"))
+            undisturbed = baseline(root / "base")
             add(undisturbed=undisturbed)
             _sweep(root, options, undisturbed.answers, add)
             _go_through_chaos(root, options, undisturbed.answers, add)

@@ -14,8 +14,7 @@ from raybatch.durable.protocols import Store
 from raybatch.faults.drivers import Driver
 from raybatch.faults.kills import KILLS, Kills
 from raybatch.faults.readings import Reading, bytes_per_row, longest_run
-from raybatch.faults.rig import MAX_TOKENS, Checked, Rig
-from raybatch.faults.sweep import baseline
+from raybatch.faults.rig import MAX_TOKENS, Answers, Checked, Rig
 
 __all__ = ["SoakOptions", "SoakResult", "soak", "soak_rig"]
 
@@ -145,9 +144,7 @@ def soak(folder: Path, options: SoakOptions, rig: Rig | None = None) -> SoakResu
         rig: of the job; None takes that of `soak_rig`.
     """
     rig = soak_rig(folder / "job", options.minutes) if rig is None else rig
-    # the pace of the engines changes no answer
-    reference = replace(rig, folder=folder / "reference", step_s=0.0)
-    expected = baseline(reference, timeout_s=600 + 60 * options.minutes).answers
+    expected = _answers(replace(rig, folder=folder / "reference"), options)
     rig.prepare()
     running = _Soak(rig=rig, store=rig.store(), options=options, rng=random.Random(options.seed))
     problem, rerun_s = "", 0.0
@@ -176,6 +173,14 @@ def soak(folder: Path, options: SoakOptions, rig: Rig | None = None) -> SoakResu
         readings=tuple(running.readings),
         problem=problem,
     )
+
+
+def _answers(rig: Rig, options: SoakOptions) -> Answers:
+    """Return the texts of a run without faults, and without waiting: pace changes no answer."""
+    fast = replace(rig, step_s=0.0)
+    fast.prepare()
+    fast.finish(timeout_s=600 + 60 * options.minutes)
+    return fast.answers()
 
 
 def _run_once_more(rig: Rig) -> float:

@@ -60,22 +60,18 @@ class Baseline:
     is_right: bool
 
 
-def baseline(rig: Rig, *, timeout_s: float = 120.0) -> Baseline:
-    """Run a job without faults, and once more.
-
-    Args:
-        rig: of the job; its folder is empty.
-        timeout_s: after which a run counts as hanging.
-    """
+def baseline(folder: Path) -> Baseline:
+    """Run the job without faults, and once more."""
+    rig = Rig(folder=folder)
     rig.prepare()
-    _, seconds = rig.finish(timeout_s=timeout_s)
-    _, rerun_s = rig.finish(timeout_s=timeout_s)
+    _, seconds = rig.finish()
+    _, rerun_s = rig.finish()
     answers = rig.answers()
     return Baseline(
         answers=answers,
         seconds=seconds,
         rerun_s=rerun_s,
-        is_right=rig.check(answers).is_right and len(answers) == rig.num_rows,
+        is_right=rig.check(answers).is_right and len(answers) == NUM_ROWS,
     )
 
 
