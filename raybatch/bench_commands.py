@@ -2,14 +2,17 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raybatch.errors import ConfigError, MissingDependency
+
+if TYPE_CHECKING:
+    from raybatch.faults.figures import FaultFigures
 
 __all__ = ["add_bench_commands"]
 
@@ -37,6 +40,15 @@ def faults(
     no_peers: Annotated[
         bool, typer.Option("--no-peers", help="Leave out the comparison with Ray Data.")
     ] = False,
+    no_bad_inputs: Annotated[
+        bool, typer.Option("--no-bad-inputs", help="Leave out the corpus of bad inputs.")
+    ] = False,
+    soak_minutes: Annotated[
+        float, typer.Option(min=0, help="Of one long job under many faults; 0 is none.")
+    ] = 0.0,
+    fault_every_s: Annotated[
+        float, typer.Option(min=1, help="Between two faults of the long job.")
+    ] = 60.0,
     moto_python: Annotated[
         str, typer.Option(help="Interpreter that has moto, for faults of S3.")
     ] = sys.executable,
@@ -46,8 +58,10 @@ def faults(
 ) -> None:
     """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
     try:
-        from raybatch.faults.bench import FaultFigures, FaultOptions, measure_faults
+        from raybatch.faults.bench import measure_faults
+        from raybatch.faults.figures import FaultOptions
         from raybatch.faults.peers import PEERS
+        from raybatch.faults.soak import SoakOptions
         from raybatch.faults.sweep import SWEPT
     except ModuleNotFoundError as error:
         raise MissingDependency(
@@ -55,9 +69,29 @@ def faults(
         ) from error
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    long = SoakOptions(minutes=soak_minutes, fault_every_s=fault_every_s, seed=seed)
+    options = FaultOptions(
+        seed=seed,
+        schedules=schedules,
+        rounds=rounds,
+        first_round=first_round,
+        points=() if no_sweep else SWEPT,
+        peers=() if no_peers else PEERS,
+        has_bad_inputs=not no_bad_inputs,
+        soak=long if soak_minutes else None,
+        moto_python=moto_python,
+    )
+    with _quiet():
+        found = measure_faults(options, _telling(out))
+    typer.echo(found.to_text())
+    raise typer.Exit(0 if found.is_right else 1)
+
+
+def _telling(out: Path | None) -> Callable[["FaultFigures"], None]:
+    """Return what stores all figures after each step, and says what the last one found."""
     told = 0
 
-    def tell(figures: FaultFigures) -> None:
+    def tell(figures: "FaultFigures") -> None:
         nonlocal told
         if out is not None:
             out.write_text(figures.to_json())
@@ -67,19 +101,7 @@ def faults(
             last = (*figures.peers, *figures.points, *figures.rounds)[-1]
             typer.echo(f"{figures.seconds:7.0f} s  {last}", err=True)
 
-    options = FaultOptions(
-        seed=seed,
-        schedules=schedules,
-        rounds=rounds,
-        first_round=first_round,
-        points=() if no_sweep else SWEPT,
-        peers=() if no_peers else PEERS,
-        moto_python=moto_python,
-    )
-    with _quiet():
-        found = measure_faults(options, tell)
-    typer.echo(found.to_text())
-    raise typer.Exit(0 if found.is_right else 1)
+    return tell
 
 
 @contextmanager

@@ -4,29 +4,26 @@ A fault comes when so many units are in the output, never at a time.
 """
 
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from raybatch.faults.drivers import Driver, wait_until
+from raybatch.faults.kills import KILLS, Kills
 from raybatch.faults.places import Place, Places
-from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
+from raybatch.faults.rig import NUM_UNITS, Answers, Checked, Rig
 
 __all__ = ["KINDS", "Planned", "RoundResult", "plan_round", "run_round"]
 
 _TWO = "two drivers"
 _FAULTS_PER_ROUND = 3
 _MAX_DRIVERS = 12
-_STOP_S = 3.0
 _NUM_HTTP_ERRORS = 25
 # where a fault of each kind can happen, and how often such rounds are drawn
 KINDS: Mapping[str, Sequence[str]] = {
-    "local": ("replica", "feeder", "driver", "tree", "stop", _TWO),
+    "local": (*KILLS, _TWO),
     "disk": ("disk full", "read-only"),
     "s3": ("s3 errors", "tree", "replica"),
     "nodes": ("node",),
@@ -56,6 +53,7 @@ class RoundResult:
         injected: kinds of the faults that came; a job may end before one does.
         num_drivers: that were started until the job was done.
         rows_redone: rows that engines finished more than once.
+        late_units: commits that came when somebody faster had written the unit, see `Rig`.
         seconds: of wall clock.
         checked: the output in the end.
         problem: what went wrong with the round itself; "" where nothing did.
@@ -65,6 +63,7 @@ class RoundResult:
     injected: tuple[str, ...]
     num_drivers: int
     rows_redone: int
+    late_units: int
     seconds: float
     checked: Checked
     problem: str = ""
@@ -119,7 +118,8 @@ def run_round(
             planned=planned,
             injected=tuple(running.injected),
             num_drivers=len(running.drivers),
-            rows_redone=rig.num_generated() - NUM_ROWS,
+            rows_redone=rig.num_redone(),
+            late_units=rig.num_late_units(),
             seconds=time.monotonic() - began,
             checked=rig.check(expected),
             problem=problem,
@@ -187,49 +187,13 @@ class _Round:
 
     def _injections(self) -> Mapping[str, Callable[[Driver], bool]]:
         return {
-            "replica": lambda driver: self._signal(driver, "Replica", signal.SIGKILL),
-            "feeder": lambda driver: self._signal(driver, "MapWorker", signal.SIGKILL),
-            "driver": self._kill_driver,
-            "tree": self._kill_tree,
-            "stop": self._stop,
+            **Kills(rng=self.rng).by_kind,
             _TWO: self._start_second,
             "disk full": self._fill_disk,
             "read-only": self._make_read_only,
             "s3 errors": self._fail_requests,
             "node": self._lose_node,
         }
-
-    def _chosen(self, driver: Driver, title: str) -> psutil.Process | None:
-        found = driver.workers(title)
-        return self.rng.choice(found) if found else None
-
-    def _signal(self, driver: Driver, title: str, number: int) -> bool:
-        process = self._chosen(driver, title)
-        if process is None:
-            return False
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-            return True
-        return False
-
-    def _kill_driver(self, driver: Driver) -> bool:
-        driver.kill()
-        return True
-
-    def _kill_tree(self, driver: Driver) -> bool:
-        driver.kill_tree()
-        return True
-
-    def _stop(self, driver: Driver) -> bool:
-        process = self._chosen(driver, "Replica")
-        if process is None:
-            return False
-        with suppress(psutil.NoSuchProcess):
-            process.suspend()
-            time.sleep(_STOP_S)
-            process.resume()
-            return True
-        return False
 
     def _start_second(self, driver: Driver) -> bool:
         self._start()

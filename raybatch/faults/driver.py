@@ -14,6 +14,8 @@ import ray
 from raybatch.errors import RaybatchError
 from raybatch.job import Job
 
+__all__ = ["main", "start_ray"]
+
 # more than the host may have: the engines of these jobs wait, they do not compute
 _NUM_CPUS = 4
 _OBJECT_STORE_BYTES = 100 << 20
@@ -28,6 +30,23 @@ def main(job_file: str, temp_dir: str) -> int:
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("raybatch").setLevel(logging.INFO)
+    start_ray(temp_dir)
+    began = time.monotonic()
+    try:
+        report = Job.from_yaml(job_file).run(progress=lambda *_: None)
+    except RaybatchError as error:
+        logging.getLogger("raybatch").error("%s", error)
+        return 1
+    Path(temp_dir, "seconds").write_text(f"{time.monotonic() - began:.3f}")
+    return report.exit_code()
+
+
+def start_ray(temp_dir: str) -> None:
+    """Start a cluster of this process, or join the one that RAY_ADDRESS names.
+
+    Args:
+        temp_dir: for the files of Ray.
+    """
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
     else:
@@ -40,14 +59,6 @@ def main(job_file: str, temp_dir: str) -> int:
             log_to_driver=False,
             _temp_dir=temp_dir,
         )
-    began = time.monotonic()
-    try:
-        report = Job.from_yaml(job_file).run(progress=lambda *_: None)
-    except RaybatchError as error:
-        logging.getLogger("raybatch").error("%s", error)
-        return 1
-    Path(temp_dir, "seconds").write_text(f"{time.monotonic() - began:.3f}")
-    return report.exit_code()
 
 
 if __name__ == "__main__":

@@ -99,8 +99,16 @@ class Driver:
         return (self.folder / "driver.log").read_text(errors="replace")[-2000:]
 
 
-def wait_until(is_so: Callable[[], bool], driver: Driver, *, timeout_s: float = 120.0) -> bool:
+def wait_until(
+    is_so: Callable[[], bool], driver: Driver, *, timeout_s: float = 120.0, poll_s: float = _POLL_S
+) -> bool:
     """Wait for something while a driver runs; return whether it came to be.
+
+    Args:
+        is_so: whether it has come to be.
+        driver: that runs.
+        timeout_s: after which the driver counts as hanging.
+        poll_s: between two looks, each of which goes through the processes of the host.
 
     Raises:
         TimeoutError: neither that nor the end of the driver came.
@@ -112,7 +120,7 @@ def wait_until(is_so: Callable[[], bool], driver: Driver, *, timeout_s: float = 
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"a driver hangs: {driver.last_words()}")
         driver.family()
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return True
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
-from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, part_name, part_unit
+from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
 from raybatch.durable.partitioned import commit_partitioned
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.protocols import Store
@@ -55,7 +55,7 @@ def _commit_by_attempt(
 def _committed_by_any_attempt(store: Store, plan: UnitPlan) -> Any:  # noqa: ANN401
     is_done = np.zeros(plan.num_units, bool)
     numbers = [part_unit(name) for name in store.names(DATA)]
-    is_done[[number for number in numbers if number is not None]] = True
+    is_done[[n for n in numbers if n is not None and n < plan.num_units]] = True
     return is_done
 
 
@@ -92,12 +92,12 @@ def _commit_record_first(store: Store, *args: Any, **options: Any) -> Receipt:  
     return commit_partitioned(_FilesLater(store), *args, **options)
 
 
-def _open_own_plan(store: Store, make: Callable[[], bytes]) -> bytes:
+def _open_own_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
     """Take the stored plan where there is one, and else the own one, whoever else makes one."""
-    if store.size(PLAN) is not None:
-        return store.read(PLAN)
+    if store.size(name) is not None:
+        return store.read(name)
     made = make()
-    store.replace(PLAN, made)
+    store.replace(name, made)
     return made
 
 
@@ -166,14 +166,33 @@ def _receipt(unit: Unit) -> Receipt:
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=False, counts=counts)
 
 
-def _reading_early(store: Store, make: Callable[[], bytes]) -> bytes:
+def _reading_early(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
     """Create the plan as the protocol does, but go on with the own one."""
     try:
-        return store.read(PLAN)
+        return store.read(name)
     except FileNotFoundError:
         made = make()
-        store.create(PLAN, made)
+        store.create(name, made)
         return made
+
+
+class _KeepingSuccess:
+    """A store that never says anything but what was said of the first plan."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._store, name)
+
+    def replace(self, name: str, data: bytes) -> None:
+        if name != SUCCESS:
+            self._store.replace(name, data)
+
+
+def _finished_once(store: Store, plan: UnitPlan) -> bool:
+    """Take an output that was complete for one that is."""
+    return store.size(SUCCESS) is not None
 
 
 MUTATIONS: Mapping[str, Steps] = MappingProxyType(
@@ -192,6 +211,8 @@ MUTATIONS: Mapping[str, Steps] = MappingProxyType(
         "recovery deletes": replace(REAL, committed=_committed_after_cleaning),
         "create overwrites": replace(REAL, wrap_store=_Overwriting),
         "a journal is taken for a commit": replace(REAL, committed=_committed_or_kept),
+        "success is said for the first plan alone": replace(REAL, wrap_store=_KeepingSuccess),
+        "a plan that came later is taken for finished": replace(REAL, is_finished=_finished_once),
         "the plan of a part is not checked": replace(
             REAL, audit=_trusting_audit, receipt_of=_trusting_receipt
         ),

@@ -12,14 +12,26 @@ import pyarrow as pa
 
 from raybatch.durable import audit as audits
 from raybatch.durable import commit, journal, opening, partitioned
+from raybatch.durable.layout import plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.protocols import Store
 from raybatch.durable.repeating import Repeating
-from raybatch.durable.units import UnitCounts, UnitPlan, row_sum, row_sums
+from raybatch.durable.units import UnitCounts, UnitPlan, join_plans, row_sum, row_sums
+from raybatch.errors import CommitError
 from raybatch.faults.virtual_store import Files, VirtualStore
 from raybatch.faults.world import Process, World
 
-__all__ = ["NUM_ROWS", "PLANS", "REAL", "Player", "Steps", "drive", "foreign_part"]
+__all__ = [
+    "LATER_ROWS",
+    "NUM_ROWS",
+    "PLANS",
+    "REAL",
+    "Opened",
+    "Player",
+    "Steps",
+    "drive",
+    "foreign_part",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,6 +42,12 @@ PLANS = (
     ((0,), (1, 2), (3, 4)),
 )
 NUM_ROWS = 5
+# rows that come to the input later
+LATER_ROWS = (5, 6)
+_LATER_PLANS = (
+    ((5, 6),),
+    ((6,), (5,)),
+)
 _FOREIGN_ROW = 77
 _MAX_ROUNDS = 3
 _NUM_TRIES = 3
@@ -41,7 +59,8 @@ SCHEMA = pa.schema([pa.field("id", pa.string()), pa.field("text", pa.string())])
 class Steps:
     """The steps of the protocol; a mutation replaces one of them."""
 
-    open_plan: Callable[[Store, Callable[[], bytes]], bytes] = opening.open_plan
+    open_plan: Callable[..., bytes] = opening.open_plan
+    is_finished: Callable[[Store, UnitPlan], bool] = audits.is_finished
     committed: Callable[[Store, UnitPlan], Any] = commit.committed
     receipt_of: Callable[..., Any] = commit.receipt_of
     commit_unit: Callable[..., Any] = commit.commit_unit
@@ -66,6 +85,8 @@ class Player:
         has_journal: finished rows are kept before a unit is complete.
         is_partitioned: the output is cut by a column of the input.
         damage: chance that the rows of a unit arrive damaged at its commit.
+        may_grow: rows come to the input at some time.
+        has_grown: they had come when this driver listed its input.
     """
 
     world: World
@@ -76,6 +97,8 @@ class Player:
     has_journal: bool
     is_partitioned: bool
     damage: float
+    may_grow: bool = False
+    has_grown: bool = False
 
     def store(self, process: Process) -> Store:
         """Return the store as a process sees it."""
@@ -83,62 +106,85 @@ class Player:
         return Repeating(raw, num_tries=_NUM_TRIES, sleep=lambda seconds: self.world.yield_turn())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Opened:
+    """A plan as a driver has read it.
+
+    Args:
+        rows: of each unit.
+        plan: of these.
+    """
+
+    rows: Sequence[Sequence[int]]
+    plan: UnitPlan
+
+
 def drive(player: Player, process: Process) -> None:
-    """Run a job to its end: open, list, run units in feeders, audit, finish."""
+    """Run a job to its end: open, list, run units in feeders, audit, finish.
+
+    Where the input has grown, a further plan follows the first.
+    """
     store, steps = player.store(process), player.steps
-    plan_json = steps.open_plan(store, lambda: _make_plan(store, player.variant))
-    stored = json.loads(plan_json)
-    variant, plan = _read_plan(store.read(stored["shard"]), player.is_partitioned)
-    if audits.is_finished(store, plan):
+    plans = [_open_plan(player, store, []), *_later(player, store)]
+    num_inputs = 1 + player.has_grown
+    if len(plans) > num_inputs:
+        raise CommitError("an input file is gone")  # what another driver has seen
+    if len(plans) == num_inputs and steps.is_finished(store, _joined(plans)):
         return
-    for number in range(_MAX_ROUNDS):
-        todo = np.flatnonzero(~steps.committed(store, plan)).tolist()
-        if not todo:
+    for number in range(num_inputs):
+        if number == len(plans):
+            plans.append(_open_plan(player, store, plans))
+        if not _run_plan(player, process, plans, number):
             break
-        _feed_in_two(player, process, variant, plan, todo, number)
-    found = steps.audit(store, plan, num_threads=1, part_format=FORMAT)
-    audits.finish(store, plan, found)
+    plans = [plans[0], *_later(player, store)]
+    whole = _joined(plans)
+    found = steps.audit(store, whole, num_threads=1, part_format=FORMAT)
+    audits.finish(store, whole, found)
     if player.has_journal:
-        for unit in range(plan.num_units):
+        for unit in range(whole.num_units):
             journal.drop_fragments(store, unit)
 
 
+def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number: int) -> bool:
+    """Run what is left of one plan; return whether all of it is in the output."""
+    store, own = player.store(process), plans[number].plan
+    for attempt in range(_MAX_ROUNDS):
+        now = [plans[0], *_later(player, store)]
+        is_done = player.steps.committed(store, _joined(now))
+        todo = np.flatnonzero(~is_done[own.first_unit :][: own.num_units]).tolist()
+        if not todo:
+            return True
+        name = f"d{player.number}p{number}r{attempt}"
+        _feed_in_two(player, process, plans[number], todo, name)
+    return False
+
+
 def _feed_in_two(
-    player: Player,
-    process: Process,
-    variant: int,
-    plan: UnitPlan,
-    todo: list[int],
-    number: int,
+    player: Player, process: Process, opened: Opened, todo: list[int], name: str
 ) -> None:
     """Run units in two feeders, which share one of them as two copies of a slow one do."""
     middle = len(todo) // 2
     shares = [share for share in (todo[: middle + 1], todo[: middle - 1 : -1]) if share]
     for index, share in enumerate(shares if len(todo) > 1 else [todo]):
-        attempt = f"d{player.number}r{number}f{index}"
+        attempt = f"{name}f{index}"
 
         def run(feeder: Process, share: list[int] = share, attempt: str = attempt) -> None:
-            _feed(player, feeder, variant, plan, share, attempt)
+            _feed(player, feeder, opened, share, attempt)
 
         player.world.start(attempt, run, is_faulty=process.is_faulty, parent=process)
     player.world.wait(process)
 
 
 def _feed(
-    player: Player,
-    process: Process,
-    variant: int,
-    plan: UnitPlan,
-    numbers: Sequence[int],
-    attempt: str,
+    player: Player, process: Process, opened: Opened, numbers: Sequence[int], attempt: str
 ) -> None:
     """Run some units, one after the other, as one feeder does."""
-    store = player.store(process)
+    store, plan = player.store(process), opened.plan
     for number in numbers:
         unit = plan.unit(number)
         if _is_committed(player, store, unit, plan.hash):
             continue
-        rows = PLANS[variant][number]
+        rows = opened.rows[number]
         said = dict.fromkeys(range(len(rows)), attempt)
         if player.has_journal:
             said |= _with_journal(store, unit, plan.hash, rows, attempt)
@@ -210,25 +256,56 @@ def _delivered(player: Player, num_rows: int) -> list[int]:
     return pos
 
 
-def _make_plan(store: Store, variant: int) -> bytes:
-    shard = f"_raybatch/plan/plan-{variant}/units.json"
-    store.create(shard, json.dumps({"variant": variant}).encode())
-    return json.dumps({"hash": f"plan-{variant}", "shard": shard}).encode()
+def _open_plan(player: Player, store: Store, before: Sequence[Opened]) -> Opened:
+    """Open the plan that follows others, making it where there is none."""
+
+    def make() -> bytes:
+        return _make_plan(store, player.variant, before)
+
+    name = plan_name(len(before) + 1)
+    said = player.steps.open_plan(store, make, name=name)
+    return _read_shard(store.read(json.loads(said)["shard"]), player.is_partitioned)
+
+
+def _later(player: Player, store: Store) -> list[Opened]:
+    """Return the plan of rows that came later, where it is there."""
+    name = plan_name(2)
+    if not player.may_grow or store.size(name) is None:
+        return []
+    shard = json.loads(store.read(name))["shard"]
+    return [_read_shard(store.read(shard), player.is_partitioned)]
+
+
+def _joined(plans: Sequence[Opened]) -> UnitPlan:
+    return join_plans([opened.plan for opened in plans])
+
+
+def _make_plan(store: Store, variant: int, before: Sequence[Opened]) -> bytes:
+    """Write the shard of a plan and return what its file says."""
+    values = {
+        "hash": f"plan-{variant}" if not before else f"later-{variant}",
+        "rows": _LATER_PLANS[variant % len(_LATER_PLANS)] if before else PLANS[variant],
+        "first_unit": sum(opened.plan.num_units for opened in before),
+    }
+    shard = f"_raybatch/plan/{values['hash']}/units.json"
+    store.create(shard, json.dumps(values).encode())
+    return json.dumps({"shard": shard}).encode()
 
 
 @lru_cache(maxsize=64)
-def _read_plan(shard: bytes, is_partitioned: bool) -> tuple[int, UnitPlan]:
-    variant = json.loads(shard)["variant"]
-    units = PLANS[variant]
+def _read_shard(shard: bytes, is_partitioned: bool) -> Opened:
+    values = json.loads(shard)
+    units = values["rows"]
     unit = np.repeat(np.arange(len(units)), [len(rows) for rows in units])
     rows = np.array([row for one in units for row in one], np.int64)
     plan = UnitPlan(
-        hash=f"plan-{variant}",
+        hash=values["hash"],
         unit_rows=np.array([len(one) for one in units], np.int64),
         row_sums=row_sums(unit, rows, len(units)),
         is_partitioned=is_partitioned,
+        first_unit=values["first_unit"],
     )
-    return variant, plan
+    return Opened(rows=units, plan=plan)
 
 
 @lru_cache(maxsize=65536)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raybatch.durable.audit import audit
@@ -16,14 +18,19 @@ from raybatch.durable.layout import DATA, SUCCESS
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.errors import RaybatchError
-from raybatch.faults.drivers import Driver
+from raybatch.faults.drivers import Driver, wait_until
+from raybatch.history.reading import read_history
+from raybatch.outputs.verify import verify
 from raybatch.stages.plan.store import read_plan, read_units
 
-__all__ = ["NUM_ROWS", "NUM_UNITS", "Answers", "Checked", "Rig"]
+__all__ = ["MAX_TOKENS", "NUM_ROWS", "NUM_UNITS", "Answers", "Checked", "Rig"]
 
 NUM_ROWS = 720
 NUM_UNITS = 40
-_ROWS_PER_FILE = 240
+# of a row
+MAX_TOKENS = 32
+_NUM_FILES = 3
+_POLL_S = 0.2
 
 Answers = Mapping[int, str]
 
@@ -39,6 +46,7 @@ class Checked:
         duplicated: rows that are there again.
         wrong: rows whose text is not that of a run without faults.
         is_clean: the audit found nothing, and `_SUCCESS` is there.
+        is_verified: `raybatch verify --deep` calls the output complete.
     """
 
     expected: int
@@ -47,11 +55,13 @@ class Checked:
     duplicated: int
     wrong: int
     is_clean: bool
+    is_verified: bool
 
     @property
     def is_right(self) -> bool:
         """Return whether every row is there once, with its text."""
-        return self.is_clean and not (self.lost or self.duplicated or self.wrong)
+        is_whole = self.is_clean and self.is_verified
+        return is_whole and not (self.lost or self.duplicated or self.wrong)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +73,12 @@ class Rig:
         sink: of the job; None is a folder below.
         source: of the job; None is a folder below.
         variables: environment of the drivers.
-        step_s: of the engines.
+        num_rows: of the source.
         unit_rows: rows of a unit.
+        replicas: engines.
+        max_num_seqs: rows that one of them answers at once.
+        step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
+        flush_every_s: as in the job file.
         partition_by: columns that lay out the output.
     """
 
@@ -72,8 +86,12 @@ class Rig:
     sink: str | None = None
     source: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    step_s: float = 0.01
+    num_rows: int = NUM_ROWS
     unit_rows: int = NUM_ROWS // NUM_UNITS
+    replicas: int = 2
+    max_num_seqs: int = 16
+    step_s: float = 0.01
+    flush_every_s: float = 0.3
     partition_by: tuple[str, ...] = ()
 
     @property
@@ -89,19 +107,21 @@ class Rig:
     def prepare(self) -> None:
         """Write source and job file."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        numbers = range(self.num_rows)
         rows = pa.table(
             {
                 # neighbours share a beginning, so that there is something to plan
-                "prompt": [f"chapter {i // 24}: question {i} of many" for i in range(NUM_ROWS)],
-                "number": pa.array(range(NUM_ROWS)),
-                "third": [i % 3 for i in range(NUM_ROWS)],
+                "prompt": [f"chapter {i // 24}: question {i} of many" for i in numbers],
+                "number": pa.array(numbers),
+                "third": [i % 3 for i in numbers],
             }
         )
         fs, root = fsspec.core.url_to_fs(self.source_uri)
         fs.makedirs(root, exist_ok=True)
-        for first in range(0, NUM_ROWS, _ROWS_PER_FILE):
+        file_rows = -(-self.num_rows // _NUM_FILES)
+        for first in range(0, self.num_rows, file_rows):
             with fs.open(f"{root}/{first:04d}.parquet", "wb") as file:
-                pq.write_table(rows.slice(first, _ROWS_PER_FILE), file)
+                pq.write_table(rows.slice(first, file_rows), file)
         self.job_file.write_text(json.dumps(self._job()))
 
     @property
@@ -124,6 +144,16 @@ class Rig:
             variables["RAYBATCH_FAULT"] = fault
         return Driver.start(self.job_file, self.folder / name, variables)
 
+    def finish(self, *, timeout_s: float = 120.0) -> tuple[int, float]:
+        """Run the job to its end; return the exit code and the seconds of the whole process."""
+        began = time.monotonic()
+        driver = self.start()
+        try:
+            wait_until(lambda: False, driver, timeout_s=timeout_s, poll_s=_POLL_S)
+        finally:
+            driver.kill_tree()
+        return driver.process.returncode, time.monotonic() - began
+
     def store(self) -> Store:
         """Return the store of the sink."""
         return open_store(self.sink_uri)
@@ -142,6 +172,18 @@ class Rig:
         path = self.folder / "finished"
         return path.stat().st_size if path.exists() else 0
 
+    def num_redone(self) -> int:
+        """Return how many rows engines have finished again."""
+        return max(0, self.num_generated() - self.num_rows)
+
+    def num_late_units(self) -> int:
+        """Return how often somebody came to commit a unit that was there, as the logs say.
+
+        A zombie, a second driver or a task that Ray ran again had been faster. What a killed run
+        had not logged is not counted.
+        """
+        return sum(run.units_found for run in read_history(self.store()).runs)
+
     def answers(self) -> Answers:
         """Return the text of every row of the output."""
         table = self._rows()
@@ -155,20 +197,32 @@ class Rig:
         try:
             stored = read_plan(self.sink_uri)
             is_clean = audit(store, read_units(self.sink_uri, stored)).is_clean
+            is_verified = verify(self.sink_uri, deep=True).is_complete
             rows = self._rows()
         except (RaybatchError, pa.ArrowInvalid):
-            return Checked(expected=NUM_ROWS, written=0, lost=NUM_ROWS, duplicated=0, wrong=0,
-                           is_clean=False)  # fmt: skip
+            return self._unreadable()
         numbers, texts = rows["number"].to_pylist(), rows["generated_text"].to_pylist()
-        ids = rows["row_id"].to_pylist()
+        num_ids = pc.count_distinct(rows["row_id"]).as_py()
         pairs = zip(numbers, texts, strict=True)
         return Checked(
-            expected=NUM_ROWS,
+            expected=self.num_rows,
             written=len(numbers),
             lost=len(set(expected) - set(numbers)),
-            duplicated=len(numbers) - min(len(set(numbers)), len(set(ids))),
+            duplicated=len(numbers) - min(len(set(numbers)), num_ids),
             wrong=sum(expected.get(number) != text for number, text in pairs),
             is_clean=is_clean and store.size(SUCCESS) is not None,
+            is_verified=is_verified,
+        )
+
+    def _unreadable(self) -> Checked:
+        return Checked(
+            expected=self.num_rows,
+            written=0,
+            lost=self.num_rows,
+            duplicated=0,
+            wrong=0,
+            is_clean=False,
+            is_verified=False,
         )
 
     def _rows(self) -> pa.Table:
@@ -181,21 +235,21 @@ class Rig:
     def _job(self) -> dict[str, Any]:
         options = {
             "step_s": self.step_s,
-            "max_num_seqs": 16,
+            "max_num_seqs": self.max_num_seqs,
             "lengths": "hash",
             "finished_log": str(self.folder / "finished"),
         }
         return {
             "source": self.source_uri,
             "sink": self.sink_uri,
-            "flush_every_s": 0.3,
+            "flush_every_s": self.flush_every_s,
             "partition_by": list(self.partition_by),
             "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
             "stage": {
                 "model": "demo",
                 "prompt": "{prompt}",
-                "sampling": {"max_tokens": 32},
-                "pool": {"replicas": 2},
+                "sampling": {"max_tokens": MAX_TOKENS},
+                "pool": {"replicas": self.replicas},
                 "backend": {"kind": "fake", "options": options},
             },
         }

@@ -6,9 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raybatch.durable.layout import PLAN, part_name
+from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.faults.oracle import Oracle
-from raybatch.faults.players import NUM_ROWS, PLANS, REAL, Player, Steps, drive, foreign_part
+from raybatch.faults.players import (
+    LATER_ROWS,
+    NUM_ROWS,
+    PLANS,
+    REAL,
+    Player,
+    Steps,
+    drive,
+    foreign_part,
+)
 from raybatch.faults.virtual_store import Files
 from raybatch.faults.world import FaultRates, Process, World
 
@@ -45,6 +54,8 @@ class SimulationReport:
         seed: of all schedules.
         num_schedules: that were run.
         num_commits: parts that were written.
+        num_late: parts that somebody came to write when another had, and left as they were.
+        num_grown: schedules in which rows came to the input.
         num_foreign: schedules where somebody put another job's part among the parts.
         faults: number of each kind.
         violations: the first broken promise of each schedule that broke one.
@@ -54,6 +65,8 @@ class SimulationReport:
     seed: int
     num_schedules: int
     num_commits: int
+    num_late: int
+    num_grown: int
     num_foreign: int
     faults: Mapping[str, int]
     violations: tuple[Violation, ...]
@@ -98,12 +111,14 @@ def simulate(
     begin = time.perf_counter()
     faults: Counter[str] = Counter()
     violations = []
-    num_commits = num_foreign = num_run = 0
+    num_commits = num_late = num_grown = num_foreign = num_run = 0
     for number in range(first, first + schedules):
         world, oracle = _run(seed, number, steps, None)
         num_run += 1
         faults.update(world.faults)
         num_commits += oracle.num_commits
+        num_late += oracle.num_late
+        num_grown += oracle.may_grow
         num_foreign += oracle.is_foreign
         if oracle.violations:
             violations.append(Violation(schedule=number, what=oracle.violations[0]))
@@ -113,6 +128,8 @@ def simulate(
         seed=seed,
         num_schedules=num_run,
         num_commits=num_commits,
+        num_late=num_late,
+        num_grown=num_grown,
         num_foreign=num_foreign,
         faults=dict(faults),
         violations=tuple(violations),
@@ -132,7 +149,13 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     world = World(rng, _RATES[int(rng.random() * len(_RATES))], trace=trace)
     # without exclusive creates the protocol asks that all drivers make the same plan
     is_exclusive = rng.random() < 0.9
-    oracle = Oracle([f"r{row}" for row in range(NUM_ROWS)], is_exclusive=is_exclusive)
+    # where the last writer wins, so would what an older run says of the input
+    may_grow = rng.random() < 0.25 and is_exclusive
+    oracle = Oracle(
+        [f"r{row}" for row in range(NUM_ROWS)],
+        later=[f"r{row}" for row in LATER_ROWS] if may_grow else [],
+        is_exclusive=is_exclusive,
+    )
     files = Files(world, oracle, is_exclusive=is_exclusive)
     has_journal = rng.random() < 0.3
     # planted bugs of parts are not looked for where there are none
@@ -140,7 +163,7 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     variants = [int(rng.random() * len(PLANS)) for _ in range(4)]
     damage = 0.1 if rng.random() < 0.3 else 0.0
 
-    def player(driver: int, damage: float) -> Player:
+    def player(driver: int, damage: float, *, has_grown: bool) -> Player:
         return Player(
             world=world,
             files=files,
@@ -150,17 +173,19 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
             has_journal=has_journal,
             is_partitioned=is_partitioned,
             damage=damage,
+            may_grow=may_grow,
+            has_grown=has_grown,
         )
 
     for driver in range(1 + int(rng.random() * 3)):
-        _start(world, player(driver, damage), is_faulty=True)
+        has_grown = may_grow and rng.random() < 0.5
+        _start(world, player(driver, damage, has_grown=has_grown), is_faulty=True)
     # a store that replaces parts may replace a foreign one: nobody could tell
     if rng.random() < 0.05 and is_exclusive and not is_partitioned:
         world.start("stranger", lambda process: _plant(world, files), is_faulty=False)
     try:
         world.run()
-        last = _start(world, player(3, 0.0), is_faulty=False)
-        world.run(until=last)
+        last = _run_last(world, files, player(3, 0.0, has_grown=may_grow))
         oracle.finished(last.failure, files.by_name)
         # zombies go on over a finished output
         world.wake_all()
@@ -171,6 +196,16 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     if trace is not None:
         trace += [f"broken: {violation}" for violation in oracle.violations]
     return world, oracle
+
+
+def _run_last(world: World, files: Files, player: Player) -> Process:
+    """Run a driver without faults; again where a zombie let the input grow under it."""
+    while True:
+        has_grown = plan_name(2) in files.by_name
+        last = _start(world, player, is_faulty=False)
+        world.run(until=last)
+        if last.failure is None or has_grown == (plan_name(2) in files.by_name):
+            return last
 
 
 def _start(world: World, player: Player, *, is_faulty: bool) -> Process:

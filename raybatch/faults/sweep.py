@@ -1,6 +1,5 @@
 """A whole job that dies at each labelled point in turn, and is run again."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +64,8 @@ def baseline(folder: Path) -> Baseline:
     """Run the job without faults, and once more."""
     rig = Rig(folder=folder)
     rig.prepare()
-    _, seconds = _finish(rig)
-    _, rerun_s = _finish(rig)
+    _, seconds = rig.finish()
+    _, rerun_s = rig.finish()
     answers = rig.answers()
     return Baseline(
         answers=answers,
@@ -101,23 +100,12 @@ def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
         # Ray starts a feeder again, which dies again: the whole job ends with the first
         driver.kill_tree()
     parts_kept = rig.num_parts()
-    _, resume_s = _finish(rig)
+    _, resume_s = rig.finish()
     return PointResult(
         point=point,
         is_reached=is_reached,
         parts_kept=parts_kept,
-        rows_redone=rig.num_generated() - NUM_ROWS,
+        rows_redone=rig.num_redone(),
         resume_s=resume_s,
         checked=rig.check(expected),
     )
-
-
-def _finish(rig: Rig) -> tuple[int, float]:
-    """Run a job to its end; return the exit code and the seconds of the whole process."""
-    began = time.monotonic()
-    driver = rig.start()
-    try:
-        wait_until(lambda: False, driver)
-    finally:
-        driver.kill_tree()
-    return driver.process.returncode, time.monotonic() - began

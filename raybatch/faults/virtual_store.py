@@ -79,6 +79,8 @@ class VirtualStore:
                 # others may write between the look and the write
                 self._world.yield_turn()
             self._files.put(name, data)
+        else:
+            self._files.oracle.found_written(name)
         self._after(fault)
         return won
 

@@ -4,17 +4,26 @@ import json
 import random
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raybatch.faults.bench import FaultFigures, FaultOptions
 from raybatch.faults.chaos import KINDS, Planned, RoundResult, plan_round, run_round
+from raybatch.faults.figures import FaultFigures, FaultOptions
 from raybatch.faults.places import Places
 from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Checked, Rig
 from raybatch.faults.sweep import PointResult, sweep
 
-RIGHT = Checked(expected=NUM_ROWS, written=NUM_ROWS, lost=0, duplicated=0, wrong=0, is_clean=True)
+RIGHT = Checked(
+    expected=NUM_ROWS,
+    written=NUM_ROWS,
+    lost=0,
+    duplicated=0,
+    wrong=0,
+    is_clean=True,
+    is_verified=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +49,12 @@ def answers(folder, swept):
 def test_a_job_that_dies_after_a_commit_goes_on(swept, answers):
     assert swept.is_reached
     assert 0 < swept.parts_kept < NUM_UNITS
-    assert (NUM_ROWS, 0, 0, True) == (
+    assert (NUM_ROWS, 0, 0, True, True) == (
         swept.checked.written,
         swept.checked.lost,
         swept.checked.duplicated,
         swept.checked.is_clean,
+        swept.checked.is_verified,
     )
     assert NUM_ROWS == len(answers)
 
@@ -90,6 +100,7 @@ def make_figures(checked, *, is_reached=True, problem=""):
         injected=("tree",),
         num_drivers=2,
         rows_redone=36,
+        late_units=2,
         seconds=9.0,
         checked=checked,
         problem=problem,
@@ -101,20 +112,29 @@ def test_the_figures_of_faults_name_what_was_redone():
     figures = make_figures(RIGHT)
     assert figures.is_right
     text = figures.to_text()
-    assert "lost 0, duplicated 0, wrong 0, redone 36 (5.0 %, 36 rows a fault)" in text
+    assert (
+        "lost 0, duplicated 0, wrong 0, redone 36 (5.0 %, 36 rows a fault), late commits 2" in text
+    )
     assert "seed 3: nothing lost, doubled or wrong" in text
+
+
+def test_the_table_says_of_how_many_outputs_verify_was_run():
+    assert "verified    2 of 2 outputs" in make_figures(RIGHT).to_text()
+    assert "verified    1 of 2 " in make_figures(replace(RIGHT, is_verified=False)).to_text()
 
 
 @pytest.mark.parametrize(
     "figures",
     [
-        make_figures(Checked(expected=9, written=8, lost=1, duplicated=0, wrong=0, is_clean=True)),
-        make_figures(Checked(expected=9, written=9, lost=0, duplicated=0, wrong=1, is_clean=True)),
-        make_figures(Checked(expected=9, written=9, lost=0, duplicated=0, wrong=0, is_clean=False)),
+        make_figures(replace(RIGHT, lost=1)),
+        make_figures(replace(RIGHT, duplicated=1)),
+        make_figures(replace(RIGHT, wrong=1)),
+        make_figures(replace(RIGHT, is_clean=False)),
+        make_figures(replace(RIGHT, is_verified=False)),
         make_figures(RIGHT, is_reached=False),
         make_figures(RIGHT, problem="a driver hangs"),
     ],
-    ids=["lost", "wrong", "audit", "not reached", "hangs"],
+    ids=["lost", "duplicated", "wrong", "audit", "verify", "not reached", "hangs"],
 )
 def test_figures_with_a_loss_are_not_right(figures):
     assert not figures.is_right

@@ -30,6 +30,14 @@ def test_foreign_parts_were_tried(report):
     assert report.num_foreign > 0
 
 
+def test_schedules_whose_input_grows_were_tried(report):
+    assert NUM_SCHEDULES / 10 < report.num_grown < NUM_SCHEDULES / 2
+
+
+def test_commits_that_came_too_late_were_seen(report):
+    assert report.num_late > 0
+
+
 def test_more_units_were_committed_than_one_clean_run_would(report):
     assert report.num_commits > 2 * NUM_SCHEDULES
 
@@ -44,6 +52,18 @@ def test_overwritten_parts_are_found_by_their_bytes_alone():
     steps = MUTATIONS["create overwrites"]
     told = {violation.what[:13] for violation in simulate(SEED, 200, steps=steps).violations}
     assert {"the bytes of "} == told
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("success is said for the first plan alone", "_SUCCESS speaks of 5 rows of 7"),
+        ("a plan that came later is taken for finished", "_SUCCESS speaks of 5 rows of 7"),
+    ],
+)
+def test_what_is_wrong_with_grown_input_is_told(name, told):
+    found = simulate(SEED, NUM_MUTATED, steps=MUTATIONS[name], max_violations=1)
+    assert told == found.violations[0].what
 
 
 def test_a_seed_makes_the_same_schedules_again():
