@@ -44,7 +44,7 @@ from raybatch.stages.plan.run import run_planned, store_input_order
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.source import Source
-from raybatch.stages.stopping import LimitWatch, StopSignal
+from raybatch.stages.stopping import LimitWatch, StopSignal, WavesSoFar
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_run import FeederRunner
 from raybatch.types import PoolStats
@@ -101,9 +101,10 @@ class JobRun:
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
         rows_resumed = self._rows_done(store, plans) if plans else 0
+        limits = LimitWatch(self.config.limits, before)
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
-                planned = self._execute(part, schema, progress, recorder)
+                planned = self._execute(part, schema, progress, recorder, limits)
                 if not is_complete(part):  # a limit or a signal has ended it, and so the run
                     break
             plans = read_plans(self.config.sink)
@@ -162,6 +163,7 @@ class JobRun:
         schema: pa.Schema,
         progress: ProgressCallback | ProgressPrinter | None,
         recorder: RunRecorder,
+        limits: LimitWatch,
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
         job = part.job
@@ -173,6 +175,8 @@ class JobRun:
         watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
 
+        limits.begin()
+
         def end(reason: str) -> None:
             stage.pool.stop(client=stage.client)
             recorder.stopping(reason)
@@ -182,12 +186,13 @@ class JobRun:
             with shown(progress, lambda: recorder.units) as show:
 
                 def tell(stats: PoolStats, num_rows: int) -> None:
+                    if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
+                        end(reason)
                     recorder.observe(stats)
                     show(stats, num_rows)
 
-                limits = LimitWatch(self.config.limits, stage.stats(), tell, end)
                 runner = self._runner(stage, schema, recorder)
-                with asked, watch_with(callback=limits) as watch:
+                with asked, watch_with(callback=tell) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
                     return run_planned(replace(job, units=runner), part.stored)
@@ -198,6 +203,15 @@ class JobRun:
                     "SIGTERM came before any row was at work; the same command begins again"
                 ) from None
             raise
+
+    def _waves_so_far(self, stage: type[StageFeeder], recorder: RunRecorder) -> WavesSoFar | None:
+        if not self.config.waves:
+            return None
+        return WavesSoFar(
+            again=stage.stats(again=True),
+            rows_written=recorder.rows_written,
+            rows_failed=recorder.rows_failed,
+        )
 
     def _runner(
         self, stage: type[StageFeeder], schema: pa.Schema, recorder: RunRecorder

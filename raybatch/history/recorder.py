@@ -72,6 +72,8 @@ class RunRecorder:
     Attributes:
         run_id: name of the run.
         units: how far they are; none of them are known while there is no plan.
+        rows_written: of units that this run has written, or found written.
+        rows_failed: error rows among these.
         limit: or signal that ended the run early; None where none did.
     """
 
@@ -93,6 +95,7 @@ class RunRecorder:
         self._next_beat_s = self._began_s
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
+        self.rows_written = self.rows_failed = 0
         self._end = "finished"
         self.limit: str | None = None
         self._is_over = threading.Event()
@@ -167,6 +170,8 @@ class RunRecorder:
     def unit_done(self, receipt: UnitReceipt) -> None:
         """Hear of a unit that is written."""
         self._num_receipts += 1
+        self.rows_written += receipt.num_rows
+        self.rows_failed += receipt.num_errors
         self._note_done(self.units.resumed + self._num_receipts)
         self._log.write(
             "unit_done",

@@ -20,12 +20,12 @@ class Spent:
         rows_failed: error rows.
     """
 
-    wall_s: float
-    engine_s: float
-    num_replicas: int
-    tokens: int
-    rows_done: int
-    rows_failed: int
+    wall_s: float = 0.0
+    engine_s: float = 0.0
+    num_replicas: int = 0
+    tokens: int = 0
+    rows_done: int = 0
+    rows_failed: int = 0
 
 
 def reason_to_stop(limits: LimitConfig, spent: Spent) -> str | None:

@@ -106,7 +106,7 @@ class StageFeeder:
         call = call or OpenCall(name="")
         watch = call.watch
         # rows that are asked again are no further rows of the run
-        client = self.client if changes is None else f"{self.client}-again"
+        client = self.client if changes is None else _again(self.client)
         with self._hint.holding(table.num_rows):
             prepared = await asyncio.to_thread(
                 self._prepare, table, input_errors, planned, changes, watch
@@ -162,9 +162,13 @@ class StageFeeder:
         return dataset.map_batches(cls, **cls.map_options(**options))
 
     @classmethod
-    def stats(cls) -> PoolStats:
-        """Return the state of the pool and what it did for this stage; jobs count by themselves."""
-        return cls.pool.stats(cls.client)
+    def stats(cls, *, again: bool = False) -> PoolStats:
+        """Return the state of the pool and what it did for this stage; jobs count by themselves.
+
+        Args:
+            again: count rows that waves have asked again, and no others.
+        """
+        return cls.pool.stats(_again(cls.client) if again else cls.client)
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
@@ -229,6 +233,10 @@ def _num_feeders(config: StageConfig) -> int:
     if num_replicas is None:
         num_replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
     return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
+
+
+def _again(client: str) -> str:
+    return f"{client}-again"
 
 
 def _classes(errors: Sequence[str]) -> Counter[str]:

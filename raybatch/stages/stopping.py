@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Self
 
@@ -12,57 +13,82 @@ from raybatch.config import LimitConfig
 from raybatch.policy.limits import Spent, reason_to_stop
 from raybatch.types import PoolStats
 
-__all__ = ["LimitWatch", "StopSignal"]
+__all__ = ["LimitWatch", "StopSignal", "WavesSoFar"]
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WavesSoFar:
+    """What rows that are asked again have cost, and how rows ended that no wave asks any more.
+
+    Args:
+        again: state of the pool, counted for rows that were asked again.
+        rows_written: by this run, in units that are complete.
+        rows_failed: error rows among these.
+    """
+
+    again: PoolStats
+    rows_written: int
+    rows_failed: int
+
+
 class LimitWatch:
-    """Compares the state of a pool with the limits of a run.
+    """Compares what a run has spent with its limits, over all plans that it runs.
 
     Args:
         limits: of the run.
         before: state of the pool when the run began.
-        callback: is told what this is told.
-        on_stop: is told once why the run is being stopped; lets no further unit start.
 
     Attributes:
         reason: why the run is being stopped; None while it is not.
     """
 
-    def __init__(
-        self,
-        limits: LimitConfig,
-        before: PoolStats,
-        callback: Callable[[PoolStats, int], None],
-        on_stop: Callable[[str], None],
-    ) -> None:
+    def __init__(self, limits: LimitConfig, before: PoolStats) -> None:
         self._limits = limits
         self._before = before
-        self._callback = callback
-        self._on_stop = on_stop
         self._began_s = time.monotonic()
+        self._earlier = self._spent = Spent()
         self.reason: str | None = None
 
-    def __call__(self, stats: PoolStats, num_rows: int) -> None:
-        """Take the state of the pool, stop the run if it has to be, and pass it on."""
-        if self.reason is None:
-            self.reason = reason_to_stop(self._limits, self._spent(stats))
-            if self.reason is not None:
-                logger.warning("the run stops, start it again to go on: %s", self.reason)
-                self._on_stop(self.reason)
-        self._callback(stats, num_rows)
+    def begin(self) -> None:
+        """Hear that another plan begins, whose rows are counted from 0."""
+        self._earlier = self._spent
 
-    def _spent(self, stats: PoolStats) -> Spent:
-        return Spent(
+    def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
+        """Take the state of the pool, counted for the plan that runs.
+
+        Args:
+            stats: of the pool.
+            waves: where rows are asked again, what these counts do not hold.
+
+        Returns:
+            Why the run has to stop, when this is the first time that it has to.
+        """
+        earlier = self._earlier
+        self._spent = Spent(
             wall_s=time.monotonic() - self._began_s,
             # a pool that has stopped since counts from 0 again
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
             num_replicas=stats.num_replicas,
-            tokens=stats.prompt_tokens_done + stats.generated_tokens,
-            rows_done=stats.rows_done,
-            rows_failed=sum(stats.errors.values()),
+            tokens=earlier.tokens + stats.prompt_tokens_done + stats.generated_tokens,
+            rows_done=earlier.rows_done + stats.rows_done,
+            rows_failed=earlier.rows_failed + sum(stats.errors.values()),
         )
+        if waves is not None:
+            again = waves.again.prompt_tokens_done + waves.again.generated_tokens
+            self._spent = replace(
+                self._spent,
+                tokens=self._spent.tokens + again,
+                rows_done=waves.rows_written,
+                rows_failed=waves.rows_failed,
+            )
+        if self.reason is not None:
+            return None
+        self.reason = reason_to_stop(self._limits, self._spent)
+        if self.reason is not None:
+            logger.warning("the run stops, start it again to go on: %s", self.reason)
+        return self.reason
 
 
 class StopSignal:

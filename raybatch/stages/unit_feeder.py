@@ -25,6 +25,7 @@ from raybatch.stages.open_call import OpenCall
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
+from raybatch.stages.schema import GOOD_STATUSES
 from raybatch.stages.tally import row_statuses
 from raybatch.stages.unit_watch import UnitWatch
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
@@ -97,9 +98,12 @@ class PlacedFeeder(StageFeeder):
         call: OpenCall,
         left_out: Set[int],
     ) -> pa.Table:
-        """Return finished rows where those that the rule is for have a new result."""
-        statuses = enumerate(row_statuses(finished, self.config.output))
-        wanted = [i for i, status in statuses if status in wave.on and i not in left_out]
+        """Return finished rows where those that the rule is for have a new result.
+
+        A row that has text keeps it where the new result is an error.
+        """
+        statuses = row_statuses(finished, self.config.output)
+        wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in left_out]
         chosen = np.array(wanted, np.int64)
         if not len(chosen):
             return finished
@@ -109,8 +113,14 @@ class PlacedFeeder(StageFeeder):
         before = finished.column(name).take(chosen)
         attempts = pc.add(again.column(name), before).cast(pa.int32())
         again = again.set_column(place, again.schema.field(name), attempts)
+        is_taken = np.array(
+            [
+                new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES
+                for i, new in zip(wanted, row_statuses(again, self.config.output), strict=True)
+            ]
+        )
         source = np.arange(finished.num_rows)
-        source[chosen] = finished.num_rows + np.arange(len(chosen))
+        source[chosen[is_taken]] = finished.num_rows + np.flatnonzero(is_taken)
         return pa.concat_tables([finished, again]).take(source)
 
 

@@ -1,0 +1,51 @@
+"""What a run has spent, over all of its plans and waves, against its limits."""
+
+import pytest
+
+from raybatch.config import LimitConfig
+from raybatch.stages.stopping import LimitWatch, WavesSoFar
+from raybatch.types import PoolStats
+
+
+def watch(**limits):
+    found = LimitWatch(LimitConfig(**limits), PoolStats(busy_s=100.0))
+    found.begin()
+    return found
+
+
+def test_a_run_is_stopped_once():
+    limits = watch(max_tokens=10)
+    assert limits.observe(PoolStats(prompt_tokens_done=9)) is None
+    assert "limits.max_tokens: 12" in limits.observe(
+        PoolStats(prompt_tokens_done=9, generated_tokens=3)
+    )
+    assert limits.observe(PoolStats(prompt_tokens_done=20)) is None
+    assert "12 tokens" in limits.reason
+
+
+def test_plans_of_a_run_share_its_budget():
+    limits = watch(max_tokens=10)
+    limits.observe(PoolStats(prompt_tokens_done=6))
+    limits.begin()
+    assert limits.observe(PoolStats(prompt_tokens_done=3)) is None
+    assert limits.observe(PoolStats(prompt_tokens_done=4)) is not None
+
+
+def test_hours_of_engines_count_from_the_begin_of_the_run():
+    limits = watch(max_engine_hours=0.01)
+    assert limits.observe(PoolStats(busy_s=120.0)) is None
+    limits.begin()
+    assert limits.observe(PoolStats(busy_s=137.0)) is not None
+
+
+def test_tokens_of_waves_count():
+    waves = WavesSoFar(again=PoolStats(generated_tokens=5), rows_written=0, rows_failed=0)
+    assert watch(max_tokens=10).observe(PoolStats(generated_tokens=5), waves) is not None
+
+
+@pytest.mark.parametrize(("failed", "is_stopped"), [(1, False), (6, True)])
+def test_rows_that_a_wave_repaired_are_no_errors(failed, is_stopped):
+    limits = watch(max_error_rate=0.5, min_rows_for_error_rate=10)
+    waves = WavesSoFar(again=PoolStats(), rows_written=10, rows_failed=failed)
+    stats = PoolStats(rows_done=10, errors={"ReplicaCrash": 9})
+    assert is_stopped == (limits.observe(stats, waves) is not None)
