@@ -97,6 +97,11 @@ def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
                 f"partition_by: the source has no column {name!r}{did_you_mean(name, source.names)}"
                 "; the output is laid out by columns of the source, not by generated ones"
             )
+        if name.startswith(("_", ".")):
+            raise ConfigError(
+                f"partition_by: readers skip folders whose names begin as that of {name!r} does; "
+                "rename the column"
+            )
         kind = source.field(name).type
         if pa.types.is_dictionary(kind):
             kind = kind.value_type

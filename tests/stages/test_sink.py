@@ -6,7 +6,7 @@ import pytest
 from raybatch.durable.heartbeat import beat
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.stages.sink import output_files, prepare_sink
+from raybatch.stages.sink import check_partitions, output_files, prepare_sink
 from raybatch.stages.source import scan_source
 from tests.stages.support import write_parquet
 
@@ -126,3 +126,9 @@ def test_a_fresh_heartbeat_does_not_hinder_a_run_that_goes_on(tmp_path):
     write_beat(tmp_path / "out", age_s=10)
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)
     assert (tmp_path / "out/_raybatch/runs/run-a.alive").exists()
+
+
+@pytest.mark.parametrize("name", ["_date", ".lang"])
+def test_folders_that_readers_skip_are_refused(name):
+    with pytest.raises(ConfigError, match="readers skip folders"):
+        check_partitions(pa.schema([(name, pa.string())]), [name])
