@@ -115,7 +115,7 @@ class FaultFigures:
                 "redone_share": self.soak.redone_share,
                 "driver_growth": self.soak.driver_growth,
                 "coordinator_growth": self.soak.coordinator_growth,
-                "handles": self.soak.handles,
+                "longest": [dataclasses.asdict(one) for one in self.soak.longest or ()],
                 "most_staged": self.soak.most_staged,
             }
         values |= {
@@ -203,14 +203,16 @@ class FaultFigures:
         if (found := self.soak) is None:
             return []
         faults = ", ".join(f"{number} {kind}" for kind, number in found.faults.items())
-        handles = "unknown" if found.handles is None else "{} first, {} last".format(*found.handles)
+        num_faults = sum(found.faults.values())
         lines = [
-            f"soak        {found.seconds / 60:.1f} min, {sum(found.faults.values())} faults "
+            f"soak        {found.seconds / 60:.1f} min, {num_faults} faults "
             f"({faults}), {found.num_drivers} drivers, {_told([found.checked])}, redone "
-            f"{found.rows_redone} ({100 * found.redone_share:.1f} %), late commits "
+            f"{found.rows_redone} ({100 * found.redone_share:.1f} %, "
+            f"{found.rows_redone / max(1, num_faults):.0f} rows a fault), late commits "
             f"{found.late_units}",
-            f"  driver           {_grown(found.driver_growth)}, handles {handles}",
+            f"  driver           {_grown(found.driver_growth)}",
             f"  coordinator      {_grown(found.coordinator_growth)}",
+            *_first_and_last(found),
             f"  temporary files  {found.most_staged} at most, {found.num_left} left",
             f"  first unit       {found.start_s:.1f} s after the first start, after a fault "
             f"{_range(found.resume_s)}",
@@ -252,6 +254,18 @@ def _grown(num_bytes: float | None) -> str:
     if num_bytes is None:
         return "memory unknown"
     return f"{num_bytes / 1024:+.1f} KiB per 1,000 finished rows"
+
+
+def _first_and_last(found: SoakResult) -> list[str]:
+    """Return what the longest run took at first and at last."""
+    if found.longest is None:
+        return []
+    first, last = found.longest
+    return [
+        f"  longest run      driver {first.driver_bytes >> 20} MiB first, "
+        f"{last.driver_bytes >> 20} last, coordinator {first.coordinator_bytes >> 20} and "
+        f"{last.coordinator_bytes >> 20}, handles {first.num_handles} and {last.num_handles}"
+    ]
 
 
 def _range(seconds: Sequence[float]) -> str:

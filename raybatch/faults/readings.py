@@ -1,7 +1,7 @@
 """What the processes of a job take while it runs, and whether that grows with finished rows."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,7 +25,7 @@ class Reading:
         rows_done: in the output, those of earlier runs among them.
         driver_bytes: resident memory of the driver.
         num_handles: files, sockets and pipes that the driver holds.
-        coordinator_bytes: resident memory of the coordinator; None where it does not run.
+        coordinator_bytes: resident memory of the coordinator.
         num_staged: files in the staging folder of the output.
     """
 
@@ -34,14 +34,14 @@ class Reading:
     rows_done: int
     driver_bytes: int
     num_handles: int
-    coordinator_bytes: int | None
+    coordinator_bytes: int
     num_staged: int
 
     @classmethod
     def of(
         cls, driver: Driver, store: Store, *, run: int, at_s: float, rows_done: int
     ) -> Self | None:
-        """Look at a driver that may end meanwhile; then there is nothing to tell.
+        """Look at a driver; one whose coordinator is gone is about to end, and tells nothing.
 
         Args:
             driver: that runs.
@@ -53,50 +53,52 @@ class Reading:
         try:
             process = psutil.Process(driver.process.pid)
             coordinators = driver.workers("Coordinator")
+            if not coordinators:
+                return None
             return cls(
                 run=run,
                 at_s=round(at_s, 1),
                 rows_done=rows_done,
                 driver_bytes=process.memory_info().rss,
                 num_handles=process.num_fds(),
-                coordinator_bytes=coordinators[0].memory_info().rss if coordinators else None,
+                coordinator_bytes=coordinators[0].memory_info().rss,
                 num_staged=len(store.names(STAGING)),
             )
         except psutil.Error:
             return None
 
 
-def bytes_per_row(
-    readings: Iterable[Reading], bytes_of: Callable[[Reading], int | None]
-) -> float | None:
-    """Return how fast memory grows with finished rows: one slope, fitted to all runs at once.
+def bytes_per_row(readings: Sequence[Reading], bytes_of: Callable[[Reading], int]) -> float | None:
+    """Return how fast memory grows with finished rows: the median of many slopes.
 
-    Every run begins anew, so each has a level of its own.
+    Any two readings of one run make a slope (Theil and Sen), so that neither the level at which a
+    run begins nor memory that is given back at once decides.
 
     Args:
         readings: of several runs.
-        bytes_of: memory in a reading; readings without it are left out.
+        bytes_of: memory in a reading.
 
     Returns:
         Bytes a row; None where no run has two readings with different rows.
     """
-    runs = defaultdict(list)
-    for reading in readings:
-        num_bytes = bytes_of(reading)
-        if num_bytes is not None:
-            runs[reading.run].append((reading.rows_done, num_bytes))
-    spread = product = 0.0
-    for points in runs.values():
-        rows, memory = np.array(points, np.float64).T
-        rows = rows - rows.mean()
-        spread += float(rows @ rows)
-        product += float(rows @ memory)
-    return product / spread if spread else None
+    slopes = [np.empty(0)]
+    for run in _by_run(readings):
+        rows, memory = np.array([(each.rows_done, bytes_of(each)) for each in run], np.float64).T
+        one, other = np.triu_indices(len(run), 1)
+        apart = rows[other] - rows[one]
+        is_apart = apart > 0
+        slopes.append((memory[other] - memory[one])[is_apart] / apart[is_apart])
+    every = np.concatenate(slopes)
+    return float(np.median(every)) if len(every) else None
 
 
 def longest_run(readings: Sequence[Reading]) -> list[Reading]:
     """Return the readings of the run that lived longest."""
+    return max(_by_run(readings), key=lambda run: run[-1].at_s - run[0].at_s, default=[])
+
+
+def _by_run(readings: Sequence[Reading]) -> list[list[Reading]]:
     runs = defaultdict(list)
     for reading in readings:
         runs[reading.run].append(reading)
-    return max(runs.values(), key=lambda run: run[-1].at_s - run[0].at_s, default=[])
+    return list(runs.values())

@@ -110,10 +110,10 @@ class SoakResult:
         return max((reading.num_staged for reading in self.readings), default=0)
 
     @property
-    def handles(self) -> tuple[int, int] | None:
-        """Return the handles of the driver that lived longest, at its beginning and its end."""
+    def longest(self) -> tuple[Reading, Reading] | None:
+        """Return the first and the last reading of the run that lived longest."""
         run = longest_run(self.readings)
-        return (run[0].num_handles, run[-1].num_handles) if run else None
+        return (run[0], run[-1]) if run else None
 
 
 def soak_rig(folder: Path, minutes: float) -> Rig:
