@@ -195,8 +195,7 @@ def ordered(
     """Copy a finished output, its rows in the order of the input."""
     from raybatch.outputs.ordered import ordered as copy_in_order
 
-    _start_ray()
-    found = copy_in_order(folder, into)
+    found = copy_in_order(folder, into, start_ray=_start_ray)
     typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {into}")
 
 

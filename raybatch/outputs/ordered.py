@@ -7,6 +7,7 @@ else is at work, a copy that was cut short is gone on with, and `verify` proves 
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -43,12 +44,13 @@ _MAX_UNIT_BYTES = 64 << 20
 _DEFAULT_UNIT_ROWS = 1024
 
 
-def ordered(sink: str, into: str) -> Audit:
+def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None) -> Audit:
     """Copy a finished output into a folder of its own, its rows in the order of the input.
 
     Args:
         sink: of a job; it stays as it is.
         into: folder of the copy; a second call goes on where the first has stopped.
+        start_ray: is called before Ray is used, which small outputs do without.
 
     Raises:
         ConfigError: the output is not finished, is in that order already, or is partitioned; or
@@ -65,7 +67,7 @@ def ordered(sink: str, into: str) -> Audit:
             "folder"
         )
     prepare_sink(into, is_overwrite=False, source_paths=[f"{below}{PLAN}"])
-    return restore_order(sink, into)
+    return restore_order(sink, into, start_ray=start_ray)
 
 
 def restore_order(
@@ -73,6 +75,7 @@ def restore_order(
     into: str,
     *,
     subject: PlanSubject | None = None,
+    start_ray: Callable[[], None] | None = None,
 ) -> Audit:
     """Write the rows of a finished output in the order of the input, each once.
 
@@ -85,6 +88,7 @@ def restore_order(
         into: folder that is prepared for the copy.
         subject: what the plan of the copy is of and how it is laid out, where that is not as in
             the output.
+        start_ray: is called before Ray is used; None leaves its start to Ray.
 
     Returns:
         The audit of the copy, which is complete.
@@ -108,7 +112,7 @@ def restore_order(
         copy = _open(sink, into, stored, wanted)
         first_unit += copy.target.num_units
         if copy.is_todo.any():
-            copy_rows(copy)
+            copy_rows(copy, start_ray)
     store, units = store_of(into), read_all_units(into, read_plans(into))
     found = audit(store, units)
     finish(store, units, found)

@@ -1,7 +1,7 @@
 """Copies rows of an output from the places that its plan gave them to the order of the input."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -141,8 +141,13 @@ class RowCopy:
             writer.deliver(unit, writer.joined([rows]))
 
 
-def copy_rows(copy: RowCopy) -> None:
-    """Write the units that are to be written, in this process or by Ray where they are many."""
+def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
+    """Write the units that are to be written, in this process or by Ray where they are many.
+
+    Args:
+        copy: what there is to do.
+        start_ray: is called before Ray is used; None leaves its start to Ray.
+    """
     num_rows = copy.num_rows_todo
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
     if not num_rows:
@@ -151,6 +156,8 @@ def copy_rows(copy: RowCopy) -> None:
         found = pa.concat_tables(copy.places(*rows) for rows in copy.reads())
         copy.write(copy.rows_at(found.sort_by(RANK)).sort_by(ROW))
     else:
+        if start_ray is not None:
+            start_ray()
         _run_tasks(copy)
 
 
