@@ -293,3 +293,25 @@ def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, c
 def test_extend_is_an_option_of_the_job(monkeypatch, capsys, job_file):
     assert run_main(monkeypatch, "run", job_file, "--extend", "--overwrite") == 1
     assert "overwrite begins again and extend goes on" in capsys.readouterr().err
+
+
+def test_the_last_line_of_a_run_names_the_limit_that_stopped_it(monkeypatch, capsys, job_file):
+    report = RunReport(
+        source="in",
+        sink="out",
+        model="m",
+        rows_in=2,
+        rows_out=1,
+        rows_todo=1,
+        stopped="limits.max_tokens: 9 tokens are done",
+    )
+    monkeypatch.setattr(Job, "run", lambda job, *, progress: report)
+    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    assert run_main(monkeypatch, "run", job_file) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "stopped by limits.max_tokens: 9 tokens are done; run the same command again" in last
+
+
+def test_the_order_of_rows_is_a_flag(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "run", job_file, "--output-order", "random") == 1
+    assert "output_order must be one of plan, input" in capsys.readouterr().err

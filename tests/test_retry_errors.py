@@ -36,15 +36,22 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make_job(folder: Path, on_too_long: str, plan: dict[str, object] | str | None = None) -> Job:
+def make_job(
+    folder: Path,
+    on_too_long: str,
+    plan: dict[str, object] | str | None = None,
+    *,
+    prompt: str = "{text}",
+    **options: object,
+) -> Job:
     stage = fake_stage(
         folder / "model",
-        prompt="{text}",
+        prompt=prompt,
         on_too_long=on_too_long,
         engine={"max_model_len": 40},
         replicas=1,
     )
-    return Job(folder / "in", folder / "out", stage, plan=plan or {"unit_rows": 8})
+    return Job(folder / "in", folder / "out", stage, plan=plan or {"unit_rows": 8}, **options)
 
 
 PLANS = [{"unit_rows": 8}, {"unit_rows": 8, "max_driver_bytes": 1}, "off"]
@@ -116,19 +123,11 @@ def test_error_rows_of_a_partitioned_output_get_the_values_that_its_folders_say(
     )
     write_parquet(tmp_path / "in" / "a.parquet", table)
 
-    def job(on_too_long: str) -> Job:
-        stage = fake_stage(
-            tmp_path / "model",
-            prompt="{text} {is_new}",
-            on_too_long=on_too_long,
-            engine={"max_model_len": 40},
-            replicas=1,
-        )
-        options = {"partition_by": ["kind", "year", "is_new"], "output_order": order}
-        return Job(tmp_path / "in", tmp_path / "out", stage, plan={"unit_rows": 8}, **options)
-
-    assert 2 == job("error").run(progress=lambda *_: None).exit_code()
-    report = job("truncate_left").retry_errors(tmp_path / "new", progress=lambda *_: None)
+    options = {"partition_by": ["kind", "year", "is_new"], "output_order": order}
+    options["prompt"] = "{text} {is_new}"
+    assert 2 == make_job(tmp_path, "error", **options).run(progress=lambda *_: None).exit_code()
+    job = make_job(tmp_path, "truncate_left", **options)
+    report = job.retry_errors(tmp_path / "new", progress=lambda *_: None)
     assert (3, 3, 0) == (report.rows_in, report.rows_out, report.exit_code())
     assert folders_of(tmp_path / "new") <= folders_of(tmp_path / "out")
     files = list((tmp_path / "new" / "data").rglob("*.parquet"))

@@ -61,6 +61,7 @@ STYLE = (
     ".raybatch svg .mark{stroke:var(--ink);stroke-width:1;stroke-dasharray:4 3}"
     ".raybatch svg .card{fill:none;stroke:var(--line)}"
     ".raybatch svg .big{font-size:26px;font-weight:600}"
+    ".raybatch svg .long{font-size:19px}"
     ".raybatch svg .good{fill:var(--good)}"
     ".raybatch svg .bad{fill:var(--bad)}"
     ".raybatch svg .inbox{font-size:11px;pointer-events:none}"

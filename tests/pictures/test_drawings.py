@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from raybatch.pictures.cards import Card, draw_cards
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares, ticks
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.pictures.icicle import draw_icicle
@@ -169,3 +170,9 @@ def test_text_is_aligned():
         "a       9 %  x",
         "long   10 %",
     ]
+
+
+@pytest.mark.parametrize(("value", "kind"), [("1,000", "big"), ("1,000,000,000", "big long")])
+def test_a_long_number_is_drawn_smaller(value, kind):
+    drawn = draw_cards([Card(name="rows", value=value)], label="Audit")
+    assert f'class="{kind}"' in drawn
