@@ -34,7 +34,8 @@ Ints = npt.NDArray[np.int64]
 _MAX_DRIVER_BYTES = 256 << 20
 # blocks of the shuffle hold whole units, up to about so much
 _BLOCK_ROWS, _BLOCK_BYTES = 1 << 14, 64 << 20
-_MAX_BLOCKS = 1 << 12
+# every pair of a block before and one after a sort is an object
+_MAX_BLOCKS = 1 << 10
 # places of so many rows are read at once where the plan has no shards
 _ROWS_PER_READ = 1 << 20
 _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
