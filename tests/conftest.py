@@ -32,3 +32,21 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory):
+    """A model folder of the fake backend: a byte-level tokenizer without a chat template."""
+    # slow to load, and most tests need no Ray
+    from tests.stages.support import make_tokenizer
+
+    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+
+
+@pytest.fixture(scope="module")
+def small_ray():
+    """A small Ray cluster; its pools end with the module."""
+    from tests.stages.support import local_ray
+
+    with local_ray():
+        yield

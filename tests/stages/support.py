@@ -115,15 +115,7 @@ class LocalPool:
 class FullPool(LocalPool):
     """Its engines cannot hold any row."""
 
-    async def generate(
-        self,
-        table: pa.Table,
-        samplings: Sequence[Sampling],
-        *,
-        client: str = "default",
-        name: str = "",
-        watch: Any = None,
-    ) -> pa.Table:
+    async def generate(self, table: pa.Table, *_: Any, **options: Any) -> pa.Table:
         ids = list(range(table.num_rows))
         completions = [Completion(request_id=i, finish_reason="capacity") for i in ids]
         return combine_results([encode_completions(ids, completions)], np.ones(len(ids), np.int16))
