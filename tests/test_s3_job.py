@@ -11,6 +11,7 @@ import ray
 from raybatch.actors.pool import release_pools
 from raybatch.durable.store import open_store
 from raybatch.job import Job
+from raybatch.outputs.verify import verify
 from tests.s3 import bucket, s3_endpoint
 from tests.stages.support import fake_stage, local_ray, make_tokenizer
 
@@ -78,3 +79,20 @@ def test_a_finished_job_on_s3_is_told_from_its_report(bucket, tmp_path):
     job = Job(f"s3://{bucket}/in", f"s3://{bucket}/out", fake_stage(model, prompt="{text}"))
     first = job.run(progress=lambda *_: None)
     assert first == job.run(progress=lambda *_: None)
+
+
+def test_a_job_on_s3_comes_into_the_order_of_its_input(bucket, tmp_path):
+    model = make_tokenizer(tmp_path / "plain", has_chat_template=False)
+    texts = [f"document {i % 5} " * 12 + f"question {i}" for i in range(40)]
+    with fsspec.open(f"s3://{bucket}/in/a.parquet", "wb") as file:
+        pq.write_table(pa.table({"text": texts}), file)
+    sink = f"s3://{bucket}/out"
+    stage = fake_stage(model, prompt="{text}", engine={"block_size_tokens": 8}, replicas=1)
+    options = {"plan": {"unit_rows": 8}, "output_order": "input"}
+    job = Job(f"s3://{bucket}/in", sink, stage, **options)
+    assert 0 == job.run(progress=lambda *_: None).exit_code()
+    store = open_store(sink)
+    tables = [pq.read_table(pa.BufferReader(store.read(name))) for name in store.names("data")]
+    assert texts == pa.concat_tables(tables).column("text").to_pylist()
+    assert verify(sink, deep=True).is_complete
+    assert 0 == job.run(progress=lambda *_: None).exit_code()
