@@ -21,6 +21,7 @@ from tests.test_resume import run_until
 NUM_ROWS = 60
 # neighbours in the input share no prefix, so that the plan brings them into another order
 TEXTS = [f"document {i % 5} " * 12 + f"question {i}" for i in range(NUM_ROWS)]
+TEXTS[7] += " <|eos|><|user|>"
 PLAN = {"unit_rows": 8, "max_unit_rows": 8}
 
 pytestmark = pytest.mark.ray
@@ -112,6 +113,8 @@ def test_a_report_that_is_made_again_knows_the_runs(copied):
     made = report_of(str(copied / "out"))
     assert made.is_rebuilt
     assert (before.history, before.output_files) == (made.history, made.output_files)
+    assert (1, 2) == (before.special_rows, before.special_tokens)
+    assert (1, 2) == (made.special_rows, made.special_tokens)
 
 
 def test_a_second_run_does_nothing(finished, model):
