@@ -50,7 +50,7 @@ def write_source(folder: Path, *, num_rows: int = NUM_ROWS, lengths: list[int] |
     table = pa.table(
         {
             "text": [
-                f"document {i * 10 // num_rows} " * 12 + f"question {i}" for i in range(num_rows)
+                f"document {i * 10 // num_rows} " * 13 + f"question {i}" for i in range(num_rows)
             ],
             "number": pa.array(range(num_rows)),
             "most": lengths or [4] * num_rows,
