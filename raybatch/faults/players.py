@@ -16,17 +16,14 @@ from raybatch.durable.layout import plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.protocols import Store
 from raybatch.durable.repeating import Repeating
-from raybatch.durable.units import UnitCounts, UnitPlan, join_plans, row_sum, row_sums
+from raybatch.durable.units import UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
+from raybatch.faults.plans import Opened, joined, make_plan, read_shard
 from raybatch.faults.virtual_store import Files, VirtualStore
 from raybatch.faults.world import Process, World
 
 __all__ = [
-    "LATER_ROWS",
-    "NUM_ROWS",
-    "PLANS",
     "REAL",
-    "Opened",
     "Player",
     "Steps",
     "drive",
@@ -35,19 +32,6 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
-# rows of each unit, in their order, as different planners might cut one input
-PLANS = (
-    ((0, 1, 2), (3, 4)),
-    ((4, 2), (1, 3, 0)),
-    ((0,), (1, 2), (3, 4)),
-)
-NUM_ROWS = 5
-# rows that come to the input later
-LATER_ROWS = (5, 6)
-_LATER_PLANS = (
-    ((5, 6),),
-    ((6,), (5,)),
-)
 _FOREIGN_ROW = 77
 _MAX_ROUNDS = 3
 _NUM_TRIES = 3
@@ -106,19 +90,6 @@ class Player:
         return Repeating(raw, num_tries=_NUM_TRIES, sleep=lambda seconds: self.world.yield_turn())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Opened:
-    """A plan as a driver has read it.
-
-    Args:
-        rows: of each unit.
-        plan: of these.
-    """
-
-    rows: Sequence[Sequence[int]]
-    plan: UnitPlan
-
-
 def drive(player: Player, process: Process) -> None:
     """Run a job to its end: open, list, run units in feeders, audit, finish.
 
@@ -129,7 +100,7 @@ def drive(player: Player, process: Process) -> None:
     num_inputs = 1 + player.has_grown
     if len(plans) > num_inputs:
         raise CommitError("an input file is gone")  # what another driver has seen
-    if len(plans) == num_inputs and steps.is_finished(store, _joined(plans)):
+    if len(plans) == num_inputs and steps.is_finished(store, joined(plans)):
         return
     for number in range(num_inputs):
         if number == len(plans):
@@ -137,7 +108,7 @@ def drive(player: Player, process: Process) -> None:
         if not _run_plan(player, process, plans, number):
             break
     plans = [plans[0], *_later(player, store)]
-    whole = _joined(plans)
+    whole = joined(plans)
     found = steps.audit(store, whole, num_threads=1, part_format=FORMAT)
     audits.finish(store, whole, found)
     if player.has_journal:
@@ -150,7 +121,7 @@ def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number:
     store, own = player.store(process), plans[number].plan
     for attempt in range(_MAX_ROUNDS):
         now = [plans[0], *_later(player, store)]
-        is_done = player.steps.committed(store, _joined(now))
+        is_done = player.steps.committed(store, joined(now))
         todo = np.flatnonzero(~is_done[own.first_unit :][: own.num_units]).tolist()
         if not todo:
             return True
@@ -260,11 +231,11 @@ def _open_plan(player: Player, store: Store, before: Sequence[Opened]) -> Opened
     """Open the plan that follows others, making it where there is none."""
 
     def make() -> bytes:
-        return _make_plan(store, player.variant, before)
+        return make_plan(store, player.variant, before)
 
     name = plan_name(len(before) + 1)
     said = player.steps.open_plan(store, make, name=name)
-    return _read_shard(store.read(json.loads(said)["shard"]), player.is_partitioned)
+    return read_shard(store.read(json.loads(said)["shard"]), player.is_partitioned)
 
 
 def _later(player: Player, store: Store) -> list[Opened]:
@@ -273,39 +244,7 @@ def _later(player: Player, store: Store) -> list[Opened]:
     if not player.may_grow or store.size(name) is None:
         return []
     shard = json.loads(store.read(name))["shard"]
-    return [_read_shard(store.read(shard), player.is_partitioned)]
-
-
-def _joined(plans: Sequence[Opened]) -> UnitPlan:
-    return join_plans([opened.plan for opened in plans])
-
-
-def _make_plan(store: Store, variant: int, before: Sequence[Opened]) -> bytes:
-    """Write the shard of a plan and return what its file says."""
-    values = {
-        "hash": f"plan-{variant}" if not before else f"later-{variant}",
-        "rows": _LATER_PLANS[variant % len(_LATER_PLANS)] if before else PLANS[variant],
-        "first_unit": sum(opened.plan.num_units for opened in before),
-    }
-    shard = f"_raybatch/plan/{values['hash']}/units.json"
-    store.create(shard, json.dumps(values).encode())
-    return json.dumps({"shard": shard}).encode()
-
-
-@lru_cache(maxsize=64)
-def _read_shard(shard: bytes, is_partitioned: bool) -> Opened:
-    values = json.loads(shard)
-    units = values["rows"]
-    unit = np.repeat(np.arange(len(units)), [len(rows) for rows in units])
-    rows = np.array([row for one in units for row in one], np.int64)
-    plan = UnitPlan(
-        hash=values["hash"],
-        unit_rows=np.array([len(one) for one in units], np.int64),
-        row_sums=row_sums(unit, rows, len(units)),
-        is_partitioned=is_partitioned,
-        first_unit=values["first_unit"],
-    )
-    return Opened(rows=units, plan=plan)
+    return [read_shard(store.read(shard), player.is_partitioned)]
 
 
 @lru_cache(maxsize=65536)

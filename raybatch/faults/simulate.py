@@ -8,16 +8,8 @@ from dataclasses import dataclass
 
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.faults.oracle import Oracle
-from raybatch.faults.players import (
-    LATER_ROWS,
-    NUM_ROWS,
-    PLANS,
-    REAL,
-    Player,
-    Steps,
-    drive,
-    foreign_part,
-)
+from raybatch.faults.plans import LATER_ROWS, NUM_ROWS, PLANS
+from raybatch.faults.players import REAL, Player, Steps, drive, foreign_part
 from raybatch.faults.virtual_store import Files
 from raybatch.faults.world import FaultRates, Process, World
 
