@@ -23,7 +23,7 @@ __all__ = [
     "checked_filters",
 ]
 
-MAX_STEPS = 5_000_000
+MAX_STEPS = 1_000_000
 # of one value, and of all that are made; a character takes up to 4 bytes
 MAX_CHARS = 1 << 25
 MAX_TOTAL_CHARS = 1 << 27
