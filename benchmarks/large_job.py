@@ -3,8 +3,8 @@
 Run: OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 1000000
 Parquet files of token ids (see `plan_job.py`) are planned, answered by the fake backend without
 waiting, written in units, and audited. What is measured is therefore everything but the engines.
-The driver's resident memory is noted with the rows that are done; its slope is that of the second
-half, where all that starts has started. The run after it finds everything written.
+The resident memory of driver and coordinator is noted with the rows that are done; its slope is
+that of the second half, where all that starts has started. The run after it finds everything done.
 """
 
 import argparse
@@ -40,10 +40,14 @@ def run_once(folder: Path, said: Connection) -> None:
         backend=BackendConfig(kind="fake"),
         pool=PoolConfig(replicas=1),
     )
-    process, memory = psutil.Process(), list[tuple[int, float]]()
+    driver, coordinators = psutil.Process(), list[psutil.Process]()
+    memory: dict[str, list[tuple[int, float]]] = {"driver": [], "coordinator": []}
 
     def note(stats: PoolStats, _rows_total: int) -> None:
-        memory.append((stats.rows_done, process.memory_info().rss / _MIB))
+        if not coordinators:
+            coordinators.append(psutil.Process(stage.pool.state().coordinator_pid))
+        for name, process in (("driver", driver), ("coordinator", coordinators[0])):
+            memory[name].append((stats.rows_done, process.memory_info().rss / _MIB))
 
     began = time.monotonic()
     report = Job(source=str(folder / "in"), sink=str(folder / "out"), stage=stage).run(
@@ -54,21 +58,22 @@ def run_once(folder: Path, said: Connection) -> None:
         {
             "seconds": round(seconds, 1),
             "rows_written": report.rows_out,
-            "rows_of_this_run": memory[-1][0] if memory else 0,
+            "rows_of_this_run": max((rows for rows, _ in memory["driver"]), default=0),
             "driver_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-            "driver_mib_by_rows": [(rows, round(mib)) for rows, mib in _thinned(memory)],
-            "driver_bytes_per_row": _slope(memory),
+            "mib_by_rows": {name: _thinned(of) for name, of in memory.items()},
+            "bytes_per_row": {name: _slope(of) for name, of in memory.items()},
         }
     )
 
 
-def _thinned(memory: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return memory[:: max(1, len(memory) // 20)]
+def _thinned(memory: list[tuple[int, float]]) -> list[tuple[int, int]]:
+    return [(rows, round(mib)) for rows, mib in memory[:: max(1, len(memory) // 20)]]
 
 
 def _slope(memory: list[tuple[int, float]]) -> float | None:
     """Return the bytes that the driver grew by per finished row in the second half of a run."""
-    half = [(rows, mib) for rows, mib in memory if rows >= memory[-1][0] / 2]
+    most = max((rows for rows, _ in memory), default=0)
+    half = [(rows, mib) for rows, mib in memory if rows >= most / 2]
     if len({rows for rows, _ in half}) < 3:
         return None
     rows, mib = np.array(half).T
