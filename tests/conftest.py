@@ -35,7 +35,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain_model(tmp_path_factory):
+def model(tmp_path_factory):
     """A model folder of the fake backend: a byte-level tokenizer without a chat template."""
     # slow to load, and most tests need no Ray
     from tests.stages.support import make_tokenizer
@@ -44,7 +44,7 @@ def plain_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def small_ray():
+def cluster():
     """A small Ray cluster; its pools end with the module."""
     from tests.stages.support import local_ray
 

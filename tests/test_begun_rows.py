@@ -12,7 +12,7 @@ from tests.test_resume import run_until
 
 NUM_ROWS, NUM_TOKENS = 8, 1500
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("small_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def make_job(folder, sink, model, *, step_s):
@@ -34,17 +34,17 @@ def answers(folder):
     return {row["text"]: (row["generated_tokens"], row["finish_reason"]) for row in rows}
 
 
-def test_tokens_begun_are_not_generated_again(plain_model, tmp_path):
+def test_tokens_begun_are_not_generated_again(model, tmp_path):
     sink = tmp_path / "out"
-    job = make_job(tmp_path, "out", plain_model, step_s=0.003)
+    job = make_job(tmp_path, "out", model, step_s=0.003)
     run_until(job, lambda: any(sink.glob("_raybatch/frag/*/begun-*.arrow")))
     release_pools()
     stats = []
-    job = make_job(tmp_path, "out", plain_model, step_s=0.003)
+    job = make_job(tmp_path, "out", model, step_s=0.003)
     report = job.run(progress=lambda pool, _: stats.append(pool))
     (replica,) = stats[-1].replicas
     assert 0 < replica.num_generated_tokens <= NUM_ROWS * (NUM_TOKENS - 256)
     assert (0, NUM_ROWS * NUM_TOKENS) == (report.exit_code(), report.generated_tokens)
-    make_job(tmp_path, "other", plain_model, step_s=0.0).run(progress=lambda *_: None)
+    make_job(tmp_path, "other", model, step_s=0.0).run(progress=lambda *_: None)
     assert answers(tmp_path / "other") == answers(sink)
     assert not list(sink.glob("_raybatch/frag/*/*"))

@@ -1,7 +1,6 @@
 """Pipelines of the user's own between exactly-once reading and writing."""
 
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,22 +15,11 @@ from raybatch.durable.store import open_store
 from raybatch.errors import CommitError, ConfigError
 from raybatch.stages.sink import prepare_sink
 from tests.outputs.support import contents
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc, write_parquet
+from tests.stages.support import fake_stage, write_ipc, write_parquet
 
 NUM_ROWS = 70
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture

@@ -15,21 +15,10 @@ from raybatch.outputs.rebuilt import report_of
 from raybatch.stages.plan.store import read_plans
 from raybatch.stages.storage import store_of
 from tests.outputs.support import contents
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+from tests.stages.support import fake_stage, write_parquet
 from tests.test_resume import PLANS, run_until
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with local_ray():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def add_file(folder, name, rows):

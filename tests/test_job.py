@@ -15,7 +15,7 @@ from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import prepare_sink
 from raybatch.types import PoolStats
-from tests.stages.support import LocalPool, fake_stage, local_ray, make_tokenizer
+from tests.stages.support import LocalPool, fake_stage
 
 NUM_ROWS = 1500
 
@@ -35,17 +35,6 @@ def demo_rows(num_rows: int) -> pa.Table:
             "blob": pa.array([bytes([i % 256]) for i in range(num_rows)]),
         }
     )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_ray():
-        yield
 
 
 class Run(NamedTuple):

@@ -12,18 +12,7 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.job_flags import JOB_OPTIONS, parse_settings, read_job_flags
 from raybatch.outputs.rebuilt import report_of
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_ray():
-        yield
+from tests.stages.support import fake_stage, write_ipc
 
 
 def job_of(model, **options):

@@ -11,11 +11,13 @@ from raybatch.job import Job
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.plan import large
 from raybatch.stages.plan.store import read_plan
-from tests.stages.support import fake_stage, local_ray, make_tokenizer
+from tests.stages.support import fake_stage
 from tests.test_job import demo_rows
 
 NUM_DOCUMENTS, QUESTIONS = 30, 8
 NUM_ROWS = NUM_DOCUMENTS * QUESTIONS + 2
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def document_table():
@@ -27,17 +29,6 @@ def document_table():
     ]
     others = demo_rows(NUM_ROWS).drop_columns(["text"])
     return others.add_column(0, "text", pa.array([*texts, texts[0], None]))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with local_ray():
-        yield
 
 
 @pytest.fixture(scope="module")

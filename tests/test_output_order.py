@@ -15,7 +15,7 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.outputs.rebuilt import report_of
 from raybatch.report import RunReport
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+from tests.stages.support import fake_stage, write_parquet
 from tests.test_resume import run_until
 
 NUM_ROWS = 60
@@ -24,18 +24,7 @@ TEXTS = [f"document {i % 5} " * 12 + f"question {i}" for i in range(NUM_ROWS)]
 TEXTS[7] += " <|eos|><|user|>"
 PLAN = {"unit_rows": 8, "max_unit_rows": 8}
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with local_ray():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.report import RunReport, report_of
 from raybatch.types import PoolStats
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_ipc, write_parquet
+from tests.stages.support import fake_stage, write_ipc, write_parquet
 
 NUM_ROWS = 96
 PLANS = {
@@ -32,18 +32,7 @@ PLANS = {
     "off": {"mode": "off", "unit_rows": 8},
 }
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("model") / "plain", has_chat_template=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def write_source(folder: Path, *, num_rows: int = NUM_ROWS, lengths: list[int] | None = None):

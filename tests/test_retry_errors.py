@@ -11,18 +11,12 @@ import raybatch
 from raybatch.errors import ConfigError
 from raybatch.job import Job
 from tests.outputs.support import contents
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 
 NUM_ROWS = 30
 LONG = [4, 11, 29]
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(scope="module")

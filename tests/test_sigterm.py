@@ -12,16 +12,14 @@ from tests.test_resume import check_output, make_job, num_kept, parts_of, write_
 PLAN = {"order": "ascending", "unit_rows": 600, "max_unit_rows": 600, "min_saved_fraction": 0}
 NUM_SHORT = 300
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("small_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(
-    plain_model, tmp_path, caplog
-):
+def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(model, tmp_path, caplog):
     write_source(tmp_path, num_rows=600, lengths=[2] * NUM_SHORT + [400] * 300)
     signals = iter([terminate])
 
@@ -30,22 +28,20 @@ def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(
             next(signals, lambda: None)()
 
     options = {"num_seqs": 600, "flush_every_s": 600}
-    report = make_job(tmp_path, plain_model, PLAN, **options).run(
-        progress=stop_when_short_rows_are_done
-    )
+    report = make_job(tmp_path, model, PLAN, **options).run(progress=stop_when_short_rows_are_done)
     assert (1, 600, 0) == (report.exit_code(), report.rows_todo, report.rows_lost)
     assert "SIGTERM: no further unit starts" in caplog.text
     assert not parts_of(tmp_path / "out")
     kept = num_kept(tmp_path / "out")
     assert 0 < kept <= NUM_SHORT
     received = []
-    job = make_job(tmp_path, plain_model, PLAN, **options)
+    job = make_job(tmp_path, model, PLAN, **options)
     report = job.run(progress=lambda stats, _: received.append(stats.rows_received))
     check_output(tmp_path / "out", report, 600)
     assert 600 - kept == received[-1]
 
 
-def test_a_job_that_is_stopped_before_it_has_a_plan_says_so(plain_model, tmp_path, monkeypatch):
+def test_a_job_that_is_stopped_before_it_has_a_plan_says_so(model, tmp_path, monkeypatch):
     write_source(tmp_path)
 
     def plan(*args):
@@ -54,5 +50,5 @@ def test_a_job_that_is_stopped_before_it_has_a_plan_says_so(plain_model, tmp_pat
 
     monkeypatch.setattr(plan_run, "run_small", plan)
     with pytest.raises(RunStopped, match="before any row was at work"):
-        make_job(tmp_path, plain_model, PLAN).run(progress=lambda *_: None)
+        make_job(tmp_path, model, PLAN).run(progress=lambda *_: None)
     assert not (tmp_path / "out" / "_raybatch" / "plan.json").exists()

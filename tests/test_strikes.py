@@ -18,7 +18,7 @@ from tests.test_resume import run_until
 POISON = "~"
 PLAN = {"mode": "off", "unit_rows": 4, "max_unit_rows": 4}
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("small_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def make_job(folder, model, texts, **options):
@@ -58,33 +58,33 @@ def cut_at_first_death(folder, model, texts):
     cut(make_job(folder, model, texts), "attempts/*/*.json")
 
 
-def test_a_death_is_written_down_while_the_run_goes_on(plain_model, tmp_path):
-    cut_at_first_death(tmp_path, plain_model, ["a", "b", POISON, "c"])
+def test_a_death_is_written_down_while_the_run_goes_on(model, tmp_path):
+    cut_at_first_death(tmp_path, model, ["a", "b", POISON, "c"])
     assert 1 <= strikes_of(tmp_path, 0).crashes[2]
 
 
 def test_a_row_that_ended_engines_of_earlier_drivers_is_given_up_at_its_third_death(
-    plain_model, tmp_path
+    model, tmp_path
 ):
     texts = ["a", "b", POISON, "c"]
-    cut(make_job(tmp_path, plain_model, texts), "plan.json")
+    cut(make_job(tmp_path, model, texts), "plan.json")
     leave(tmp_path, 0, Strikes(crashes={2: 2}))
-    report = make_job(tmp_path, plain_model, texts).run(progress=lambda *_: None)
+    report = make_job(tmp_path, model, texts).run(progress=lambda *_: None)
     # it went alone at once: more deaths would have been counted
     errors = {"a": "", "b": "", "c": "", POISON: crash_error(3)}
     assert errors == errors_of(tmp_path)
     assert (2, 1) == (report.exit_code(), report.rows_failed)
 
 
-def test_a_row_that_was_given_up_is_not_asked_by_the_next_driver(plain_model, tmp_path):
+def test_a_row_that_was_given_up_is_not_asked_by_the_next_driver(model, tmp_path):
     texts, waves = ["a", "b", POISON, "c"], [{"on": "crashed", "sampling": {"max_tokens": 2}}]
-    cut(make_job(tmp_path, plain_model, texts, waves=waves), "plan.json")
+    cut(make_job(tmp_path, model, texts, waves=waves), "plan.json")
     leave(tmp_path, 0, Strikes(crashes={2: 7}, given_up=frozenset({2})))
-    report = make_job(tmp_path, plain_model, texts, waves=waves).run(progress=lambda *_: None)
+    report = make_job(tmp_path, model, texts, waves=waves).run(progress=lambda *_: None)
     assert (crash_error(7), 2) == (errors_of(tmp_path)[POISON], report.exit_code())
 
 
-def test_strikes_go_when_the_output_is_complete(plain_model, tmp_path):
-    cut_at_first_death(tmp_path, plain_model, ["a", POISON])
-    make_job(tmp_path, plain_model, ["a", POISON]).run(progress=lambda *_: None)
+def test_strikes_go_when_the_output_is_complete(model, tmp_path):
+    cut_at_first_death(tmp_path, model, ["a", POISON])
+    make_job(tmp_path, model, ["a", POISON]).run(progress=lambda *_: None)
     assert not list((tmp_path / "out" / "_raybatch" / "attempts").rglob("*.json"))

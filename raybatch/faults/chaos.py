@@ -57,6 +57,7 @@ class RoundResult:
         seconds: of wall clock.
         checked: the output in the end.
         problem: what went wrong with the round itself; "" where nothing did.
+        gave_up: last words of drivers that ended with an error although nobody ended them.
     """
 
     planned: Planned
@@ -67,6 +68,7 @@ class RoundResult:
     seconds: float
     checked: Checked
     problem: str = ""
+    gave_up: tuple[str, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -123,6 +125,7 @@ def run_round(
             seconds=time.monotonic() - began,
             checked=rig.check(expected),
             problem=problem,
+            gave_up=tuple(running.gave_up),
         )
 
 
@@ -135,6 +138,7 @@ class _Round:
     rng: random.Random
     drivers: list[Driver] = field(default_factory=list)
     injected: list[str] = field(default_factory=list)
+    gave_up: list[str] = field(default_factory=list)
     is_done: bool = False
 
     @classmethod
@@ -182,8 +186,12 @@ class _Round:
         self.drivers.append(self.rig.start(name=f"d{len(self.drivers)}"))
         return self.drivers[-1]
 
-    def _ended(self, driver: Driver) -> None:
-        self.is_done |= driver.process.poll() == 0
+    def _ended(self, driver: Driver, *, had_no_disk: bool = False) -> None:
+        code = driver.process.poll()
+        self.is_done |= code == 0
+        # a signal is ours
+        if code is not None and code > 0 and not had_no_disk:
+            self.gave_up.append(driver.last_words())
 
     def _injections(self) -> Mapping[str, Callable[[Driver], bool]]:
         return {
@@ -205,7 +213,7 @@ class _Round:
             wait_until(lambda: False, driver)
         finally:
             self.place.small_disk.free()
-        self._ended(driver)
+        self._ended(driver, had_no_disk=True)
         return True
 
     def _make_read_only(self, driver: Driver) -> bool:
@@ -214,7 +222,7 @@ class _Round:
             wait_until(lambda: False, driver)
         finally:
             self.place.small_disk.make_writable()
-        self._ended(driver)
+        self._ended(driver, had_no_disk=True)
         return True
 
     def _fail_requests(self, driver: Driver) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from raybatch.faults.chaos import RoundResult
 from raybatch.faults.input_runs import InputResult
-from raybatch.faults.peers import PEERS, Compared
+from raybatch.faults.peers import OURS, PEERS, Compared
 from raybatch.faults.rig import Checked
 from raybatch.faults.simulate import SimulationReport
 from raybatch.faults.soak import SoakOptions, SoakResult
@@ -84,6 +84,8 @@ class FaultFigures:
             (self.simulation is None or not self.simulation.violations)
             and None not in (self.mutations or {}).values()
             and all(each.is_handled for each in self.inputs)
+            and (self.undisturbed is None or self.undisturbed.is_right)
+            and all(each.is_right for each in self.peers if each.system == OURS)
             and all(point.is_right for point in self.points)
             and all(each.is_right for each in self.rounds)
             and (self.soak is None or self.soak.is_right)
@@ -192,6 +194,8 @@ class FaultFigures:
         ]
         lines += [f"  {kind:<16} {number}" for kind, number in sorted(faults.items())]
         lines += [f"  not run: {name}: {why}" for name, why in self.missing.items()]
+        if gave_up := sum(len(each.gave_up) for each in self.rounds):
+            lines.append(f"  {gave_up} drivers ended with an error of their own and were run again")
         lines += [
             f"  problem: {each.planned}: {each.problem or each.checked}"
             for each in self.rounds

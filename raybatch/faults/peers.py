@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from raybatch.faults.drivers import Driver, wait_until
 from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Rig
 
-__all__ = ["PEERS", "Compared", "compare"]
+__all__ = ["OURS", "PEERS", "Compared", "compare"]
 
-PEERS = ("raybatch", "append", "checkpoint")
+OURS = "raybatch"
+PEERS = (OURS, "append", "checkpoint")
 
 _BATCH_ROWS = NUM_ROWS // NUM_UNITS
 _BATCH_S = 0.25
@@ -54,6 +55,12 @@ class Compared:
     resume_s: float | None
     written_by_third: int
 
+    @property
+    def is_right(self) -> bool:
+        """Return whether every row was there once, and a third run added none."""
+        is_whole = self.rows_written == self.rows_expected and self.resume_s is not None
+        return is_whole and not (self.lost or self.duplicated or self.written_by_third)
+
 
 def compare(folder: Path, system: str) -> Compared:
     """Kill the whole process tree of a run when half of its rows are generated; run it again twice.
@@ -64,7 +71,7 @@ def compare(folder: Path, system: str) -> Compared:
     """
     rig = Rig(folder=folder)
     rig.prepare()
-    start = rig.start if system == "raybatch" else partial(_start, folder, system)
+    start = rig.start if system == OURS else partial(_start, folder, system)
     driver = start()
     try:
         wait_until(lambda: rig.num_generated() >= NUM_ROWS // 2, driver)

@@ -207,7 +207,7 @@ class Rig:
         return Checked(
             expected=self.num_rows,
             written=len(numbers),
-            lost=len(set(expected) - set(numbers)),
+            lost=len(set(range(self.num_rows)) - set(numbers)),
             duplicated=len(numbers) - min(len(set(numbers)), num_ids),
             wrong=sum(expected.get(number) != text for number, text in pairs),
             is_clean=is_clean and store.size(SUCCESS) is not None,

@@ -232,12 +232,13 @@ class UnitFeeder(PlacedFeeder):
             All rows; None where the run stops before, and finished rows are in the journal.
         """
         finished, kept, kept_s = [known], set(known.column(POS).to_pylist()), time.monotonic()
+        wake_s = min(_WAKE_S, self.flush_every_s)
         asked = [PlacedRows.of(call, watch) for call in _calls(rows)]
         pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in asked}
         try:
             while pending:
                 done, _ = await asyncio.wait(
-                    pending, timeout=_WAKE_S, return_when=asyncio.FIRST_COMPLETED
+                    pending, timeout=wake_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 finished += [call.result() for call in done]
                 for call in done:

@@ -11,9 +11,10 @@ import pytest
 
 from raybatch.faults.chaos import KINDS, Planned, RoundResult, plan_round, run_round
 from raybatch.faults.figures import FaultFigures, FaultOptions
+from raybatch.faults.peers import Compared
 from raybatch.faults.places import Places
 from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Checked, Rig
-from raybatch.faults.sweep import PointResult, sweep
+from raybatch.faults.sweep import Baseline, PointResult, sweep
 
 RIGHT = Checked(
     expected=NUM_ROWS,
@@ -116,6 +117,49 @@ def test_the_figures_of_faults_name_what_was_redone():
         "lost 0, duplicated 0, wrong 0, redone 36 (5.0 %, 36 rows a fault), late commits 2" in text
     )
     assert "seed 3: nothing lost, doubled or wrong" in text
+
+
+OWN = Compared(
+    system="raybatch",
+    rows_expected=9,
+    rows_done=4,
+    rows_written=9,
+    lost=0,
+    duplicated=0,
+    rows_redone=1,
+    resume_s=2.0,
+    written_by_third=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_right"),
+    [
+        ({}, True),
+        ({"rows_written": 8, "lost": 1}, False),
+        ({"duplicated": 1}, False),
+        ({"written_by_third": 9}, False),
+        ({"resume_s": None}, False),
+        # others are shown, not held to it
+        ({"system": "append", "duplicated": 4}, True),
+    ],
+)
+def test_a_row_that_is_lost_in_the_comparison_counts(changes, is_right):
+    figures = replace(make_figures(RIGHT), peers=(replace(OWN, **changes),))
+    assert figures.is_right == is_right
+
+
+def test_a_reference_that_is_not_right_counts():
+    wrong = Baseline(answers={}, seconds=1.0, rerun_s=1.0, is_right=False)
+    assert not replace(make_figures(RIGHT), undisturbed=wrong).is_right
+
+
+def test_drivers_that_gave_up_are_told():
+    figures = make_figures(RIGHT)
+    found = replace(figures.rounds[0], gave_up=("RayError: the cluster is gone",))
+    assert (
+        "1 drivers ended with an error of their own" in replace(figures, rounds=(found,)).to_text()
+    )
 
 
 def test_the_table_says_of_how_many_outputs_verify_was_run():
