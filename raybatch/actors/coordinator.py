@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +98,15 @@ class Coordinator:
     async def so_far(self, client: str, name: str, skip: int) -> Answer:
         """Return what is finished of a row batch, without its first `skip` results."""
         return self._inbox.so_far(client, name, skip=skip)
+
+    async def has_named(self, client: str, name: str) -> bool:
+        """Return whether a row batch of this name is there, whose results a feeder may get."""
+        return self._inbox.has_named(client, name)
+
+    async def forget(self, client: str, names: Sequence[str]) -> None:
+        """Forget row batches whose results are safe elsewhere."""
+        self._inbox.forget(client, names)
+        self._dispatch()
 
     async def cancel(self, token: str) -> None:
         """Forget a row batch, also one that has not arrived yet."""
@@ -332,7 +341,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_S)
             for batch in self._inbox.abandoned(self._pool.feeder_timeout_s):
-                _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
+                if not batch.is_answered:
+                    _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._inbox.drop(batch)
             self._dispatch()
             self._update_metrics()

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +38,7 @@ class OpenBatch:
     stirred: asyncio.Event = field(default_factory=asyncio.Event)
     crashes: dict[int, RowCrashes] = field(default_factory=dict)
     begun: Begun = field(default_factory=Begun)
+    is_answered: bool = False
 
     def end(self) -> None:
         """Let whoever waits for the batch have its answer."""
@@ -121,6 +122,16 @@ class Inbox:
         batch.last_asked = time.monotonic()
         return batch
 
+    def has_named(self, client: str, name: str) -> bool:
+        """Return whether a batch of this name is there, whose results another feeder may get."""
+        return (client, name) in self._named
+
+    def forget(self, client: str, names: Iterable[str]) -> None:
+        """Drop batches whose results are safe elsewhere."""
+        for name in names:
+            if (batch := self._named.get((client, name))) is not None:
+                self.drop(batch)
+
     def so_far(self, client: str, name: str, *, skip: int) -> Answer:
         """Return the results of an open batch without its first `skip`; it keeps them.
 
@@ -142,6 +153,8 @@ class Inbox:
         if submission.token in self._cancelled:
             del self._cancelled[submission.token]
             return None
+        # of the same name, but of other rows
+        self.forget(submission.client, [submission.name])
         now = time.monotonic()
         begun = Begun(submission.begun)
         batch = OpenBatch(next(self._next_id), submission, now, begun=begun)
@@ -180,7 +193,9 @@ class Inbox:
     async def answer(self, batch: OpenBatch, wait_s: float) -> Answer:
         """Wait for a batch; when it is done or the pool has failed, close it.
 
-        Deaths of engines are told at once, because the next one may take the feeder with it.
+        One with a name stays until it is forgotten: its feeder may be dead already, or die before
+        the results are safe. Deaths of engines are told at once, because the next one may take the
+        feeder with it.
         """
         batch.last_asked = time.monotonic()
         token = batch.submission.token
@@ -202,6 +217,9 @@ class Inbox:
                 attempts=attempts,
                 crashes=batch.take_crashes(),
             )
+            if batch.submission.name:
+                batch.is_answered = True
+                return answer
         self.drop(batch)
         return answer
 

@@ -84,6 +84,7 @@ class PoolHandle:
             client: name under which rows and tokens are counted.
             name: of these rows among those of the client; whoever asks for them again under this
                 name, because the process that asked before died, gets what is finished of them.
+                The results stay in the pool until `forget`, for `feeder_timeout_s` at most.
             watch: says what is known of the rows, and hears what becomes of unfinished ones.
 
         Raises:
@@ -110,6 +111,19 @@ class PoolHandle:
         except RayActorError as error:
             raise self._coordinator_died(error) from error
         return _results(answer)
+
+    async def has_named(self, *, client: str, name: str) -> bool:
+        """Return whether rows of this name are in the pool, so that they need not run again."""
+        try:
+            return bool(await self._connect().has_named.remote(client, name))
+        except RayActorError:
+            # whoever asks for the rows hears of it
+            return False
+
+    def forget(self, names: Sequence[str], *, client: str) -> None:
+        """Say that the results of rows of these names are safe; nothing waits for it."""
+        with suppress(RayError):
+            self._connect().forget.remote(client, list(names))
 
     async def so_far(
         self, *, client: str, name: str, num_seen: int, watch: RowWatch | None = None

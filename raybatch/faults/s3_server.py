@@ -28,7 +28,10 @@ sys.stdin.read()
 def has_moto(python: str = sys.executable) -> bool:
     """Return whether an interpreter can import moto's server."""
     command = [python, "-c", "import moto.server"]
-    return not subprocess.run(command, capture_output=True, check=False).returncode
+    try:
+        return not subprocess.run(command, capture_output=True, check=False).returncode
+    except OSError:  # no such program
+        return False
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class StageFeeder:
         call = call or OpenCall(name="")
         watch = call.watch
         # rows that are asked again are no further rows of the run
-        client = self.client if changes is None else _again(self.client)
+        client = self.client if changes is None else again_client(self.client)
         with self._hint.holding(table.num_rows):
             prepared = await asyncio.to_thread(
                 self._prepare, table, input_errors, planned, changes, watch
@@ -168,7 +168,7 @@ class StageFeeder:
         Args:
             again: count rows that waves have asked again, and no others.
         """
-        return cls.pool.stats(_again(cls.client) if again else cls.client)
+        return cls.pool.stats(again_client(cls.client) if again else cls.client)
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
@@ -235,7 +235,8 @@ def _num_feeders(config: StageConfig) -> int:
     return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
 
 
-def _again(client: str) -> str:
+def again_client(client: str) -> str:
+    """Return the name under which rows of a client that waves ask again are counted."""
     return f"{client}-again"
 
 

@@ -20,7 +20,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.stages.batches import to_table
-from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.feeder import StageFeeder, again_client
 from raybatch.stages.open_call import OpenCall
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.stages.ray_errors import message_kept
@@ -62,7 +62,7 @@ class PlacedFeeder(StageFeeder):
         left_out = rows.given_up()
         finished = await self._answer(rows.table, call=rows.call)
         for number, wave in enumerate(self.waves):
-            again = OpenCall(name=f"{rows.call.name}-{number}")
+            again = OpenCall(name=_wave_name(rows.call.name, number))
             finished = await self._ask_again(rows.table, finished, wave, again, left_out)
         special = pa.array(rows.call.special, pa.int64())
         return with_columns(finished, {**rows.places, SPECIAL: special})
@@ -139,10 +139,17 @@ class PlacedRows:
     call: OpenCall
 
     @classmethod
-    def of(cls, table: pa.Table, unit: UnitWatch | None = None) -> "PlacedRows":
-        """Read the places from the columns of the plan; with all that is known of the rows."""
+    def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
+        """Read the places from the columns of the plan; with all that is known of the rows.
+
+        Args:
+            table: the rows.
+            unit: that they are of, where they are of one.
+            name: where the rows are some of a call that has a name.
+        """
         units, positions = places(table)
-        name = hashlib.blake2b(units.tobytes() + positions.tobytes(), digest_size=16).hexdigest()
+        said = units.tobytes() + positions.tobytes()
+        name = name or hashlib.blake2b(said, digest_size=16).hexdigest()
         columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
         watch = None if unit is None else unit.at(positions)
         return cls(table=table, places=columns, call=OpenCall(name=name, watch=watch))
@@ -208,15 +215,42 @@ class UnitFeeder(PlacedFeeder):
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
             watch = await asyncio.to_thread(UnitWatch.read, self.writer, unit)
-            finished = await self._finish_unit(watch, _unknown(rows, known), known)
-            if finished is None:
-                return None
-            reach("after_rows", unit=unit)
-            receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
+            asked = await self._to_ask(rows, known, watch)
+            finished = await self._finish_unit(watch, asked, known)
+            if finished is not None:
+                reach("after_rows", unit=unit)
+                receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
         finally:
             state = "left" if receipt is None else "written"
             self.pool.note_unit(number, state, client=self.client)
+        # what was not finished is cancelled, and what was is in the journal
+        self._forget(asked)
         return receipt
+
+    async def _to_ask(self, rows: pa.Table, known: pa.Table, watch: UnitWatch) -> list[PlacedRows]:
+        """Return the calls of a unit without rows that are in the journal.
+
+        A call whose rows the pool still has from a feeder that died is asked for as it was then.
+        """
+        asked = []
+        for call in _calls(rows):
+            placed = PlacedRows.of(call, watch)
+            left = _unknown(call, known)
+            name = placed.call.name
+            if left.num_rows == call.num_rows or (
+                left.num_rows and await self.pool.has_named(client=self.client, name=name)
+            ):
+                asked.append(placed)
+            elif left.num_rows:
+                asked.append(PlacedRows.of(left, watch, name=name))
+        return asked
+
+    def _forget(self, asked: Sequence[PlacedRows]) -> None:
+        names = [rows.call.name for rows in asked]
+        self.pool.forget(names, client=self.client)
+        for number in range(len(self.waves)):
+            again = [_wave_name(name, number) for name in names]
+            self.pool.forget(again, client=again_client(self.client))
 
     async def _has_to_stop(self) -> bool:
         if not self._is_stopped:
@@ -224,23 +258,23 @@ class UnitFeeder(PlacedFeeder):
         return self._is_stopped
 
     async def _finish_unit(
-        self, watch: UnitWatch, rows: pa.Table, known: pa.Table
+        self, watch: UnitWatch, asked: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
         """Generate the rows of a unit; what there is of them is kept from time to time.
 
         Returns:
             All rows; None where the run stops before, and finished rows are in the journal.
         """
-        finished, kept, kept_s = [known], set(known.column(POS).to_pylist()), time.monotonic()
+        before = frozenset(known.column(POS).to_pylist())
+        finished, kept, kept_s = [known], set(before), time.monotonic()
         wake_s = min(_WAKE_S, self.flush_every_s)
-        asked = [PlacedRows.of(call, watch) for call in _calls(rows)]
         pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in asked}
         try:
             while pending:
                 done, _ = await asyncio.wait(
                     pending, timeout=wake_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                finished += [call.result() for call in done]
+                finished += [_without(call.result(), before) for call in done]
                 for call in done:
                     del pending[call]
                 stops = bool(pending) and await self._has_to_stop()
@@ -291,6 +325,10 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _wave_name(name: str, number: int) -> str:
+    return f"{name}-{number}"
 
 
 def _unknown(rows: pa.Table, known: pa.Table) -> pa.Table:

@@ -135,9 +135,31 @@ def test_only_the_same_rows_of_the_same_client_are_inherited(inbox, other):
     assert inbox.take_over(other) is None
 
 
-def test_an_answered_batch_has_no_heir(inbox):
-    inbox.drop(inbox.add(submission(2, "first", name="unit 1")))
-    assert inbox.take_over(submission(2, "second", name="unit 1")) is None
+def test_an_answer_that_nobody_may_have_got_is_there_for_an_heir(inbox):
+    batch = inbox.add(submission(1, "first", name="unit 1"))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(inbox, batch, 0)
+    assert "done" == asyncio.run(inbox.answer(batch, 1.0)).status
+    heir = inbox.take_over(submission(1, "second", name="unit 1"))
+    assert "done" == asyncio.run(inbox.answer(heir, 1.0)).status
+
+
+def test_an_answer_that_is_safe_is_forgotten(inbox):
+    batch = inbox.add(submission(1, "first", name="unit 1"))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(inbox, batch, 0)
+    asyncio.run(inbox.answer(batch, 1.0))
+    assert inbox.has_named("c", "unit 1")
+    inbox.forget("c", ["unit 1", "unit 2"])
+    assert (len(inbox), inbox.has_named("c", "unit 1")) == (0, False)
+    assert inbox.take_over(submission(1, "second", name="unit 1")) is None
+
+
+def test_other_rows_under_a_name_take_the_place_of_the_first(inbox):
+    first = inbox.add(submission(2, "first", name="unit 1"))
+    inbox.add(submission(3, "second", name="unit 1"))
+    assert (len(inbox), inbox.find("first")) == (1, None)
+    assert first.done.is_set()
 
 
 def test_an_heir_that_was_cancelled_on_its_way_inherits_nothing(inbox):

@@ -165,6 +165,25 @@ def test_a_feeder_goes_on_where_the_one_before_it_died(own, tmp_path):
     assert log.stat().st_size == num_rows
 
 
+def test_rows_that_finish_while_there_is_no_feeder_are_kept_for_the_next(own, tmp_path):
+    num_rows, log = 40, tmp_path / "finished"
+    log.touch()
+    handle = own(step_s=0.02, max_num_seqs=8, finished_log=str(log))
+    prompts = prompts_of(num_rows)
+    first = make_feeder(handle)
+    first.run_named.remote(table_of(prompts), SAMPLING, "unit 3")
+    wait_until(lambda: log.stat().st_size >= num_rows // 4)
+    ray.kill(first)
+    wait_until(lambda: handle.state().num_held_rows + handle.state().num_waiting_rows == 0)
+    assert log.stat().st_size == num_rows
+    second = make_feeder(handle)
+    results = ray.get(second.run_named.remote(table_of(prompts), SAMPLING, "unit 3"))
+    assert expected_tokens(prompts) == tokens_of(results)
+    assert log.stat().st_size == num_rows
+    handle.forget(["unit 3"], client="default")
+    wait_until(lambda: handle.state().num_batches == 0)
+
+
 def test_neighbouring_poison_rows_become_error_rows(own):
     poison = [20, 21, 22]
     prompts = prompts_of(40, poison=poison)

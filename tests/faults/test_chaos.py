@@ -14,6 +14,7 @@ from raybatch.faults.figures import FaultFigures, FaultOptions
 from raybatch.faults.peers import Compared
 from raybatch.faults.places import Places
 from raybatch.faults.rig import NUM_ROWS, NUM_UNITS, Checked, Rig
+from raybatch.faults.s3_server import has_moto
 from raybatch.faults.sweep import Baseline, PointResult, sweep
 
 RIGHT = Checked(
@@ -189,3 +190,7 @@ def test_figures_are_stored_with_their_conditions():
     stored = json.loads(make_figures(RIGHT).to_json())
     assert ({"cpus": 2}, True) == (stored["conditions"], stored["is_right"])
     assert {"tree": 1, "exit at a point": 1} == stored["injected"]
+
+
+def test_an_interpreter_that_is_not_there_has_no_moto(tmp_path):
+    assert not has_moto(str(tmp_path / "python"))
