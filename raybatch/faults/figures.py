@@ -108,8 +108,9 @@ class FaultFigures:
         return [*points, *(each.checked for each in self.rounds), *soaks]
 
     def to_json(self) -> str:
-        """Return everything, for a file."""
+        """Return everything, for a file that others may read: no path of this host."""
         values = dataclasses.asdict(self)
+        del values["options"]["moto_python"]
         if values["undisturbed"] is not None:
             del values["undisturbed"]["answers"]
         if self.soak is not None:

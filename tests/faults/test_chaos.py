@@ -150,6 +150,10 @@ def test_a_row_that_is_lost_in_the_comparison_counts(changes, is_right):
     assert figures.is_right == is_right
 
 
+def test_the_file_of_the_figures_names_no_interpreter():
+    assert "python" not in json.dumps(json.loads(make_figures(RIGHT).to_json())["options"])
+
+
 def test_a_reference_that_is_not_right_counts():
     wrong = Baseline(answers={}, seconds=1.0, rerun_s=1.0, is_right=False)
     assert not replace(make_figures(RIGHT), undisturbed=wrong).is_right
