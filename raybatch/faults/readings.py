@@ -23,9 +23,9 @@ class Reading:
         run: number of the driver, from 0.
         at_s: since the soak began.
         rows_done: in the output, those of earlier runs among them.
-        driver_bytes: resident memory of the driver.
+        driver_bytes: memory of the driver's own, without pages of the object store.
         num_handles: files, sockets and pipes that the driver holds.
-        coordinator_bytes: resident memory of the coordinator.
+        coordinator_bytes: the same of the coordinator.
         num_staged: files in the staging folder of the output.
     """
 
@@ -59,9 +59,9 @@ class Reading:
                 run=run,
                 at_s=round(at_s, 1),
                 rows_done=rows_done,
-                driver_bytes=process.memory_info().rss,
+                driver_bytes=process.memory_full_info().uss,
                 num_handles=process.num_fds(),
-                coordinator_bytes=coordinators[0].memory_info().rss,
+                coordinator_bytes=coordinators[0].memory_full_info().uss,
                 num_staged=len(store.names(STAGING)),
             )
         except psutil.Error:
