@@ -341,7 +341,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_S)
             for batch in self._inbox.abandoned(self._pool.feeder_timeout_s):
-                if not batch.is_answered:
+                # results that were answered stay for an heir, who may not have to come
+                if not batch.done.is_set():
                     _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._inbox.drop(batch)
             self._dispatch()

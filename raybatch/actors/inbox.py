@@ -38,7 +38,6 @@ class OpenBatch:
     stirred: asyncio.Event = field(default_factory=asyncio.Event)
     crashes: dict[int, RowCrashes] = field(default_factory=dict)
     begun: Begun = field(default_factory=Begun)
-    is_answered: bool = False
 
     def end(self) -> None:
         """Let whoever waits for the batch have its answer."""
@@ -218,7 +217,6 @@ class Inbox:
                 crashes=batch.take_crashes(),
             )
             if batch.submission.name:
-                batch.is_answered = True
                 return answer
         self.drop(batch)
         return answer
