@@ -150,15 +150,21 @@ def test_the_engines_stop_the_rows_of_a_dead_feeder(own):
     assert (state.num_batches, state.num_waiting_rows, state.num_held_rows) == (0, 0, 0)
 
 
-def test_a_feeder_goes_on_where_the_one_before_it_died(own, tmp_path):
-    num_rows, log = 400, tmp_path / "finished"
+def pool_whose_feeder_died(own, log, prompts):
+    """Return a pool that has finished a quarter of the rows of "unit 3" when its feeder dies."""
     log.touch()
     handle = own(step_s=0.02, max_num_seqs=8, finished_log=str(log))
+    feeder = make_feeder(handle)
+    feeder.run_named.remote(table_of(prompts), SAMPLING, "unit 3")
+    wait_until(lambda: log.stat().st_size >= len(prompts) // 4)
+    ray.kill(feeder)
+    return handle
+
+
+def test_a_feeder_goes_on_where_the_one_before_it_died(own, tmp_path):
+    num_rows, log = 400, tmp_path / "finished"
     prompts = prompts_of(num_rows)
-    first = make_feeder(handle)
-    first.run_named.remote(table_of(prompts), SAMPLING, "unit 3")
-    wait_until(lambda: log.stat().st_size >= num_rows // 4)
-    ray.kill(first)
+    handle = pool_whose_feeder_died(own, log, prompts)
     second = make_feeder(handle)
     results = ray.get(second.run_named.remote(table_of(prompts), SAMPLING, "unit 3"))
     assert expected_tokens(prompts) == tokens_of(results)
@@ -167,13 +173,8 @@ def test_a_feeder_goes_on_where_the_one_before_it_died(own, tmp_path):
 
 def test_rows_that_finish_while_there_is_no_feeder_are_kept_for_the_next(own, tmp_path):
     num_rows, log = 40, tmp_path / "finished"
-    log.touch()
-    handle = own(step_s=0.02, max_num_seqs=8, finished_log=str(log))
     prompts = prompts_of(num_rows)
-    first = make_feeder(handle)
-    first.run_named.remote(table_of(prompts), SAMPLING, "unit 3")
-    wait_until(lambda: log.stat().st_size >= num_rows // 4)
-    ray.kill(first)
+    handle = pool_whose_feeder_died(own, log, prompts)
     wait_until(lambda: handle.state().num_held_rows + handle.state().num_waiting_rows == 0)
     assert log.stat().st_size == num_rows
     second = make_feeder(handle)
