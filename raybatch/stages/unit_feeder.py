@@ -55,7 +55,10 @@ class PlacedFeeder(StageFeeder):
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         self._no_cpu_hint.stop()
         with message_kept():
-            return await self._answer_placed(PlacedRows.of(to_table(batch)))
+            rows = PlacedRows.of(to_table(batch))
+            finished = await self._answer_placed(rows)
+            self._forget([rows])
+            return finished
 
     async def _answer_placed(self, rows: "PlacedRows") -> pa.Table:
         # what was too much for engines in earlier runs is asked in no wave of this one
@@ -66,6 +69,14 @@ class PlacedFeeder(StageFeeder):
             finished = await self._ask_again(rows.table, finished, wave, again, left_out)
         special = pa.array(rows.call.special, pa.int64())
         return with_columns(finished, {**rows.places, SPECIAL: special})
+
+    def _forget(self, asked: Sequence["PlacedRows"]) -> None:
+        """Let the pool forget rows that need not be asked for again."""
+        names = [rows.call.name for rows in asked]
+        self.pool.forget(names, client=self.client)
+        for number in range(len(self.waves)):
+            again = [_wave_name(name, number) for name in names]
+            self.pool.forget(again, client=again_client(self.client))
 
     async def _placed_so_far(self, rows: "PlacedRows") -> pa.Table | None:
         """Return what is finished of rows that are being answered, and was not returned before.
@@ -244,13 +255,6 @@ class UnitFeeder(PlacedFeeder):
             elif left.num_rows:
                 asked.append(PlacedRows.of(left, watch, name=name))
         return asked
-
-    def _forget(self, asked: Sequence[PlacedRows]) -> None:
-        names = [rows.call.name for rows in asked]
-        self.pool.forget(names, client=self.client)
-        for number in range(len(self.waves)):
-            again = [_wave_name(name, number) for name in names]
-            self.pool.forget(again, client=again_client(self.client))
 
     async def _has_to_stop(self) -> bool:
         if not self._is_stopped:
