@@ -91,8 +91,7 @@ class Driver:
     def has_reached(self) -> bool:
         """Return whether a process died at the point that was armed."""
         logs = self.folder.glob("session_*/logs/worker-*.err")
-        marks = (path.read_bytes() for path in [*logs, self.folder / "driver.log"])
-        return any(REACHED.encode() in mark for mark in marks)
+        return any(REACHED.encode() in _content(log) for log in [*logs, self.folder / "driver.log"])
 
     def last_words(self) -> str:
         """Return the end of the log."""
@@ -131,6 +130,14 @@ def kill_family(family: list[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
     psutil.wait_procs(family, timeout=10)
+
+
+def _content(log: Path) -> bytes:
+    # Ray gives the log of a worker another name once the worker has a job: the next look finds it
+    try:
+        return log.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _title(process: psutil.Process) -> str:
