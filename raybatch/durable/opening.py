@@ -28,7 +28,6 @@ def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> b
     if stored is None:
         if name == PLAN:
             _refuse_parts_without_plan(store)
-        reach("before_shards")
         made = make()
         reach("before_plan")
         store.create(name, made)

@@ -209,8 +209,10 @@ _units: dict[tuple[str, str], UnitPlan] = {}
 
 
 def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
-    """Return the units of a plan, which never change, read once in a process."""
+    """Return the units of a plan, which never change, read once in a process that writes it."""
     key = sink, stored.hash
     if key not in _units:
+        # workers go on to other jobs: what was of an earlier one goes
+        _units.clear()
         _units[key] = read_units(sink, stored)
     return _units[key]

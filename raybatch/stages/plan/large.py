@@ -13,6 +13,7 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from raybatch.config import PlanConfig
+from raybatch.durable.fault_points import reach
 from raybatch.durable.units import Uint64s
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import OrderForecast, merge_forecasts
@@ -265,6 +266,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     if shards:
         units = replace(units, row_sums=_sums(tables, firsts, len(unit_rows)))
     write = ray.remote(write_shard)
+    reach("before_shards")
     written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
     stored = job.subject.stored(
         hash=name,

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import ray
 
 from raybatch.config import PlanConfig
+from raybatch.durable.fault_points import reach
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
@@ -181,6 +182,7 @@ def store_plan(
     """
     whole = planned.whole
     shard = shard_of(whole, expected)
+    reach("before_shards")
     name = job.subject.hash_of([digest_of(shard)], [contents_digest(planned.keys)])
     stored = job.subject.stored(
         hash=name,
