@@ -33,6 +33,8 @@ app = typer.Typer(
 
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
+# of one that has finished a job in which rows failed
+_ERROR_ROWS = 2
 
 
 def main() -> None:
@@ -42,6 +44,9 @@ def main() -> None:
     except SystemExit as end:
         if end.code == _INTERRUPTED:
             typer.echo("interrupted", err=True)
+        # typer ends with 2 on a wrong flag, which would say that a job is done but for error rows
+        if end.code == _ERROR_ROWS and not isinstance(end.__context__, typer.Exit):
+            raise SystemExit(1) from None
         raise
     except RaybatchError as error:
         typer.echo(redacted(f"error: {error}"), err=True)

@@ -5,6 +5,7 @@ complete, each once, and the next run reads only the rows whose units are missin
 may be mapped, split into other blocks and brought into another order; none may be dropped.
 """
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -35,6 +36,7 @@ from raybatch.stages.plan.store import PlanSubject, StoredPlan, read_plan
 from raybatch.stages.plan_columns import with_columns
 from raybatch.stages.ray_context import settle_context
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
+from raybatch.stages.schema import ROW_ID
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
 from raybatch.stages.storage import store_of, told_as
@@ -44,7 +46,6 @@ __all__ = ["read_parquet", "write_parquet"]
 
 UNIT = "__rb_unit"
 _PLACES = (UNIT, POS, ROW)
-_ROW_ID = "row_id"
 
 
 def read_parquet(
@@ -83,7 +84,7 @@ def read_parquet(
     check_outside(sink, source)
     paths = {part.path for part in scanned.slices}
     prepare_sink(sink, is_overwrite=overwrite, source_paths=paths)
-    stored = _open(scanned, sink, fit_units(plan, scanned), {"pipeline": version})
+    stored = _open(scanned, sink, fit_units(plan, scanned), {"version": json.dumps(version)})
     if not scanned.num_rows:
         return _no_rows(scanned.schema, sink)
     todo = ~committed(store_of(sink), plan_units(sink, stored))
@@ -102,12 +103,19 @@ def _open(source: Source, sink: str, plan: PlanConfig, said: Mapping[str, str]) 
         subject = PlanSubject(options=plan, files=files, fingerprint=said, source=source.root)
         return store_stretches(source, sink, subject)
     stored = read_plan(sink)
-    check_same(sink, stored=stored.fingerprint, stored_files=stored.files, now=said, files=files)
+    check_same(
+        sink,
+        stored=stored.fingerprint,
+        stored_files=stored.files,
+        now=said,
+        files=files,
+        can_extend=False,
+    )
     return stored
 
 
 def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:  # noqa: ANN401
-    row_id_column = None if _ROW_ID in source.schema.names else _ROW_ID
+    row_id_column = None if ROW_ID in source.schema.names else ROW_ID
     units, wanted = ray.put(unit_rows), ray.put(todo)
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
@@ -137,8 +145,8 @@ def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:
 def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
     """Return a dataset that has the columns of `_rows`, and no row."""
     table = as_movable(schema.empty_table())
-    if _ROW_ID not in schema.names:
-        table = table.add_column(0, _ROW_ID, pa.array([], pa.string()))
+    if ROW_ID not in schema.names:
+        table = table.add_column(0, ROW_ID, pa.array([], pa.string()))
     with told_as(f"sink {sink!r} cannot be used"):
         # Ray tells no columns of a pipeline without rows
         settle_schema(store_of(sink), table.schema)
@@ -163,6 +171,11 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
         CommitError: rows are missing at the end, because the pipeline dropped or repeated some.
     """
     sink = str(sink)
+    if store_of(sink).size(PLAN) is None:
+        raise ConfigError(
+            f"nothing was read for {sink!r}: begin the pipeline with raybatch.read_parquet(source, "
+            f"sink={sink!r})"
+        )
     stored = read_plan(sink)
     plan, store = plan_units(sink, stored), store_of(sink)
     if is_finished(store, plan):

@@ -210,6 +210,9 @@ class LimitConfig:
         for field_ in dataclasses.fields(self):
             if getattr(self, field_.name) is not None:
                 check_min(self, field_.name, 0)
+        check_whole(self, "min_rows_for_error_rate", 1)
+        if self.max_tokens is not None:
+            check_whole(self, "max_tokens", 0)
         if self.max_error_rate is not None and self.max_error_rate > 1:
             raise ConfigError(
                 "LimitConfig.max_error_rate is a share from 0 to 1, such as 0.05, got "
@@ -267,6 +270,10 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
     for key in mapping:
         if key not in fields:
             raise ConfigError(f"{where}: unknown option {key!r}{did_you_mean(str(key), fields)}")
+    for name, field_ in fields.items():
+        is_needed = field_.default is field_.default_factory is dataclasses.MISSING
+        if is_needed and name not in mapping:
+            raise ConfigError(f"{where}: the option {name!r} is missing")
     try:
         return cls(**mapping)
     except TypeError as error:

@@ -88,6 +88,11 @@ class JobConfig:
             raise ConfigError(
                 f"JobConfig.skip_bad_files must be true or false, got {self.skip_bad_files!r}"
             )
+        if len(set(self.partition_by)) < len(self.partition_by):
+            raise ConfigError(
+                "JobConfig.partition_by must name each column once, got "
+                f"{list(self.partition_by)!r}"
+            )
         if self.columns is not None and not (
             self.columns and len(set(self.columns)) == len(self.columns)
         ):
@@ -191,6 +196,19 @@ def without_effect(plan: PlanConfig) -> list[str]:
     ]
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping with a key twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for name in names:
+            if name != "<<" and names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the option {name!r} is given twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def read_job_file(path: str | Path) -> dict[str, Any]:
     """Return the options in a YAML file.
 
@@ -199,7 +217,7 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
     """
     try:
         with fsspec.open(str(path), "r", encoding="utf-8") as file:
-            mapping = yaml.safe_load(file)
+            mapping = yaml.load(file, Loader=_UniqueKeys)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such job file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -7,13 +7,14 @@ option without a flag is reached with `--set`.
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
 import yaml
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.stages.options import StageConfig
 
 __all__ = ["JobFlags", "job_mapping", "parse_settings", "with_job_flags", "with_model"]
 
@@ -42,6 +43,7 @@ JOB_OPTIONS = (
     "skip_bad_files",
     "max_row_group_bytes",
 )
+_STAGE_OPTIONS = frozenset({"seed", *(field.name for field in fields(StageConfig))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +178,11 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         name, equals, text = setting.partition("=")
         if not equals or not all(part.strip() for part in name.split(".")):
             raise ConfigError(f"--set {setting!r}: expected option=value, such as seed=7")
-        is_of_job = name.split(".")[0].strip() in JOB_OPTIONS
+        first = name.split(".")[0].strip()
+        is_of_job = first in JOB_OPTIONS
+        hint = did_you_mean(first, JOB_OPTIONS)
+        if hint and not is_of_job and first not in _STAGE_OPTIONS:
+            raise ConfigError(f"--set {setting!r}: unknown option {first!r}{hint}")
         path = name.strip() if is_of_job else f"stage.{name.strip()}"
         try:
             parsed[path] = yaml.safe_load(text)

@@ -29,6 +29,11 @@ _KNOWN = re.compile(
 _PEM = re.compile(r"-----BEGIN [A-Z ]{1,40}-----[\s\S]{0,20000}?(?:-----END [A-Z ]{1,40}-----|\Z)")
 # who is hidden already, and counts such as "tokens: 12", stay as they are
 _HARMLESS = re.compile(r"(?:\*{3}|\d{1,12}(?:\.\d+)?|true|false|none|null)\Z", re.IGNORECASE)
+# "num_input_tokens: int32" is a column of a schema
+_TYPE = re.compile(
+    r"(?:u?int(?:8|16|32|64)|halffloat|float(?:16|32|64)?|double|bool|(?:large_)?(?:string|binary)|"
+    r"(?:large_)?list<.*|fixed_size_list<.*|struct<.*|dictionary<.*|timestamp|date32|date64)>?\Z"
+)
 # "HF_TOKEN: by its name a secret" is a sentence
 _WORD = re.compile(r"[A-Za-z]{1,11}\Z")
 
@@ -52,6 +57,6 @@ def redacted(text: str) -> str:
 def _hide_value(match: re.Match[str]) -> str:
     name, value = match[1], match[2]
     is_prose = name.endswith(" ") and "pass" not in name.lower() and _WORD.match(value)
-    if is_prose or _HARMLESS.match(value.strip("\\\"'")):
+    if is_prose or _HARMLESS.match(value.strip("\\\"'")) or _TYPE.match(value):
         return match[0]
     return name + _HIDDEN

@@ -46,6 +46,18 @@ def test_settings_that_are_not_of_the_job_are_of_the_stage():
     assert parse_settings(["pool.replicas=2"]) == {"stage.pool.replicas": 2}
 
 
+def test_a_setting_that_is_nearly_one_of_the_job_gets_a_suggestion():
+    with pytest.raises(ConfigError, match=r"unknown option 'limit'.*'limits'"):
+        parse_settings(["limit.max_wall_s=3"])
+
+
+def test_an_option_that_a_job_file_gives_twice_is_refused(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("source: a\nstage: {model: m}\nsource: b\n")
+    with pytest.raises(ConfigError, match="'source' is given twice"):
+        job_mapping(str(path), {})
+
+
 @pytest.mark.parametrize("setting", ["engine", "=3", "a..b=3", "a=[1"])
 def test_malformed_setting_is_a_config_error(setting):
     with pytest.raises(ConfigError, match="--set"):
@@ -120,7 +132,8 @@ def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_p
 
 def test_unknown_flag_gets_a_suggestion(monkeypatch, capsys):
     code = run_main(monkeypatch, "run", "--modle", "m")
-    assert code == 2
+    # 2 would say that the job has finished, with error rows
+    assert code == 1
     assert "--model" in capsys.readouterr().err
 
 
@@ -286,7 +299,7 @@ def test_a_run_that_was_stopped_ends_with_a_line_that_says_how_to_go_on(
 
 
 def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, capsys, job_file):
-    assert run_main(monkeypatch, "retry-errors", job_file) == 2
+    assert run_main(monkeypatch, "retry-errors", job_file) == 1
     assert "--into" in capsys.readouterr().err
 
 

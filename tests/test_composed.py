@@ -80,12 +80,17 @@ def test_second_run_reads_only_rows_of_units_that_are_missing(source, tmp_path):
 
 def test_a_stage_between_keeps_ids_and_places(source, tmp_path, model):
     sink = tmp_path / "out"
-    stage = fake_stage(model, prompt="{text}", id_column="row_id")
+    stage = fake_stage(model, prompt="{text}")
     assert raybatch.write_parquet(stage.apply(read(source, sink)), sink).is_clean
     table = pq.read_table(sink)
     ids = {f"{'0' if i < 30 else '30'}.parquet:{i if i < 30 else i - 30}" for i in range(NUM_ROWS)}
     assert set(table.column("row_id").to_pylist()) == ids
     assert table.column("generated_text").null_count == 0
+
+
+def test_a_sink_that_nothing_was_read_for_is_told(source, tmp_path):
+    with pytest.raises(ConfigError, match=r"begin the pipeline with raybatch\.read_parquet"):
+        raybatch.write_parquet(read(source, tmp_path / "out"), tmp_path / "other")
 
 
 def test_dropped_rows_are_told(source, tmp_path):
@@ -201,7 +206,7 @@ def test_rows_of_other_types_are_told(source, tmp_path):
 def test_another_version_is_refused(source, tmp_path):
     sink = tmp_path / "out"
     read(source, sink, version="1")
-    with pytest.raises(ConfigError, match=r"pipeline is .*2.* and was .*1"):
+    with pytest.raises(ConfigError, match=r"version is \"2\" and was \"1\"(?!.*extend)"):
         read(source, sink, version="2")
 
 

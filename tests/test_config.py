@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from raybatch.config import EngineConfig, PlanConfig, PoolConfig
+from raybatch.config import (
+    EngineConfig,
+    LimitConfig,
+    PlanConfig,
+    PoolConfig,
+    WaveConfig,
+    from_mapping,
+)
 from raybatch.errors import ConfigError
 
 
@@ -42,3 +49,14 @@ def test_engines_take_whole_numbers(name):
 def test_a_limit_that_is_no_number_is_none():
     with pytest.raises(ConfigError, match=r"PoolConfig\.feeder_timeout_s must be a number"):
         PoolConfig(feeder_timeout_s=math.nan)
+
+
+def test_an_option_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match="rule 0: the option 'sampling' is missing"):
+        from_mapping(WaveConfig, {"on": ("error",)}, where="rule 0")
+
+
+@pytest.mark.parametrize("limit", [{"min_rows_for_error_rate": 0}, {"max_tokens": 1.5}])
+def test_limits_that_count_are_whole_numbers(limit):
+    with pytest.raises(ConfigError, match=f"{next(iter(limit))} must be a whole number"):
+        LimitConfig(**limit)

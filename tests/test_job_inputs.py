@@ -170,3 +170,8 @@ def test_a_bad_file_that_is_mended_later_is_no_more_left_out(cluster, model, tmp
     pq.write_table(pa.table({"text": ["b"]}), tmp_path / "in" / "b.pq")
     report = Job(**job, skip_bad_files=True, extend=True).run(progress=print_nothing)
     assert ((), 2) == (report.skipped, report.rows_out)
+
+
+def test_a_column_by_which_the_output_is_laid_out_twice_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="partition_by must name each column once"):
+        Job(source="in", sink="out", stage=fake_stage(tmp_path), partition_by=["p", "p"])

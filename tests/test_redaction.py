@@ -56,6 +56,7 @@ def test_secrets_are_hidden(text):
         "3 tokens, the model's limit is 512",
         "row 'a@b.example' failed",
         "max_tokens=64",
+        "num_input_tokens: int32, generated_tokens: list<element: int32>",
         "https://host/path?page=2",
         "--env HF_TOKEN: by its name a secret",
         "the API: https://host/a and me@host.example",

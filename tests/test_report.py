@@ -240,6 +240,15 @@ def test_a_page_shows_time_engines_lengths_errors_and_runs():
     ]
 
 
+def test_a_run_that_was_killed_gives_no_quantiles_of_units():
+    unit = UnitTime(unit=1, start_s=0, seconds=9, rows=1, host="h", pid=1)
+    killed = make_run(slowest=(unit,), units=(unit,), units_written=5)
+    ended = make_run(slowest=(unit,), units=(unit,), units_written=2, median_unit_s=9.0)
+    assert "half took" not in make_report(history=History(runs=(killed,))).to_html()
+    page = make_report(history=History(runs=(killed, ended))).to_html()
+    assert "7 written; half took up to 9.0 s" in page
+
+
 def test_a_page_is_well_formed_and_needs_nothing_from_elsewhere():
     report = make_report(history=History(runs=(make_run(), make_run(end=""))))
     page = report.to_html()

@@ -5,7 +5,16 @@ from importlib.util import find_spec
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
-from raybatch.errors import MissingDependency
+from raybatch.errors import ConfigError, MissingDependency
+
+
+def check_options(backend: BackendConfig) -> None:
+    """Raise ConfigError where the options of a backend are not known or out of range."""
+    if backend.kind == "fake":
+        from_mapping(FakeOptions, backend.options, where="backend.options")
+    elif backend.options:
+        names = ", ".join(sorted(backend.options))
+        raise ConfigError(f"backend.options: the {backend.kind} backend takes none, got {names}")
 
 
 def create_backend(
@@ -23,6 +32,7 @@ def create_backend(
         ConfigError: an unknown option.
         MissingDependency: the native backend without torch.
     """
+    check_options(backend)
     if backend.kind == "fake":
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
     if find_spec("torch") is None:
@@ -32,4 +42,4 @@ def create_backend(
         )
     from raybatch.backends import native
 
-    return native.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
+    return native.create(model, engine, num_engines_on_host=num_engines_on_host)

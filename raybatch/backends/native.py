@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.errors import ConfigError
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 if TYPE_CHECKING:
@@ -73,19 +72,16 @@ class NativeBackend:
         return self._engine
 
 
-def create(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
-) -> NativeBackend:
+def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:
     """Load a model and return a backend that is ready for `submit`.
 
     Args:
         model: checkpoint directory, hub id or URI.
-        backend: its options must be empty; the engine's are in `engine`.
         engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
 
     Raises:
-        ConfigError: an unknown option, or a model that cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
     # torch and the model's parts are loaded only where an engine runs
     from raybatch.engine.model_source import resolve_model
@@ -93,9 +89,6 @@ def create(
     from raybatch.engine.sampler import Sampler
     from raybatch.engine.stopping import StopChecker
 
-    if backend.options:
-        names = ", ".join(sorted(backend.options))
-        raise ConfigError(f"backend.options: the native backend takes none, got {names}")
     path = resolve_model(model)
     runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
     max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)

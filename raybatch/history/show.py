@@ -211,8 +211,14 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
         )
         for unit in slowest
     )
-    typical = max(history.runs, key=lambda run: run.units_written)
-    said = f"{full(written)} written; half took up to {duration(typical.median_unit_s)}, 95 % up to"
+    # a run that was killed before it said so has none
+    typical = max(history.runs, key=lambda run: (run.median_unit_s > 0, run.units_written))
+    said = f"{full(written)} written"
+    if typical.median_unit_s > 0:
+        said += (
+            f"; half took up to {duration(typical.median_unit_s)}, 95 % up to "
+            f"{duration(typical.p95_unit_s)}"
+        )
     figure = Figure(
         title="Units at work",
         svg=draw_boxes(boxes, total_s=starts[-1], marks=starts[1:-1]),
@@ -222,7 +228,7 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
     return (
         Section(
             title="Units",
-            facts=(("units", f"{said} {duration(typical.p95_unit_s)}"),),
+            facts=(("units", said),),
             table=Table(header=("slowest", "took", "rows", "where"), rows=rows),
             figures=(figure,),
         ),

@@ -16,6 +16,7 @@ from ray.data import ActorPoolStrategy
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire import RESULT_SCHEMA
+from raybatch.durable.journal import ROW
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
@@ -28,7 +29,7 @@ from raybatch.stages.plan_columns import PlannedRows, take_off
 from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
-from raybatch.stages.schema import ERROR_COLUMN, error_class
+from raybatch.stages.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.stages.unit_watch import PlacedWatch
 from raybatch.types import PoolStats
 
@@ -183,8 +184,16 @@ class StageFeeder:
 
     def _check_columns(self, schema: pa.Schema) -> None:
         if self._checked_schema is None or not schema.equals(self._checked_schema):
-            self.config.output.check_collisions(schema, id_column=self.config.id_column)
+            id_column = self._config_for(schema).id_column
+            self.config.output.check_collisions(schema, id_column=id_column)
             self._checked_schema = schema
+
+    def _config_for(self, schema: pa.Schema) -> StageConfig:
+        """Return the options for rows with these columns; those of `read_parquet` have ids."""
+        has_ids = ROW in schema.names and ROW_ID in schema.names
+        if not has_ids or self.config.id_column is not None:
+            return self.config
+        return replace(self.config, id_column=ROW_ID)
 
     def _prepare(
         self,
@@ -196,7 +205,7 @@ class StageFeeder:
     ) -> Prepared:
         prepared = prepare(
             table,
-            config=self.config,
+            config=self._config_for(table.schema),
             reader=self._reader,
             max_model_len=self._max_model_len,
             input_errors=input_errors,

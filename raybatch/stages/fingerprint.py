@@ -216,20 +216,33 @@ def check_same(
     now: Mapping[str, str],
     files: Sequence[InputFile],
     may_grow: bool = False,
+    can_extend: bool = True,
 ) -> None:
     """Raise ConfigError where the output below a sink was begun by a job with other answers.
 
     The error names what is different: options, and files of the input; new ones may have come
     where the input may grow.
+
+    Args:
+        sink: of the output.
+        stored: what decided its answers.
+        stored_files: its input.
+        now: what decides the answers of this job.
+        files: input of this job.
+        may_grow: files that are new are no difference.
+        can_extend: whoever asks has an option `extend`.
     """
     different = [
         f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
         for name in sorted({*stored, *now})
         if stored.get(name) != now.get(name)
     ]
+    # where nothing but new files is different
+    would_extend = not different and not _different_files(stored_files, files, may_grow=True)
     different += _different_files(stored_files, files, may_grow)
-    new = {name for name, *_ in files} - {name for name, *_ in stored_files}
-    more = ", set extend=True (--extend in a shell) to add new files" if new else ""
+    more = ""
+    if would_extend and can_extend:
+        more = ", set extend=True (--extend in a shell) to add new files"
     if different:
         raise ConfigError(
             f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "

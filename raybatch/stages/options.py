@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
+from jinja2 import TemplateError
+
+from raybatch.backends.create import check_options
 from raybatch.config import (
     BackendConfig,
     EngineConfig,
@@ -79,6 +82,8 @@ class StageConfig:
         if self.chat not in (True, False, "auto"):
             raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
         _check_inputs(self)
+        _check_chat_template(self.chat_template)
+        check_options(self.backend)
         _check_overrides(self)
 
     @property
@@ -174,6 +179,19 @@ def _check_inputs(config: StageConfig) -> None:
         raise ConfigError("system needs a chat template; leave chat=False out")
     if config.messages is not None and config.chat is False:
         raise ConfigError("messages need a chat template; leave chat=False out")
+
+
+def _check_chat_template(text: object) -> None:
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise ConfigError(f"chat_template must be a template text, got {text!r:.200}")
+    from raybatch.engine.chat_template import ChatTemplate
+
+    try:
+        ChatTemplate(text)
+    except (TemplateError, ValueError, RecursionError) as error:
+        raise ConfigError(f"chat_template is no template: {error}") from error
 
 
 def _check_overrides(config: StageConfig) -> None:

@@ -10,6 +10,7 @@ from raybatch.actors.wire import LOGPROBS_TYPE
 from raybatch.errors import ConfigError, encodable
 
 ERROR_COLUMN = "__inference_error__"
+ROW_ID = "row_id"
 
 Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "error", "crashed"]
 
@@ -49,7 +50,7 @@ class OutputSchema:
             return kind if self.num_samples == 1 else pa.list_(kind)
 
         columns = {
-            "row_id": pa.string(),
+            ROW_ID: pa.string(),
             "generated_text": per_sample(pa.string()),
             "generated_tokens": per_sample(pa.list_(pa.int32())),
             "num_input_tokens": pa.int32(),
@@ -74,7 +75,7 @@ class OutputSchema:
             user: read only.
             columns: every name of `arrow()` without the prefix, to one value per row.
         """
-        row_id = self.prefix + "row_id"
+        row_id = self.prefix + ROW_ID
         table = user.drop_columns([row_id]) if row_id in user.column_names else user
         for field in self.arrow():
             values = columns[field.name.removeprefix(self.prefix)]
@@ -87,7 +88,7 @@ class OutputSchema:
         for name in self.arrow().names:
             if name not in user.names:
                 continue
-            if name == id_column and name == self.prefix + "row_id":
+            if name == id_column and name == self.prefix + ROW_ID:
                 if user.field(name).type == pa.string():
                     continue
                 raise ConfigError(

@@ -87,7 +87,9 @@ class LimitWatch:
             return None
         self.reason = reason_to_stop(self._limits, self._spent)
         if self.reason is not None:
-            logger.warning("the run stops, start it again to go on: %s", self.reason)
+            logger.warning(
+                "no more units are begun, and the same job started again goes on: %s", self.reason
+            )
         return self.reason
 
 

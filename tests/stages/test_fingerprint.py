@@ -86,6 +86,15 @@ def refused(stored, files):
     return str(caught.value)
 
 
+def test_an_extension_is_proposed_only_where_it_would_do(tmp_path):
+    write_files(tmp_path, a=["x"])
+    before = files_of(tmp_path)
+    write_files(tmp_path, b=["y"])
+    assert "extend=True" in refused(before, files_of(tmp_path))
+    (tmp_path / "a.parquet").rename(tmp_path / "c.parquet")
+    assert "extend=True" not in refused(before, files_of(tmp_path))
+
+
 def test_changed_new_and_missing_files_are_named(tmp_path):
     write_files(tmp_path, a=["x"], b=["y"])
     before = files_of(tmp_path)
