@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from raybatch.backends.create import create_backend
 from raybatch.backends.native import create
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.kv_cache import kv_bytes_per_token
@@ -36,7 +37,7 @@ def make_backend(path, *, num_blocks, **options):
         kv_cache_bytes=num_blocks * 4 * token_bytes,
         **options,
     )
-    return create(str(path), BackendConfig(), config)
+    return create(str(path), config)
 
 
 def run(backend, prompts, *, group_ids=None, prefix_len=0, **sampling):
@@ -141,4 +142,4 @@ def test_a_row_that_breaks_the_model_spoils_no_other(tmp_path):
 
 def test_backend_options_are_refused(checkpoint):
     with pytest.raises(ConfigError, match=r"backend.options: .* got step_s"):
-        create(str(checkpoint[0]), BackendConfig(options={"step_s": 1}), EngineConfig())
+        create_backend(str(checkpoint[0]), BackendConfig(options={"step_s": 1}), EngineConfig())

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from raybatch.backends.native import create
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import EngineConfig
 from raybatch.engine.kv_cache import kv_bytes_per_token
 from raybatch.engine.model_config import read_model_spec
 from raybatch.prefix.forecast import forecast_orders
@@ -50,7 +50,7 @@ def run_engine(checkpoint, planned, order, *, num_blocks, has_groups, has_cache=
         max_num_seqs=MAX_SEQS,
         enable_prefix_caching=has_cache,
     )
-    backend = create(str(checkpoint), BackendConfig(), config)
+    backend = create(str(checkpoint), config)
     plan = planned.plan
     backend.submit(
         [
