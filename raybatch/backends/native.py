@@ -86,6 +86,7 @@ def create(
         ConfigError: an unknown option, or a model that cannot be loaded.
     """
     # torch and the model's parts are loaded only where an engine runs
+    from raybatch.engine.grammars import GrammarSlots
     from raybatch.engine.lazy_tokenizer import LazyTokenizer
     from raybatch.engine.model_source import resolve_model
     from raybatch.engine.runner import ModelRunner
@@ -98,10 +99,10 @@ def create(
     path = resolve_model(model)
     runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
     max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
-    sampler = Sampler(runner.spec.vocab_size, max_slots, runner.spec.eos_token_ids)
-    return NativeBackend(
-        Engine(_PoolRunner(runner), sampler, StopChecker(LazyTokenizer(path)), engine)
-    )
+    spec, tokenizer = runner.spec, LazyTokenizer(path)
+    grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
+    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars)
+    return NativeBackend(Engine(_PoolRunner(runner), sampler, StopChecker(tokenizer), engine))
 
 
 class _PoolRunner:

@@ -22,6 +22,7 @@ from raybatch.backends.transformers_model import HubModel
 from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.engine.finish_rules import FinishRules
+from raybatch.engine.grammars import GrammarSlots
 from raybatch.engine.lazy_tokenizer import LazyTokenizer
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.protocols import SamplerLike, StopCheckerLike
@@ -88,7 +89,7 @@ class TransformersBackend:
             kv_tokens=max_num_seqs * model.max_model_len,
         )
         self._rules = FinishRules(max_num_seqs, model.eos_token_ids, stop_checker)
-        self._intake = Intake(self._limits.find_failure)
+        self._intake = Intake(self._find_failure)
         # by slot
         self._running: dict[int, _Running] = {}
         self._prefixes: OrderedDict[int, tuple[TokenIds, Any]] = OrderedDict()
@@ -154,7 +155,11 @@ class TransformersBackend:
     def close(self) -> None:
         self._running.clear()
         self._prefixes.clear()
-        self._intake = Intake(self._limits.find_failure)
+        self._intake = Intake(self._find_failure)
+
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        refusal = self._sampler.refusal(state.request.sampling)
+        return self._limits.find_failure(state, refusal=refusal)
 
     def _run_step(self) -> list[Completion]:
         free = [slot for slot in range(self._max_num_seqs) if slot not in self._running]
@@ -261,8 +266,10 @@ def create(model: str, backend: BackendConfig, engine: EngineConfig) -> Transfor
     path = resolve_model(model)
     loaded = HubModel.load(path, engine, options)
     max_num_seqs = min(engine.max_num_seqs, options.max_num_seqs)
-    sampler = Sampler(loaded.vocab_size, max_num_seqs, loaded.eos_token_ids)
-    stop_checker = StopChecker(LazyTokenizer(path))
+    tokenizer, eos_token_ids = LazyTokenizer(path), loaded.eos_token_ids
+    grammars = GrammarSlots(tokenizer.hugging_face, loaded.vocab_size, eos_token_ids)
+    sampler = Sampler(loaded.vocab_size, max_num_seqs, eos_token_ids, grammars)
+    stop_checker = StopChecker(tokenizer)
     return TransformersBackend(loaded, sampler, stop_checker, max_num_seqs=max_num_seqs)
 
 

@@ -13,6 +13,7 @@ from raybatch.actors.wire import request_table
 from raybatch.engine.hub_config import read_max_positions
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.model_source import check_hub_model, is_local_model, resolve_model
+from raybatch.errors import ConfigError
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.large_rows import large_rows
@@ -204,7 +205,7 @@ def find_model(config: StageConfig) -> Path:
 
 
 def check_model(config: StageConfig, *, is_one_host: bool) -> None:
-    """Raise ConfigError where a model cannot be run, as far as this host can tell quickly.
+    """Raise ConfigError where a model or a grammar cannot be run, as far as this host can tell.
 
     Args:
         config: of the stage.
@@ -214,6 +215,12 @@ def check_model(config: StageConfig, *, is_one_host: bool) -> None:
         max_model_len(config, find_model(config))
     elif is_one_host and "://" not in config.model:
         check_hub_model(config.model)
+    constraint = config.sampling.structured_outputs
+    if isinstance(constraint, str) and config.backend.kind in ("native", "transformers"):
+        from raybatch.engine.grammars import check_grammar
+
+        if error := check_grammar(constraint):
+            raise ConfigError(f"sampling.{error}")
 
 
 def max_model_len(config: StageConfig, model_dir: Path) -> int | None:
