@@ -171,15 +171,16 @@ class BackendConfig:
     """Which backend a replica runs.
 
     Args:
-        kind: "native", or "fake" (no model: answers are derived from the prompt; for tests).
+        kind: "native", "transformers" (slow, for models that the native engine has not), or "fake"
+            (no model: answers are derived from the prompt; for tests).
         options: of the backend itself, for example the step time of the fake.
     """
 
-    kind: Literal["native", "fake"] = "native"
+    kind: Literal["native", "transformers", "fake"] = "native"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choice(self, "kind", ("native", "fake"))
+        check_choice(self, "kind", ("native", "transformers", "fake"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
+from raybatch.structured_outputs import structured_text
 
 FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
 
@@ -53,6 +54,8 @@ class Sampling:
         ignore_eos: go on after the model's end token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the answer must look like, such as {"json": schema}; see
+            `StructuredOutputs`. Becomes one JSON text.
 
     Raises:
         ConfigError: a value has the wrong type or is outside its range.
@@ -75,6 +78,7 @@ class Sampling:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -96,6 +100,19 @@ class Sampling:
             if not is_valid:
                 value = getattr(self, name)
                 raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+
+        self._check_structured_outputs()
+
+    def _check_structured_outputs(self) -> None:
+        if self.structured_outputs is None:
+            return
+        object.__setattr__(self, "structured_outputs", structured_text(self.structured_outputs))
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"Sampling.{name} has no meaning beside structured_outputs, which say where an "
+                    "answer ends; leave one of them out"
+                )
 
     def _check_types(self) -> None:
         # what vLLM takes as well: one stop string, and lists

@@ -28,6 +28,12 @@ from raybatch.policy.cost_model import CostModel, EngineLimits, fit
 __all__ = ["cost_model_path", "load_cost_model", "load_or_measure"]
 
 _FOLDER = "cost-models"
+# by kind of backend: packages whose version decides how fast an engine is
+_PACKAGES = {
+    "fake": ("raybatch",),
+    "native": ("raybatch", "torch"),
+    "transformers": ("raybatch", "torch", "transformers"),
+}
 # of the time by the clock that an engine on a quiet host spends computing
 _QUIET_SHARE = 0.85
 _GPU_INFO = "driver/nvidia/gpus/*/information"
@@ -124,7 +130,7 @@ def cost_model_path(
         # engines share the memory of a host where nobody has said how much each gets
         "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": _cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
-        "versions": _versions(("raybatch",) if backend.kind == "fake" else ("raybatch", "torch")),
+        "versions": _versions(_PACKAGES[backend.kind]),
     }
     text = json.dumps(described, sort_keys=True, default=repr)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

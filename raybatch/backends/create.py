@@ -30,16 +30,20 @@ def create_backend(
 
     Raises:
         ConfigError: an unknown option.
-        MissingDependency: the native backend without torch.
+        MissingDependency: another backend than the fake without torch.
     """
     check_options(backend)
     if backend.kind == "fake":
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
     if find_spec("torch") is None:
         raise MissingDependency(
-            "the native engine needs torch, which is not installed here: "
+            f"the {backend.kind} backend needs torch, which is not installed here: "
             "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
         )
+    if backend.kind == "transformers":
+        from raybatch.backends import transformers_backend
+
+        return transformers_backend.create(model, backend, engine)
     from raybatch.backends import native
 
     return native.create(model, engine, num_engines_on_host=num_engines_on_host)

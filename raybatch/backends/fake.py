@@ -6,14 +6,12 @@ of the pool. It can fail in every way in which an engine can.
 
 import os
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens
 from raybatch.backends.fake_options import FakeOptions, log_finished, mark_start
+from raybatch.backends.intake import Intake
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
@@ -42,14 +40,11 @@ class FakeBackend:
             raise RuntimeError("the fake backend was told to fail its start")
         self._options = options
         self._step_s = options.slow_step_s if start < options.num_slow_starts else options.step_s
-        self._waiting: deque[SequenceState] = deque()
-        self._resumed: deque[SequenceState] = deque()
+        self._intake = Intake(self._find_failure)
         self._running: dict[tuple[int, int], _Sequence] = {}
         # step at which sequences end, so that a step costs nothing per running sequence
         self._ending: dict[int, list[_Sequence]] = {}
-        self._num_open: dict[int, int] = {}
         self._seen_groups: set[int] = set()
-        self._failed: list[Completion] = []
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -66,47 +61,27 @@ class FakeBackend:
         )
 
     def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.request_id in self._num_open:
-                raise ValueError(f"request {request.request_id} is already in the engine")
-            self._num_open[request.request_id] = request.sampling.n
-            for sample_idx in range(request.sampling.n):
-                no_tokens = np.empty(0, np.int32)
-                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=no_tokens)
-                self._queue(state, self._waiting)
+        self._intake.submit(requests)
 
     def poll(self) -> list[Completion]:
-        if not self._num_open:
+        if not self._intake.num_open:
             return []
         began = time.perf_counter()
-        finished, self._failed = self._failed, []
-        if self._waiting or self._resumed or self._running:
-            finished += self._run_step()
-        for completion in finished:
-            self._close_sample(completion.request_id)
+        has_work = self._intake.num_waiting or self._running
+        finished = self._intake.close(self._run_step() if has_work else [])
         log_finished(self._options.finished_log, len(finished))
         self._engine_s += time.perf_counter() - began
         return finished
 
     def num_unfinished(self) -> int:
-        return len(self._num_open)
+        return self._intake.num_open
 
     def drain(self) -> list[Request]:
-        num_waiting = Counter(state.request.request_id for state in self._waiting)
-        requests = {state.request.request_id: state.request for state in self._waiting}
-        # of a request that has started, or failed in part, samples are missing in the line
-        drained = {i: r for i, r in requests.items() if num_waiting[i] == r.sampling.n}
-        self._waiting = deque(s for s in self._waiting if s.request.request_id not in drained)
-        for request_id in drained:
-            del self._num_open[request_id]
-        return list(drained.values())
+        return self._intake.drain()
 
     def abort(self, request_ids: Collection[int]) -> None:
         self.export(request_ids)
-        wanted = set(request_ids)
-        self._failed = [c for c in self._failed if c.request_id not in wanted]
-        for request_id in wanted:
-            self._num_open.pop(request_id, None)
+        self._intake.forget(request_ids)
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
@@ -124,24 +99,15 @@ class FakeBackend:
             sequence = self._running.pop(key)
             self._ending[sequence.end_step].remove(sequence)
             states.append(self._exported(sequence))
-        for line in (self._resumed, self._waiting):
-            states += [state for state in line if state.request.request_id in wanted]
-        self._resumed = deque(s for s in self._resumed if s.request.request_id not in wanted)
-        self._waiting = deque(s for s in self._waiting if s.request.request_id not in wanted)
-        for state in states:
-            self._close_sample(state.request.request_id)
-        return states
+        return self._intake.withdraw(request_ids, states)
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        for state in states:
-            request_id = state.request.request_id
-            self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
-            self._queue(state, self._resumed)
+        self._intake.restore(states)
 
     def stats(self) -> ReplicaStats:
         return ReplicaStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._resumed),
+            num_waiting=self._intake.num_waiting,
             kv_used_fraction=len(self._running) / self._options.max_num_seqs,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -153,33 +119,16 @@ class FakeBackend:
         )
 
     def close(self) -> None:
-        self._waiting.clear()
-        self._resumed.clear()
         self._running.clear()
         self._ending.clear()
-        self._num_open.clear()
-
-    def _queue(self, state: SequenceState, line: deque[SequenceState]) -> None:
-        error = self._row_error(state)
-        if not error:
-            line.append(state)
-            return
-        self._failed.append(
-            Completion(
-                request_id=state.request.request_id,
-                sample_idx=state.sample_idx,
-                finish_reason="error",
-                error=error,
-            )
-        )
+        self._intake = Intake(self._find_failure)
 
     def _run_step(self) -> list[Completion]:
         self._num_steps += 1
         num_free = self._options.max_num_seqs - len(self._running)
-        for _ in range(min(num_free, len(self._resumed) + len(self._waiting))):
-            has_started = bool(self._resumed)
-            line = self._resumed if has_started else self._waiting
-            self._start(line.popleft(), has_started=has_started)
+        for _ in range(min(num_free, self._intake.num_waiting)):
+            state, has_started = self._intake.take()
+            self._start(state, has_started=has_started)
         if self._step_s:
             time.sleep(self._step_s)
         self._num_generated_tokens += len(self._running)
@@ -225,6 +174,17 @@ class FakeBackend:
             num_cached_tokens=sequence.num_cached_tokens,
         )
 
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        error = self._row_error(state)
+        if not error:
+            return None
+        return Completion(
+            request_id=state.request.request_id,
+            sample_idx=state.sample_idx,
+            finish_reason="error",
+            error=error,
+        )
+
     def _row_error(self, state: SequenceState) -> str:
         options, prompt = self._options, state.request.prompt_token_ids
         num_tokens = len(prompt) + len(state.token_ids)
@@ -245,11 +205,6 @@ class FakeBackend:
         is_known = request.group_id in self._seen_groups
         self._seen_groups.add(request.group_id)
         return request.prefix_len if is_known else 0
-
-    def _close_sample(self, request_id: int) -> None:
-        self._num_open[request_id] -= 1
-        if not self._num_open[request_id]:
-            del self._num_open[request_id]
 
 
 def _completion(sequence: _Sequence) -> Completion:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from raybatch.engine.forward_batch import ForwardBatch
     from raybatch.engine.runner import ModelRunner
-    from raybatch.engine.tokenizer import Tokenizer
 
 __all__ = ["NativeBackend", "create"]
 
@@ -84,6 +82,8 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
         ConfigError: the model cannot be loaded.
     """
     # torch and the model's parts are loaded only where an engine runs
+    from raybatch.engine.grammars import GrammarSlots
+    from raybatch.engine.lazy_tokenizer import LazyTokenizer
     from raybatch.engine.model_source import resolve_model
     from raybatch.engine.runner import ModelRunner
     from raybatch.engine.sampler import Sampler
@@ -92,10 +92,10 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     path = resolve_model(model)
     runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
     max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
-    sampler = Sampler(runner.spec.vocab_size, max_slots, runner.spec.eos_token_ids)
-    return NativeBackend(
-        Engine(_PoolRunner(runner), sampler, StopChecker(_LazyTokenizer(path)), engine)
-    )
+    spec, tokenizer = runner.spec, LazyTokenizer(path)
+    grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
+    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars)
+    return NativeBackend(Engine(_PoolRunner(runner), sampler, StopChecker(tokenizer), engine))
 
 
 class _PoolRunner:
@@ -113,18 +113,3 @@ class _PoolRunner:
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         for pool in (self._runner.cache.k, self._runner.cache.v):
             pool[:, block_ids] = 0
-
-
-class _LazyTokenizer:
-    """Loads the tokenizer when the first stop string needs text; most engines never see one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tokenizer: Tokenizer | None = None
-
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        if self._tokenizer is None:
-            from raybatch.engine.tokenizer import Tokenizer
-
-            self._tokenizer = Tokenizer.load(self._path)
-        return self._tokenizer.decode(token_ids, skip_special_tokens)

@@ -193,7 +193,8 @@ class Engine:
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:
         request = state.request
-        failure = self._limits.find_failure(state)
+        refusal = self._sampler.refusal(request.sampling)
+        failure = self._limits.find_failure(state, refusal=refusal)
         if failure is not None:
             self._failed.append(failure)
             return

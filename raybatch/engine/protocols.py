@@ -76,6 +76,9 @@ class SampleResultLike(Protocol):
 class SamplerLike(Protocol):
     """Picks tokens; keeps per slot what sampling needs to know about a sequence."""
 
+    def refusal(self, sampling: Sampling) -> str:
+        """Return why no sequence can run with these options, "" where one can."""
+
     def add(
         self,
         slot: int,

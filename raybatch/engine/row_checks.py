@@ -21,8 +21,13 @@ class RowLimits:
     max_model_len: int
     kv_tokens: int
 
-    def find_failure(self, state: SequenceState) -> Completion | None:
-        """Return the completion of a sequence that cannot run, None when it can."""
+    def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:
+        """Return the completion of a sequence that cannot run, None when it can.
+
+        Args:
+            state: of the sequence.
+            refusal: why its sampling options cannot be had, "" where they can.
+        """
         prompt = state.request.prompt_token_ids
         num_tokens = len(prompt) + len(state.token_ids)
         reason: FinishReason = "error"
@@ -35,6 +40,8 @@ class RowLimits:
         elif num_tokens > self.kv_tokens:
             reason = "capacity"
             error = f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}"
+        elif refusal:
+            error = f"InvalidSampling: {refusal}"
         else:
             return None
         return Completion(

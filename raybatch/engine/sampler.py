@@ -5,12 +5,14 @@ of a step are grouped by what they need, so that a greedy row never pays for a r
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from raybatch.engine.draw import Drawn, DrawOptions, draw_dense, draw_greedy, draw_ranked
+from raybatch.engine.grammars import GrammarSlots
 from raybatch.engine.penalties import TokenHistory, apply_penalties, mask_tokens
 from raybatch.engine.randomness import sequence_key, uniforms
 from raybatch.types import Sampling, TokenIds
@@ -48,14 +50,23 @@ class Sampler:
         vocab_size: columns of the logits.
         max_slots: slots are 0..max_slots-1.
         eos_token_ids: end tokens of the model, held back by min_tokens.
+        grammars: of answers that follow one; None where no answer can.
     """
 
-    def __init__(self, vocab_size: int, max_slots: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_slots: int,
+        eos_token_ids: tuple[int, ...],
+        grammars: GrammarSlots | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._is_random = np.zeros(max_slots, np.bool_)
         self._is_penalized = np.zeros(max_slots, np.bool_)
         self._min_tokens = np.zeros(max_slots, np.int64)
+        self._has_grammar = np.zeros(max_slots, np.bool_)
         self._num_logprobs = np.full(max_slots, -1, np.int64)
         self._temperature = np.ones(max_slots)
         self._top_k = np.full(max_slots, vocab_size, np.int64)
@@ -64,6 +75,14 @@ class Sampler:
         self._key = np.zeros(max_slots, np.uint64)
         self._histories: dict[int, TokenHistory] = {}
         self._held_back: dict[int, npt.NDArray[np.int64]] = {}
+
+    def refusal(self, sampling: Sampling) -> str:
+        """Return why no sequence can run with these options, "" where one can."""
+        if sampling.structured_outputs is None:
+            return ""
+        if self._grammars is None:
+            return "structured_outputs need a tokenizer, and this engine has none"
+        return self._grammars.refusal(_constraint(sampling))
 
     def add(
         self,
@@ -102,6 +121,9 @@ class Sampler:
         if sampling.min_tokens and ids:
             self._min_tokens[slot] = sampling.min_tokens
             self._held_back[slot] = np.asarray(ids, np.int64)
+        if self._grammars is not None:
+            self._grammars.add(slot, _constraint(sampling), generated)
+            self._has_grammar[slot] = self._grammars.has(slot)
 
     def remove(self, slot: int) -> None:
         """Free a slot; freeing a free one does nothing."""
@@ -111,6 +133,9 @@ class Sampler:
         self._num_logprobs[slot] = -1
         self._histories.pop(slot, None)
         self._held_back.pop(slot, None)
+        if self._grammars is not None:
+            self._grammars.remove(slot)
+            self._has_grammar[slot] = False
 
     def sample(
         self,
@@ -127,7 +152,8 @@ class Sampler:
         """
         rows = np.arange(len(slots))
         is_held_back = num_generated < self._min_tokens[slots]
-        is_adjusted = self._is_penalized[slots] | is_held_back
+        has_grammar = self._has_grammar[slots]
+        is_adjusted = self._is_penalized[slots] | is_held_back | has_grammar
         token_ids = np.zeros(len(slots), np.int64)
         is_finite = np.ones(len(slots), np.bool_)
         for group, is_copy in ((rows[~is_adjusted], False), (rows[is_adjusted], True)):
@@ -142,6 +168,9 @@ class Sampler:
             token_ids[group] = np.where(is_finite[group], drawn.token_ids, 0)
         for row in rows[self._is_penalized[slots] & is_finite]:
             self._histories[int(slots[row])].record(int(token_ids[row]))
+        if self._grammars is not None:
+            for row in rows[has_grammar & is_finite]:
+                self._grammars.accept(int(slots[row]), int(token_ids[row]))
         return SampleResult(
             token_ids=token_ids,
             is_finite=is_finite,
@@ -155,7 +184,7 @@ class Sampler:
         slots: npt.NDArray[np.int64],
         is_held_back: npt.NDArray[np.bool_],
     ) -> torch.Tensor:
-        """Return the logits of the group's rows with penalties and min_tokens applied."""
+        """Return the logits of the group's rows with penalties, min_tokens and grammars applied."""
         adjusted = logits.index_select(0, torch.from_numpy(group).to(logits.device))
         penalized = np.flatnonzero(self._is_penalized[slots[group]]).tolist()
         if penalized:
@@ -165,6 +194,9 @@ class Sampler:
         if held_back:
             ids = [self._held_back[int(slots[group[idx]])] for idx in held_back]
             mask_tokens(adjusted, held_back, ids)
+        constrained = np.flatnonzero(self._has_grammar[slots[group]]).tolist()
+        if constrained and self._grammars is not None:
+            self._grammars.mask(adjusted, constrained, slots[group[constrained]].tolist())
         return adjusted
 
     def _draw(
@@ -203,6 +235,11 @@ class Sampler:
             token_ids[members] = drawn.token_ids
             max_logits[members] = drawn.max_logits
         return Drawn(token_ids=token_ids, max_logits=max_logits)
+
+
+def _constraint(sampling: Sampling) -> str | None:
+    # a mapping becomes a text when the options are made
+    return cast(str | None, sampling.structured_outputs)
 
 
 def has_penalty(sampling: Sampling) -> bool:

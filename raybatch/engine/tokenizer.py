@@ -107,6 +107,11 @@ class Tokenizer:
         return cls(tokenizer)
 
     @property
+    def hugging_face(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer of transformers; it may not be changed."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model brings a chat template."""
         return bool(self._tokenizer.chat_template)

@@ -11,6 +11,7 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.batches import python_values
 from raybatch.stages.options import FIXED_PER_STAGE
 from raybatch.stages.schema import describe_error
+from raybatch.structured_outputs import structured_text
 from raybatch.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
 
 _NAMES = tuple(f.name for f in dataclasses.fields(Sampling))
@@ -110,6 +111,8 @@ def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, got {value!r}")
         return value
+    if name == "structured_outputs":
+        return structured_text(value)
     if name == "stop":
         return _tuple_of(name, [value] if isinstance(value, str) else value, str)
     if name == "stop_token_ids":

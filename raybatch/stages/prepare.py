@@ -10,8 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire import request_table
+from raybatch.engine.hub_config import read_max_positions
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.model_source import check_hub_model, is_local_model, resolve_model
+from raybatch.errors import ConfigError
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.large_rows import large_rows
@@ -203,28 +205,35 @@ def find_model(config: StageConfig) -> Path:
 
 
 def check_model(config: StageConfig, *, is_one_host: bool) -> None:
-    """Raise ConfigError where a model cannot be run, as far as this host can tell quickly.
+    """Raise ConfigError where a model or a grammar cannot be run, as far as this host can tell.
 
     Args:
         config: of the stage.
         is_one_host: the engines run on this host, so what it lacks of the hub, they lack.
     """
     if is_local_model(config.model):
-        model_dir = find_model(config)
-        if config.backend.kind == "native":
-            read_model_spec(model_dir)
+        max_model_len(config, find_model(config))
     elif is_one_host and "://" not in config.model:
         check_hub_model(config.model)
+    constraint = config.sampling.structured_outputs
+    if isinstance(constraint, str) and config.backend.kind in ("native", "transformers"):
+        from raybatch.engine.grammars import check_grammar
+
+        if error := check_grammar(constraint):
+            raise ConfigError(f"sampling.{error}")
 
 
 def max_model_len(config: StageConfig, model_dir: Path) -> int | None:
     """Return the longest prompt plus output that the engines take; None if nothing says it."""
-    if config.engine.max_model_len is not None:
-        return config.engine.max_model_len
+    options = config.backend.options
     if config.backend.kind == "native":
-        return read_model_spec(model_dir).max_model_len
-    length = config.backend.options.get("max_model_len")
-    return None if length is None else int(length)
+        length: int | None = read_model_spec(model_dir).max_model_len
+    elif config.backend.kind == "fake":
+        length = options.get("max_model_len")
+    else:
+        is_trusted = bool(options.get("trust_remote_code"))
+        length = read_max_positions(model_dir, trust_remote_code=is_trusted)
+    return length if config.engine.max_model_len is None else config.engine.max_model_len
 
 
 def _checked(

@@ -1,4 +1,4 @@
-"""What every backend owes to the pool: the same facts for the fake and for the native engine."""
+"""What every backend owes to the pool: the same facts for each."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from tests.engine.tiny_models import build
 MAX_NUM_SEQS = 4
 MAX_MODEL_LEN = 40
 VOCAB_SIZE = 211
-# the native engine gets NaN for it, the fake is told to fail
+# a model gets NaN for it, the fake is told to fail
 BAD_TOKEN = 210
 NUM_PROMPTS = 200
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["fake", "native"])
+@pytest.fixture(params=["fake", "native", "transformers"])
 def make(request, tmp_path, monkeypatch):
     """Makes equal backends of one kind, each with room for four sequences."""
     if request.param == "fake":
@@ -56,7 +56,7 @@ def make(request, tmp_path, monkeypatch):
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
     )
-    return lambda: create_backend(str(path), BackendConfig(), engine)
+    return lambda: create_backend(str(path), BackendConfig(kind=request.param), engine)
 
 
 @pytest.fixture

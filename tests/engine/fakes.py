@@ -158,6 +158,9 @@ class FakeSampler:
         self.tokens = {}
         self.wants_logprobs = {}
 
+    def refusal(self, sampling):
+        return ""
+
     def add(self, slot, sampling, seed, sample_idx, prompt_token_ids, generated):
         assert slot not in self.tokens
         self.tokens[slot] = [*generated]

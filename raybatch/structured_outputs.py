@@ -1,0 +1,134 @@
+"""What an answer must look like: a JSON schema, a regular expression, a choice or a grammar.
+
+Names and meanings are those of vLLM's `structured_outputs`. A constraint travels as one JSON text,
+so that options with it can be compared, hashed and written down like all others.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from raybatch.errors import ConfigError, did_you_mean
+
+__all__ = ["StructuredOutputs", "structured_text"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredOutputs:
+    """One constraint; exactly one of the options is set.
+
+    Args:
+        json: a JSON schema as text; the order of its properties is that of the answer.
+        json_object: any JSON object.
+        regex: the whole answer matches it.
+        choice: the answer is one of these.
+        grammar: in EBNF, as llama.cpp and XGrammar have it; the answer is a `root`.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "StructuredOutputs":
+        """Return the constraint that `structured_text` has written."""
+        values = json.loads(text)
+        if "choice" in values:
+            values["choice"] = tuple(values["choice"])
+        return cls(**values)
+
+
+def structured_text(value: object) -> str:
+    """Return a constraint as one JSON text; the text of a text is itself.
+
+    Args:
+        value: a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; the
+            schema may be a mapping, a JSON text or a pydantic model.
+
+    Raises:
+        ConfigError: it is none, or has none or several of the options.
+    """
+    if isinstance(value, str):
+        value = _loaded(value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            "structured_outputs must be a mapping such as {'choice': ['yes', 'no']}, got "
+            f"{value!r:.200}"
+        )
+    known = [field.name for field in fields(StructuredOutputs)]
+    for name in value:
+        if name not in known:
+            raise ConfigError(
+                f"structured_outputs: unknown option {name!r}{did_you_mean(str(name), known)}"
+            )
+    given = {name: option for name, option in value.items() if option not in (None, False)}
+    if len(given) != 1:
+        raise ConfigError(
+            f"structured_outputs must have one of {', '.join(known)}, got {list(given) or 'none'}"
+        )
+    name, option = next(iter(given.items()))
+    return json.dumps({name: _CHECKED[name](option)}, ensure_ascii=False)
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"structured_outputs is not valid JSON: {error}") from error
+
+
+def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pass
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"structured_outputs.json is not valid JSON: {error}") from error
+    if not isinstance(value, Mapping | bool):
+        raise ConfigError(
+            f"structured_outputs.json must be a JSON schema, an object, got {value!r:.200}"
+        )
+    try:
+        # in the order of the schema: answers have their properties in it
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"structured_outputs.json is no JSON value: {error}") from error
+
+
+def _checked_flag(value: object) -> bool:
+    if value is not True:
+        raise ConfigError(f"structured_outputs.json_object must be true, got {value!r:.200}")
+    return True
+
+
+def _checked_text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(
+            f"a regex or grammar of structured_outputs must be a text that is not empty, got "
+            f"{value!r:.200}"
+        )
+    return value
+
+
+def _checked_choice(value: object) -> list[str]:
+    is_list = isinstance(value, list | tuple)
+    options = list(value) if isinstance(value, list | tuple) else []
+    if not is_list or not options or not all(isinstance(o, str) and o for o in options):
+        raise ConfigError(
+            "structured_outputs.choice must be a list of texts that are not empty, got "
+            f"{value!r:.200}"
+        )
+    return list(dict.fromkeys(options))
+
+
+_CHECKED = {
+    "json": _checked_schema,
+    "json_object": _checked_flag,
+    "regex": _checked_text,
+    "choice": _checked_choice,
+    "grammar": _checked_text,
+}
