@@ -4,14 +4,20 @@ from importlib.util import find_spec
 
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
 
 
+# by kind; the others take none
+_OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
+
+
 def check_options(backend: BackendConfig) -> None:
     """Raise ConfigError where the options of a backend are not known or out of range."""
-    if backend.kind == "fake":
-        from_mapping(FakeOptions, backend.options, where="backend.options")
+    options = _OPTIONS.get(backend.kind)
+    if options is not None:
+        from_mapping(options, backend.options, where="backend.options")
     elif backend.options:
         names = ", ".join(sorted(backend.options))
         raise ConfigError(f"backend.options: the {backend.kind} backend takes none, got {names}")
