@@ -8,7 +8,6 @@ from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
 
-
 # by kind; the others take none
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
 
