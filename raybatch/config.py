@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Options of one native engine.
+    """Options of one engine; vLLM takes those that it has under its own names.
 
     Args:
         dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
@@ -171,16 +171,16 @@ class BackendConfig:
     """Which backend a replica runs.
 
     Args:
-        kind: "native", "transformers" (slow, for models that the native engine has not), or "fake"
-            (no model: answers are derived from the prompt; for tests).
+        kind: "native", "vllm", "transformers" (slow, for models that the native engine has not), or
+            "fake" (no model: answers follow from the prompt; for tests).
         options: of the backend itself, for example the step time of the fake.
     """
 
-    kind: Literal["native", "transformers", "fake"] = "native"
+    kind: Literal["native", "vllm", "transformers", "fake"] = "native"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choice(self, "kind", ("native", "transformers", "fake"))
+        check_choice(self, "kind", ("native", "vllm", "transformers", "fake"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -220,12 +220,15 @@ class Capacity:
         max_model_len: longest prompt plus output, in tokens.
         max_num_seqs: sequences that may run at once.
         block_size: tokens of one cache block, the granularity of prefix sharing.
+        max_batched_tokens: token budget of one step; None where it is that of `EngineConfig`, or
+            where there is none.
     """
 
     kv_tokens: int
     max_model_len: int
     max_num_seqs: int
     block_size: int
+    max_batched_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,13 @@ import numpy as np
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let vLLM and what it imports warn: their warnings are not ours to mend."""
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """Random numbers that are the same in every run."""

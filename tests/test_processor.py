@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from raybatch.config import EngineConfig
+from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
 from raybatch.stages.row_functions import Postprocess, Preprocess
@@ -53,6 +53,30 @@ def test_concurrency_becomes_replicas(concurrency, replicas):
     assert stage_of(concurrency=concurrency).config.pool.replicas == replicas
 
 
+def test_vllm_gets_all_options_of_the_engine():
+    stage = stage_of(
+        backend="vllm",
+        engine_kwargs={
+            "dtype": "half",
+            "max_model_len": 4096,
+            "max_num_seqs": 8,
+            "tensor_parallel_size": 2,
+            "quantization": "fp8",
+        },
+    )
+    assert stage.config.engine == EngineConfig(dtype="float16", max_model_len=4096, max_num_seqs=8)
+    assert stage.config.backend == BackendConfig(
+        kind="vllm",
+        options={
+            "engine_kwargs": {"max_num_seqs": 8, "tensor_parallel_size": 2, "quantization": "fp8"}
+        },
+    )
+
+
+def test_the_native_engine_runs_unless_vllm_is_asked_for():
+    assert stage_of().config.backend == BackendConfig(kind="native")
+
+
 def test_sampling_defaults_are_those_of_vllm():
     assert stage_of().config.sampling == Sampling(temperature=1.0, max_tokens=16)
 
@@ -75,6 +99,11 @@ def test_options_without_effect_are_named_in_one_line(caplog):
         ({"batchsize": 1}, r"unknown option 'batchsize' \(did you mean 'batch_size'\?\)"),
         ({"engine_kwargs": {"max_num_seq": 1}}, r"did you mean 'max_num_seqs'"),
         ({"engine_kwargs": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 is not supported"),
+        ({"backend": "vlm"}, "did you mean 'vllm'"),
+        (
+            {"backend": "vllm", "engine_kwargs": {"quantisation": "x"}},
+            "did you mean 'quantization'",
+        ),
         ({"task_type": "embed"}, "task_type must be 'generate'"),
         ({"concurrency": 0}, "concurrency must be"),
         ({"concurrency": (3, 2)}, "concurrency must be"),

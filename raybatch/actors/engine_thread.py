@@ -162,6 +162,7 @@ class EngineThread:
             self._started.set_exception(error)
             return
         self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
+        self._lead_tokens = max(self._lead_tokens, 2 * (capacity.max_batched_tokens or 0))
         self._started.set_result(capacity)
         try:
             while self._step(backend):

@@ -28,6 +28,7 @@ from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.watching import RowWatch, tell, with_news
 from raybatch.actors.wire import RESULT_SCHEMA, combine_results
+from raybatch.backends.options import gpus_of_engine
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.types import PoolStats, Sampling
 
@@ -332,18 +333,29 @@ def _end(coordinator: ActorHandle) -> None:
     ray.kill(coordinator, no_restart=True)
 
 
+def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
+    """Raise ConfigError where an engine would need the GPUs of several hosts."""
+    largest = max(gpus_of_hosts, default=0)
+    if num_gpus > largest:
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
+            f"{largest:g}; an engine runs on one host: lower tensor_parallel_size and "
+            "pipeline_parallel_size, or pool.num_gpus_per_replica"
+        )
+
+
 def plan_crew(spec: PoolSpec) -> CrewPlan:
     """Size the crew of a pool by the cluster as it is now.
 
     Raises:
-        ConfigError: engines would share a GPU without a limit of memory.
+        ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
+            of one engine.
     """
     pool = spec.pool
     cluster_gpus = float(ray.cluster_resources().get("GPU", 0))
     num_gpus = pool.num_gpus_per_replica
     if num_gpus is None:
-        uses_gpu = cluster_gpus and spec.engine.device != "cpu" and spec.backend.kind != "fake"
-        num_gpus = 1.0 if uses_gpu else 0.0
+        num_gpus = float(gpus_of_engine(spec.backend, spec.engine)) if cluster_gpus else 0.0
     if pool.replicas is not None:
         num_replicas = pool.replicas
     elif num_gpus:
@@ -357,6 +369,8 @@ def plan_crew(spec: PoolSpec) -> CrewPlan:
         )
     kind = "GPU" if num_gpus else "CPU"
     hosts = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind)]
+    if num_gpus > 1:
+        check_hosts(num_gpus, [float(host["Resources"]["GPU"]) for host in hosts])
     return CrewPlan(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,

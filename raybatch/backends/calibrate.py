@@ -43,7 +43,7 @@ def limits_of(backend: Backend, max_batched_tokens: int | None) -> EngineLimits:
         kv_tokens=capacity.kv_tokens,
         max_num_seqs=capacity.max_num_seqs,
         block_size=capacity.block_size,
-        max_batched_tokens=max_batched_tokens,
+        max_batched_tokens=capacity.max_batched_tokens or max_batched_tokens,
     )
 
 

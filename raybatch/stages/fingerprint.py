@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from raybatch.backends.options import answering_options
 from raybatch.config import WaveConfig
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.errors import ConfigError, encodable
@@ -83,7 +84,7 @@ def fingerprint(
     for name in _ENGINE_OPTIONS:
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
-    found["backend"] = dataclasses.asdict(config.backend)
+    found["backend"] = answering_options(config.backend)
     found["waves"] = [dataclasses.asdict(wave) for wave in waves]
     found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]

@@ -83,7 +83,7 @@ class StageConfig:
             raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
         _check_inputs(self)
         _check_chat_template(self.chat_template)
-        check_options(self.backend)
+        check_options(self.backend, self.engine)
         _check_overrides(self)
 
     @property

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire import request_table
-from raybatch.engine.hub_config import read_max_positions
-from raybatch.engine.model_config import read_model_spec
+from raybatch.backends.options import length_of_model
 from raybatch.engine.model_source import check_hub_model, is_local_model, resolve_model
 from raybatch.errors import ConfigError
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
@@ -225,14 +224,8 @@ def check_model(config: StageConfig, *, is_one_host: bool) -> None:
 
 def max_model_len(config: StageConfig, model_dir: Path) -> int | None:
     """Return the longest prompt plus output that the engines take; None if nothing says it."""
-    options = config.backend.options
-    if config.backend.kind == "native":
-        length: int | None = read_model_spec(model_dir).max_model_len
-    elif config.backend.kind == "fake":
-        length = options.get("max_model_len")
-    else:
-        is_trusted = bool(options.get("trust_remote_code"))
-        length = read_max_positions(model_dir, trust_remote_code=is_trusted)
+    # also where the length is given: the backend may refuse the model
+    length = length_of_model(config.backend, config.engine, model_dir)
     return length if config.engine.max_model_len is None else config.engine.max_model_len
 
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from raybatch.config import BackendConfig, PoolConfig
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.chaining import PROMPT_COLUMNS, SAMPLING_COLUMN
 from raybatch.stages.options import StageConfig, build_stage_config
 from raybatch.stages.row_functions import INPUT_ERROR_COLUMN
-from raybatch.stages.vllm_options import engine_config
+from raybatch.stages.vllm_options import engine_config, vllm_config
 from raybatch.types import Sampling
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class ProcessorConfig(metaclass=_Checked):
 
     Args:
         model_source: checkpoint folder, hub id or URI; "demo" is the embedded model.
-        engine_kwargs: options of vLLM's engine; those with an equivalent are taken over.
+        engine_kwargs: options of vLLM's engine; those with an equivalent are taken over, and with
+            `backend="vllm"` all of them are.
         concurrency: replicas; of a pair the larger.
         should_continue_on_error: False ends the job at the first row that fails; left out, and
             with True, errors are values of `__inference_error__`.
@@ -67,7 +68,7 @@ class ProcessorConfig(metaclass=_Checked):
         dynamic_lora_loading_path: only None.
         sampling: of rows without `sampling_params`; vLLM's defaults.
         pool: replicas and their resources, where `concurrency` is not enough.
-        backend: what a replica runs.
+        backend: what a replica runs: "native" unless it is said to be "vllm".
 
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
@@ -105,7 +106,7 @@ class ProcessorConfig(metaclass=_Checked):
         if self.concurrency is not None:
             _replicas(self.concurrency)
         _chat_options(self.chat_template_stage)
-        engine_config(self.engine_kwargs)
+        _engines(self)
 
 
 class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ray.data.llm
@@ -124,7 +125,7 @@ def stage_config(
     Raises:
         ConfigError: an option of the stage is out of range.
     """
-    engine, ignored = engine_config(config.engine_kwargs)
+    engine, backend, ignored = _engines(config)
     _log_ignored(config, ignored)
     chat_template, kwargs = _chat_options(config.chat_template_stage)
     is_chat = _is_chat(config.chat_template_stage)
@@ -135,7 +136,7 @@ def stage_config(
     options = {
         "engine": engine,
         "pool": pool,
-        "backend": config.backend,
+        "backend": backend,
         "sampling": config.sampling or _SAMPLING,
         "sampling_column": SAMPLING_COLUMN,
         "input_error_column": INPUT_ERROR_COLUMN,
@@ -147,6 +148,17 @@ def stage_config(
         "on_error": "raise" if config.should_continue_on_error is False else "row",
     }
     return build_stage_config(config.model_source, options, where="build_processor")
+
+
+def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list[str]]:
+    """Return the options of engine and backend, and the names of those without effect."""
+    backend = config.backend or BackendConfig()
+    if isinstance(backend, str):
+        backend = from_mapping(BackendConfig, {"kind": backend}, where="backend")
+    if backend.kind == "vllm":
+        return *vllm_config(config.engine_kwargs, backend), []
+    engine, ignored = engine_config(config.engine_kwargs)
+    return engine, backend, ignored
 
 
 def _log_ignored(config: ProcessorConfig, ignored: list[str]) -> None:

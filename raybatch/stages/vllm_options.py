@@ -1,9 +1,12 @@
-"""What the options of ray.data.llm's vLLM processor mean here."""
+"""What the options of ray.data.llm's vLLM processor mean here, for either engine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from raybatch.config import EngineConfig
+from raybatch.backends.create import check_options
+from raybatch.backends.vllm_args import DECIDED_BY_ENGINE
+from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, did_you_mean
 
 _RENAMED = {
@@ -53,6 +56,31 @@ _ONLY: Mapping[str, Any] = {
     "tensor_parallel_size": 1,
     "trust_remote_code": False,
 }
+
+
+def vllm_config(
+    engine_kwargs: Mapping[str, Any], backend: BackendConfig
+) -> tuple[EngineConfig, BackendConfig]:
+    """Return the options of an engine of vLLM, all of which have an effect.
+
+    Args:
+        engine_kwargs: as ray.data.llm takes them.
+        backend: of kind "vllm"; its own `engine_kwargs` win.
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion), or one that is decided elsewhere.
+    """
+    values = {_RENAMED[name]: v for name, v in engine_kwargs.items() if name in _RENAMED}
+    values["dtype"] = _DTYPES.get(values.get("dtype", "auto"), values.get("dtype", "auto"))
+    engine = EngineConfig(**{name: v for name, v in values.items() if v is not None})
+    others = {n: value for n, value in engine_kwargs.items() if n not in DECIDED_BY_ENGINE}
+    options = {
+        **backend.options,
+        "engine_kwargs": {**others, **backend.options.get("engine_kwargs", {})},
+    }
+    backend = replace(backend, options=options)
+    check_options(backend, engine)
+    return engine, backend
 
 
 def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[str]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from raybatch.backends.options import gpus_of_engine
 from raybatch.config import check_min
 from raybatch.errors import ConfigError
 from raybatch.job_config import JobConfig
@@ -110,7 +111,7 @@ def worker_shape(job: JobConfig, options: ManifestOptions) -> WorkerShape:
     num_hosts = options.replicas or stage.pool.replicas or 1
     gpus = stage.pool.num_gpus_per_replica
     if gpus is None:
-        gpus = 0 if stage.engine.device == "cpu" or stage.backend.kind == "fake" else 1
+        gpus = gpus_of_engine(stage.backend, stage.engine)
     if not gpus:
         return WorkerShape(
             num_hosts=num_hosts, num_gpus=0, num_cpus=4, memory_gib=16, shared_memory_gib=5

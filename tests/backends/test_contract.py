@@ -1,16 +1,20 @@
 """What every backend owes to the pool: the same facts for each."""
 
 import itertools
+from contextlib import closing
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
 from raybatch.backends.create import create_backend
+from raybatch.backends.vllm_backend import start_inner
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.kv_cache import kv_bytes_per_token
 from raybatch.engine.model_config import read_model_spec
 from raybatch.types import Request, Sampling
+from tests.backends.vllm_engines import VllmShelf
 from tests.engine.tiny_models import build
 
 MAX_NUM_SEQS = 4
@@ -23,8 +27,8 @@ NUM_PROMPTS = 200
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    model = build("llama")
+    path = tmp_path_factory.mktemp("qwen3")
+    model = build("qwen3")
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD_TOKEN] = float("nan")
         # so that the model hardly says it by itself
@@ -33,9 +37,37 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["fake", "native", "transformers"])
+@pytest.fixture(scope="module")
+def shelf(checkpoint):
+    """Engines of vLLM, whose blocks hold at least 32 tokens."""
+    token_bytes = kv_bytes_per_token(read_model_spec(checkpoint), torch.float32)
+    engine = EngineConfig(
+        block_size_tokens=32,
+        dtype="float32",
+        kv_cache_bytes=4 * MAX_NUM_SEQS * 32 * token_bytes,
+        max_batched_tokens=256,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    options = {"engine_kwargs": {"skip_tokenizer_init": True}}
+    backend = BackendConfig(kind="vllm", options=options)
+    return VllmShelf(lambda: start_inner(str(checkpoint), backend, engine))
+
+
+_VLLM = pytest.param(
+    "vllm",
+    marks=[
+        pytest.mark.vllm,
+        pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
+    ],
+)
+
+
+@pytest.fixture(params=["fake", "native", "transformers", _VLLM])
 def make(request, tmp_path, monkeypatch):
     """Makes equal backends of one kind, each with room for four sequences."""
+    if request.param == "vllm":
+        return request.getfixturevalue("shelf").make
     if request.param == "fake":
         options = {
             "max_num_seqs": MAX_NUM_SEQS,
@@ -61,9 +93,15 @@ def make(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def backend(make):
-    made = make()
-    yield made
-    made.close()
+    with closing(make()) as made:
+        yield made
+
+
+@pytest.fixture
+def other(make):
+    """A second one, to which rows move."""
+    with closing(make()) as made:
+        yield made
 
 
 def request(request_id, prompt=None, **sampling):
@@ -96,9 +134,9 @@ def tokens_of(done):
 
 def alone(make, *requests):
     """Tokens of requests that run without other company."""
-    backend = make()
-    backend.submit(requests)
-    return tokens_of(run(backend))
+    with closing(make()) as backend:
+        backend.submit(requests)
+        return tokens_of(run(backend))
 
 
 def test_every_row_comes_out_once_and_in_any_company_the_same(make, backend):
@@ -211,11 +249,10 @@ def test_a_row_of_which_a_sample_has_started_is_not_given_back(backend):
     assert [r.request_id for r in backend.drain()] == [2]
 
 
-def test_rows_given_back_run_elsewhere_with_the_same_tokens(make, backend):
+def test_rows_given_back_run_elsewhere_with_the_same_tokens(make, backend, other):
     requests = [request(i, temperature=0.9) for i in range(7)]
     backend.submit(requests)
     backend.poll()
-    other = make()
     other.submit(backend.drain())
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
 
@@ -272,7 +309,7 @@ def test_unknown_ids_are_ignored_by_an_abort(backend):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, num_steps):
+def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, other, num_steps):
     requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(6)]
     backend.submit(requests)
     for _ in range(num_steps):
@@ -280,12 +317,11 @@ def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, n
     states = backend.export([1, 4])
     keys = [(state.request.request_id, state.sample_idx) for state in states]
     assert keys == [(1, 0), (1, 1), (4, 0)]
-    other = make()
     other.restore(states)
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
 
 
-def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend):
+def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend, other):
     requests = [request(i, temperature=0.9, max_tokens=9) for i in range(3)]
     backend.submit(requests)
     for _ in range(5):
@@ -293,7 +329,6 @@ def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend):
     states = backend.begun(3)
     assert [0, 1, 2] == sorted(state.request.request_id for state in states)
     assert all(3 <= len(state.token_ids) < 9 for state in states)
-    other = make()
     other.restore(states)
     expected = alone(make, *requests)
     assert expected == tokens_of(run(backend)) == tokens_of(run(other))
@@ -306,10 +341,9 @@ def test_tokens_are_told_once(backend):
     assert [1, 0] == [len(backend.begun(3)), len(backend.begun(3))]
 
 
-def test_restored_rows_are_not_given_back(make, backend):
+def test_restored_rows_are_not_given_back(backend, other):
     backend.submit([request(1)])
     backend.poll()
-    other = make()
     other.restore(backend.export([1]))
     assert (other.drain(), other.num_unfinished()) == ([], 1)
 
@@ -353,9 +387,8 @@ def test_samples_of_one_row_differ(backend):
     assert all(a != b for a, b in pairs)
 
 
-def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(make):
-    backend = make()
-    prompt = [5] * 16 + [6]
+def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(backend):
+    prompt = [5] * 32 + [6]
     members = [
         Request(
             request_id=i,
@@ -363,7 +396,7 @@ def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(make):
             prompt_token_ids=np.array(prompt, np.int32),
             sampling=Sampling(max_tokens=2, n=2),
             group_id=7,
-            prefix_len=16,
+            prefix_len=32,
         )
         for i in range(2)
     ]
@@ -372,4 +405,4 @@ def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(make):
     backend.submit(members[1:])
     second = run(backend)
     assert [first[0, i].num_cached_tokens for i in range(2)] == [0, 0]
-    assert [second[1, i].num_cached_tokens for i in range(2)] == [16, 0]
+    assert [second[1, i].num_cached_tokens for i in range(2)] == [32, 0]

@@ -1,0 +1,172 @@
+"""Options of the vLLM backend: checked without vLLM, and turned into those of its engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raybatch.backends.vllm_names import ENGINE_ARGS, VERSION
+from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "DECIDED_BY_ENGINE",
+    "VllmOptions",
+    "answer_options",
+    "engine_args",
+    "gpus_per_engine",
+    "vllm_options",
+]
+
+# options of vLLM that have a name in EngineConfig, which the driver reads as well
+DECIDED_BY_ENGINE: Mapping[str, str] = {
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "enable_prefix_caching": "enable_prefix_caching",
+}
+# of these vLLM has defaults for each device, so that ours count only where they were changed
+_UNLESS_DEFAULT = {
+    "block_size": "block_size_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_batched_tokens",
+}
+_ELSEWHERE = {
+    "model": "the model of the stage",
+    "model_weights": "the model of the stage",
+    "hf_config_path": "the model of the stage",
+    "revision": "a folder as the model of the stage",
+    "tokenizer": "a folder with model and tokenizer as the model of the stage",
+    "data_parallel_size": "pool.replicas, each of which is an engine",
+    "nnodes": "pool.replicas: an engine runs on one host",
+}
+# what these may be; other values ask for an engine that the replica cannot drive
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "distributed_executor_backend": (None, "mp", "uni"),
+    "data_parallel_size": (1,),
+    "nnodes": (1,),
+    "stream_interval": (1,),
+}
+# each multiplies the GPUs of one engine
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+# of vLLM's options, those that change the speed of a run, its memory or its logs, and no answer
+_SPEED = """
+    aggregate_engine_logging async_scheduling block_size collect_detailed_traces compilation_config
+    cpu_offload_gb cudagraph_capture_sizes cudagraph_metrics disable_log_stats download_dir
+    enable_chunked_prefill enable_log_requests enforce_eager gpu_memory_utilization hf_token
+    kv_offloading_backend kv_offloading_size load_format log_config_file log_level
+    long_prefill_token_threshold max_cudagraph_capture_size max_num_batched_tokens max_num_seqs
+    max_parallel_loading_workers num_gpu_blocks_override otlp_traces_endpoint
+    safetensors_load_strategy scheduler_reserve_full_isl scheduling_policy seed
+    show_hidden_metrics_for_version swap_space use_tqdm_on_load watermark
+"""
+_NO_ANSWER = frozenset(_SPEED.split())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmOptions:
+    """Options of the vLLM backend, in `backend.options`.
+
+    Args:
+        engine_kwargs: options of vLLM's `EngineArgs` that have no name in `EngineConfig`.
+        check_logits: a row whose logits are not numbers becomes an error row; without it vLLM
+            makes tokens of them.
+
+    Raises:
+        ConfigError: an option that vLLM does not have (with a suggestion), or one that is decided
+            elsewhere or asks for more than a replica can do.
+    """
+
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    check_logits: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.check_logits, bool):
+            raise ConfigError(f"check_logits must be true or false, got {self.check_logits!r}")
+        if not isinstance(self.engine_kwargs, Mapping):
+            raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
+        for name, value in self.engine_kwargs.items():
+            _check(name, value)
+
+
+def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
+    """Return the checked options of a vLLM backend.
+
+    Raises:
+        ConfigError: see `VllmOptions`; or an option of the engine that only the native one has.
+    """
+    options = from_mapping(VllmOptions, backend.options, where="backend.options")
+    if engine.kv_admission_fraction is not None:
+        raise ConfigError(
+            "engine.kv_admission_fraction is an option of the native engine; vLLM has "
+            "engine_kwargs.watermark and max_num_active_seqs"
+        )
+    for name, own in _UNLESS_DEFAULT.items():
+        given = options.engine_kwargs.get(name)
+        if given is not None and _is_changed(engine, own) and given != getattr(engine, own):
+            raise ConfigError(
+                f"engine.{own}={getattr(engine, own)} and engine_kwargs.{name}={given!r} are one "
+                "option; leave one of them out"
+            )
+    return options
+
+
+def engine_args(options: VllmOptions, engine: EngineConfig) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs`, model excepted."""
+    args: dict[str, Any] = {
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **{name: getattr(engine, own) for name, own in DECIDED_BY_ENGINE.items()},
+        **{
+            n: getattr(engine, own)
+            for n, own in _UNLESS_DEFAULT.items()
+            if _is_changed(engine, own)
+        },
+    }
+    if gpus_per_engine(options) > 1:
+        # processes on this host, which end with the replica
+        args["distributed_executor_backend"] = "mp"
+    return {**{n: value for n, value in args.items() if value is not None}, **options.engine_kwargs}
+
+
+def gpus_per_engine(options: VllmOptions) -> int:
+    """Return the devices that one engine computes on."""
+    number = 1
+    for name in _PARALLEL:
+        number *= int(options.engine_kwargs.get(name) or 1)
+    return number
+
+
+def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `backend.options` that take part in the answers of a job."""
+    kwargs = options.get("engine_kwargs") or {}
+    kept = {n: value for n, value in kwargs.items() if n not in _NO_ANSWER and n not in _PARALLEL}
+    others = {name: value for name, value in options.items() if name != "engine_kwargs"}
+    return {**others, **({"engine_kwargs": kept} if kept else {})}
+
+
+def _check(name: str, value: object) -> None:
+    own = DECIDED_BY_ENGINE.get(name)
+    if own is not None:
+        raise ConfigError(f"engine_kwargs.{name}: set engine.{own} instead")
+    if name in _ONLY:
+        if value in _ONLY[name]:
+            return
+        hint = f"; take {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        allowed = " or ".join(repr(each) for each in _ONLY[name])
+        raise ConfigError(f"engine_kwargs.{name} must be {allowed} here, got {value!r}{hint}")
+    if name in _ELSEWHERE:
+        raise ConfigError(f"engine_kwargs.{name}: take {_ELSEWHERE[name]}")
+    if name not in ENGINE_ARGS:
+        known = ENGINE_ARGS.difference(_ELSEWHERE)
+        raise ConfigError(
+            f"engine_kwargs: vLLM {VERSION} has no option {name!r}{did_you_mean(str(name), known)}"
+        )
+    if name in _PARALLEL and (type(value) is not int or value < 1):
+        raise ConfigError(f"engine_kwargs.{name} must be a number of at least 1, got {value!r}")
+
+
+def _is_changed(engine: EngineConfig, name: str) -> bool:
+    default = EngineConfig.__dataclass_fields__[name].default
+    return bool(getattr(engine, name) != default)

@@ -1,0 +1,140 @@
+import json
+
+import pytest
+
+from raybatch.backends import create
+from raybatch.backends.options import answering_options, gpus_of_engine
+from raybatch.backends.vllm_args import VllmOptions, engine_args
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.stages.options import build_stage_config
+from raybatch.stages.prepare import check_model, max_model_len
+
+
+def vllm(**engine_kwargs):
+    return BackendConfig(kind="vllm", options={"engine_kwargs": engine_kwargs})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_memory_utilisation": 0.5}, r"did you mean 'gpu_memory_utilization'\?"),
+        ({"max_model_len": 10}, "engine_kwargs.max_model_len: set engine.max_model_len instead"),
+        ({"kv_cache_memory_bytes": 10}, "set engine.kv_cache_bytes instead"),
+        ({"model": "other"}, "engine_kwargs.model: take the model of the stage"),
+        ({"data_parallel_size": 2}, "must be 1 here, got 2; take pool.replicas"),
+        ({"distributed_executor_backend": "ray"}, "must be None or 'mp' or 'uni' here, got 'ray'"),
+        ({"runner": "pooling"}, "runner must be 'auto' or 'generate' here"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a number of at least 1"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be a number of at least 1"),
+    ],
+)
+def test_wrong_options_are_refused_without_vllm(options, message):
+    with pytest.raises(ConfigError, match=message):
+        VllmOptions(engine_kwargs=options)
+
+
+def test_a_stage_is_checked_when_it_is_built():
+    backend = {"kind": "vllm", "options": {"engine_kwarg": {}}}
+    with pytest.raises(ConfigError, match="did you mean 'engine_kwargs'"):
+        build_stage_config("m", {"backend": backend}, where="LLMStage")
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"kv_admission_fraction": 0.9}, "is an option of the native engine"),
+        ({"max_num_seqs": 8}, "engine.max_num_seqs=8 and engine_kwargs.max_num_seqs=16"),
+    ],
+)
+def test_options_of_the_engine_that_do_not_fit_are_refused(engine, message):
+    with pytest.raises(ConfigError, match=message):
+        create.check_options(vllm(max_num_seqs=16), EngineConfig(**engine))
+
+
+def test_options_of_the_engine_get_the_names_of_vllm():
+    engine = EngineConfig(
+        dtype="float32",
+        kv_cache_bytes=1 << 20,
+        block_size_tokens=32,
+        max_batched_tokens=512,
+        max_num_seqs=8,
+        max_model_len=100,
+        enable_prefix_caching=False,
+    )
+    args = engine_args(VllmOptions(engine_kwargs={"seed": 3}), engine)
+    assert args == {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 1 << 20,
+        "block_size": 32,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "max_model_len": 100,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 3,
+    }
+
+
+def test_sizes_that_nobody_has_set_are_left_to_vllm():
+    assert set(engine_args(VllmOptions(), EngineConfig())) == {
+        "dtype",
+        "enable_prefix_caching",
+        "disable_log_stats",
+        "use_tqdm_on_load",
+    }
+
+
+def test_what_vllm_is_told_wins_over_our_defaults():
+    args = engine_args(VllmOptions(engine_kwargs={"disable_log_stats": False}), EngineConfig())
+    assert args["disable_log_stats"] is False
+
+
+def test_an_engine_takes_as_many_gpus_as_it_has_ranks():
+    ranks = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+    assert gpus_of_engine(vllm(**ranks), EngineConfig()) == 8
+    assert gpus_of_engine(vllm(), EngineConfig()) == 1
+    assert gpus_of_engine(vllm(**ranks), EngineConfig(device="cpu")) == 0
+
+
+def test_ranks_of_an_engine_are_processes_that_end_with_it():
+    args = engine_args(VllmOptions(engine_kwargs={"tensor_parallel_size": 2}), EngineConfig())
+    assert args["distributed_executor_backend"] == "mp"
+
+
+def test_a_job_remembers_the_options_that_decide_answers_alone():
+    backend = vllm(
+        quantization="fp8", gpu_memory_utilization=0.5, tensor_parallel_size=2, hf_token="secret"
+    )
+    options = {"engine_kwargs": {"quantization": "fp8"}}
+    assert answering_options(backend) == {"kind": "vllm", "options": options}
+
+
+def test_a_host_without_vllm_is_told_what_to_install(monkeypatch):
+    monkeypatch.setattr(create, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"pip install 'raybatch\[vllm\]'"):
+        create.create_backend("m", vllm(), EngineConfig())
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """A folder of a model that the native engine does not run."""
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+def stage_of(folder, backend):
+    return build_stage_config(str(folder), {"backend": backend}, where="LLMStage")
+
+
+def test_a_model_that_vllm_alone_runs_passes_the_check_of_jobs(gpt2):
+    check_model(stage_of(gpt2, "vllm"), is_one_host=True)
+    with pytest.raises(ConfigError, match="not supported by the native engine"):
+        check_model(stage_of(gpt2, "native"), is_one_host=True)
+
+
+def test_the_length_of_such_a_model_is_known_to_stages(gpt2):
+    assert max_model_len(stage_of(gpt2, "vllm"), gpt2) == 300
