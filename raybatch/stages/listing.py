@@ -15,6 +15,7 @@ from fsspec.utils import glob_translate
 from raybatch.errors import ConfigError
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.saved_datasets import saved_datasets
+from raybatch.stages.storage import real_path
 
 __all__ = ["IPC_SUFFIXES", "JSON_SUFFIXES", "PARQUET_SUFFIXES", "ListedFile", "Root", "list_files"]
 
@@ -63,6 +64,11 @@ class Root(NamedTuple):
             return self.path
         first = min(self.path.index(c) for c in "*?[" if c in self.path)
         return self.path[:first].rpartition("/")[0]
+
+    def without_links(self) -> "Root":
+        """Return the same with the links to its folder followed."""
+        folder = real_path(self.fs, self.folder or "/").rstrip("/")
+        return self._replace(path=folder + self.path[len(self.folder) :])
 
     def name_of(self, path: str) -> str:
         """Return a path relative to the folder."""

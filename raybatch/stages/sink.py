@@ -1,6 +1,7 @@
 """The folder that a job writes to: whose it is, and what an earlier run has left there."""
 
 import json
+import os
 import posixpath
 import re
 import time
@@ -13,7 +14,7 @@ from raybatch.durable.heartbeat import FRESH_S, live_runs
 from raybatch.durable.layout import DATA, PLAN, STAGING, SUCCESS, part_unit, probe_name
 from raybatch.durable.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.stages.storage import store_of, told_as
+from raybatch.stages.storage import real_path, store_of, told_as
 
 __all__ = ["check_partitions", "is_marked", "output_files", "prepare_sink"]
 
@@ -60,12 +61,7 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     fs.invalidate_cache()
     if fs.isfile(root):
         raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
-    below = fs.unstrip_protocol(root).rstrip("/") + "/"
-    for path in source_paths:
-        if path.startswith(below):
-            raise ConfigError(
-                f"the source file {path} lies below the sink {sink!r}; choose another"
-            )
+    _check_no_source(sink, fs, root, source_paths)
     store = store_of(sink)
     names = (
         [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
@@ -109,6 +105,23 @@ def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
             raise ConfigError(
                 f"partition_by: column {name!r} is {kind}; take one of texts, whole numbers, "
                 "booleans or dates"
+            )
+
+
+def _check_no_source(
+    sink: str, fs: fsspec.AbstractFileSystem, root: str, source_paths: Collection[str]
+) -> None:
+    """Refuse a sink that holds files of the source, by whatever links either is named."""
+    below = fs.unstrip_protocol(root).rstrip("/") + "/"
+    really_below = fs.unstrip_protocol(real_path(fs, root)).rstrip("/") + "/"
+    local = "file://"
+    for path in source_paths:
+        real = (
+            local + os.path.realpath(path.removeprefix(local)) if path.startswith(local) else path
+        )
+        if path.startswith(below) or real.startswith(really_below):
+            raise ConfigError(
+                f"the source file {path} lies below the sink {sink!r}; choose another"
             )
 
 

@@ -102,6 +102,15 @@ def test_sink_around_the_source_is_refused(tmp_path):
         prepare_sink(str(tmp_path), is_overwrite=True, source_paths=paths)
 
 
+def test_a_link_to_the_folder_of_the_source_is_refused(tmp_path):
+    write_run(tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    paths = {part.path for part in scan_source(str(tmp_path / "out" / "data")).slices}
+    with pytest.raises(ConfigError, match="lies below the sink"):
+        prepare_sink(str(tmp_path / "link"), is_overwrite=True, source_paths=paths)
+    assert (tmp_path / "out" / "data" / "part-000000.parquet").exists()
+
+
 def write_beat(sink, age_s):
     store = open_store(str(sink))
     beat(store, "run-a", time.time() - age_s)
