@@ -11,7 +11,7 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
-from raybatch.durable.layout import DATA, PLAN, STAGING, SUCCESS, part_unit, probe_name
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, STAGING, SUCCESS, part_unit, probe_name
 from raybatch.durable.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import real_path, store_of, told_as
@@ -75,7 +75,8 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             "of an earlier run, so nothing is written there; choose another folder"
         )
     if is_overwrite:
-        _check_nobody_writes(sink, store)
+        for folder in ("", PLAN_ORDER):
+            _check_removable(sink, names, folder)
         # what says that units are done goes before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
@@ -125,8 +126,24 @@ def _check_no_source(
             )
 
 
-def _check_nobody_writes(sink: str, store: Store) -> None:
-    for run in live_runs(store, time.time()):
+def _check_removable(sink: str, names: Collection[str], folder: str) -> None:
+    """Refuse to begin again in an output that another run or somebody else writes to.
+
+    Args:
+        sink: of the job.
+        names: of all files below it.
+        folder: below the sink, of an output of its own; "" is that of the sink itself.
+    """
+    prefix = f"{folder}/" if folder else ""
+    own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    strange = [name for name in own if name.startswith(f"{DATA}/") and not _is_ours(name)]
+    if strange:
+        raise ConfigError(
+            f"sink {sink!r} holds {len(strange)} files that no run has written beside its parts, "
+            f"such as {prefix}{strange[0]}, so overwrite could not begin again; move them away, or "
+            "choose another folder"
+        )
+    for run in live_runs(store_of(f"{sink.rstrip('/')}/{folder}".rstrip("/")), time.time()):
         raise ConfigError(
             f"sink {sink!r} is in use: {run}, and overwrite would remove what it writes. End that "
             f"run, or where it is dead wait until its heartbeat is {FRESH_S:.0f} s old, or remove "

@@ -69,11 +69,21 @@ def test_overwrite_removes_what_a_run_and_its_killed_tasks_left(tmp_path):
 
 def test_overwrite_leaves_foreign_files_alone(tmp_path):
     write_run(tmp_path)
-    foreign = ["a.json", "data/part-0-c000.parquet", "mine.parquet", "sub/part-000000.parquet"]
+    foreign = ["a.json", "mine.parquet", "sub/part-000000.parquet"]
     for name in foreign:
         write_parquet(tmp_path / name, pa.table({"y": [1]}))
     prepare_sink(str(tmp_path), is_overwrite=True)
     assert files_below(tmp_path) == sorted([*foreign, "_raybatch/run.json"])
+
+
+@pytest.mark.parametrize("folder", ["", "_plan_order/"])
+def test_overwrite_removes_nothing_where_a_foreign_file_lies_among_the_parts(tmp_path, folder):
+    write_run(tmp_path)
+    write_parquet(tmp_path / folder / "data" / "part-0-c000.parquet", pa.table({"y": [1]}))
+    before = files_below(tmp_path)
+    with pytest.raises(ConfigError, match=rf"such as {folder}data/part-0-c000.*; move them away"):
+        prepare_sink(str(tmp_path), is_overwrite=True)
+    assert before == files_below(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +126,10 @@ def write_beat(sink, age_s):
     beat(store, "run-a", time.time() - age_s)
 
 
-def test_an_output_that_somebody_writes_is_not_removed(tmp_path):
+@pytest.mark.parametrize("folder", ["", "_plan_order"])
+def test_an_output_that_somebody_writes_is_not_removed(tmp_path, folder):
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)
-    write_beat(tmp_path / "out", age_s=10)
+    write_beat(tmp_path / "out" / folder, age_s=10)
     with pytest.raises(ConfigError, match=r"is in use: run run-a .*wait until .*or remove .*alive"):
         prepare_sink(str(tmp_path / "out"), is_overwrite=True)
 
