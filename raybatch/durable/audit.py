@@ -1,9 +1,10 @@
 """The audit of an output, and the file that says that it is complete."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from raybatch.durable.protocols import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 
-__all__ = ["Audit", "audit", "finish", "is_finished"]
+__all__ = ["Audit", "audit", "finish", "is_finished", "read_success"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -67,6 +68,15 @@ class Audit:
     def unreadable_rows(self) -> int:
         """Return the lost rows of units that have a part; those of missing units may still come."""
         return self.lost_rows - self.missing_rows
+
+    @property
+    def told_gone(self) -> str:
+        """Return what is said of missing units that no run writes, since `_SUCCESS` is there."""
+        units = ", ".join(str(unit) for unit in self.missing)
+        return (
+            f"it was complete and {self.num_missing} parts are gone, such as those of units "
+            f"{units}; bring them back from a copy, or remove {SUCCESS} and run the job again"
+        )
 
     def __str__(self) -> str:
         said = (
@@ -199,20 +209,35 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     """Return whether the output is complete, with all input that was added to it.
 
     Raises:
-        CommitError: it is, and it belongs to another plan.
+        CommitError: `_SUCCESS` belongs to another plan, or cannot be read.
     """
-    try:
-        said = json.loads(store.read(SUCCESS))
-    except FileNotFoundError:
+    said = read_success(store)
+    if said is None:
         return False
-    if plan.extends(said.get("plan")):
-        return False
-    if said.get("plan") != plan.hash:
+    if "plan" not in said:
         raise CommitError(
-            f"{store.uri}/{SUCCESS} belongs to plan {said.get('plan')}, not to {plan.hash}; choose "
+            f"{store.uri}/{SUCCESS} is not what a run writes; remove it and run the job again, "
+            "which counts the parts anew"
+        )
+    if plan.extends(said["plan"]):
+        return False
+    if said["plan"] != plan.hash:
+        raise CommitError(
+            f"{store.uri}/{SUCCESS} belongs to plan {said['plan']}, not to {plan.hash}; choose "
             "another folder"
         )
     return True
+
+
+def read_success(store: Store) -> Mapping[str, Any] | None:
+    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
+    try:
+        said = json.loads(store.read(SUCCESS))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _read_share(

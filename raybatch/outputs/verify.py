@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raybatch.durable.audit import Audit, audit
+from raybatch.durable.audit import Audit, audit, read_success
 from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
@@ -20,6 +20,8 @@ from raybatch.stages.sink import is_marked
 from raybatch.stages.storage import told_as
 
 __all__ = ["Verification", "verify"]
+
+_ANEW = "remove it and run the job again, which counts the parts anew"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +127,7 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
         found = audit(store, plan)
-        success = _read_success(store)
+        success = read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = look_into_parts(store, plan, output) if deep else None
     return _verification(sink, plans, plan, found, success, look)
@@ -197,19 +199,11 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
     )
 
 
-def _read_success(store: Store) -> Mapping[str, object] | None:
-    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
-    try:
-        said = json.loads(store.read(SUCCESS))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
 def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Audit) -> list[str]:
     """Return what `_SUCCESS` says and the output does not bear out."""
+    where = f"{sink.rstrip('/')}/{SUCCESS}"
+    if "plan" not in success:
+        return [f"{where} is not what a run writes; {_ANEW}"]
     true = {"plan": plan.hash, "units": found.num_units, "rows": found.expected_rows}
     wrong = [
         f"{name} is {success.get(name)!r}, the plan says {value!r}"
@@ -220,13 +214,8 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Aud
     statuses = counts.get("statuses") if isinstance(counts, dict) else None
     if not wrong and not found.lost_rows and statuses != dict(found.counts.statuses):
         wrong.append(f"it counts {statuses}, the footers {dict(found.counts.statuses)}")
-    if found.num_missing:
-        units = ", ".join(str(unit) for unit in found.missing)
-        wrong.append(
-            f"it was complete and {found.num_missing} parts are gone, such as those of units "
-            f"{units}; bring them back from a copy, or remove {SUCCESS} and run the job again"
-        )
-    return [f"{sink.rstrip('/')}/{SUCCESS}: {said}" for said in wrong]
+    told = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
+    return [*told, f"{where}: {found.told_gone}"] if found.num_missing else told
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:

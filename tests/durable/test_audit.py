@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.durable.audit import audit, finish, is_finished
 from raybatch.durable.commit import commit_unit
-from raybatch.durable.layout import part_name
+from raybatch.durable.layout import SUCCESS, part_name
 from raybatch.durable.store import open_store
 from raybatch.durable.units import ErrorCount, UnitCounts, join_plans, sum_counts
 from raybatch.errors import CommitError
@@ -132,6 +132,13 @@ def test_an_output_is_finished_when_success_was_said(store):
     assert not is_finished(store, PLAN)
     finish(store, PLAN, audit(store, PLAN))
     assert is_finished(store, PLAN)
+
+
+@pytest.mark.parametrize("said", [b"", b"{torn", b"[1]", b"{}"])
+def test_a_success_that_cannot_be_read_is_refused_with_the_way_out(store, said):
+    store.replace(SUCCESS, said)
+    with pytest.raises(CommitError, match=r"_SUCCESS is not what a run writes; remove it and run"):
+        is_finished(store, PLAN)
 
 
 def test_the_success_of_another_plan_is_refused(store):

@@ -77,6 +77,8 @@ def test_a_part_that_is_gone_after_success_is_lost(sink):
     open_store(sink).remove(part_name(0))
     report = report_of(sink)
     assert (4, 0) == (report.rows_lost, report.rows_todo)
+    (problem,) = report_of(sink).problems
+    assert "bring them back from a copy, or remove _SUCCESS and run the job again" in problem
 
 
 def test_a_part_that_cannot_be_read_is_lost(sink):
