@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raybatch.durable.audit import Audit, audit, read_success
-from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan
@@ -15,6 +15,7 @@ from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepLook, look_into_parts
 from raybatch.pictures.wording import printable
 from raybatch.stages.fingerprint import compare_files, output_columns
+from raybatch.stages.plan.checks import damage_of
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.sink import is_marked
 from raybatch.stages.storage import told_as
@@ -120,9 +121,9 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     sink = str(sink)
     store = open_store(sink)
     with told_as(f"output {sink!r} cannot be read"):
-        if store.size(f"{PLAN_ORDER}/{PLAN}") is not None and store.size(PLAN) is None:
-            return _before_ordering(sink, is_deep=deep)
         if store.size(PLAN) is None:
+            if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
+                return _before_ordering(sink, store, is_deep=deep)
             return _without_plan(sink, store, is_deep=deep)
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
@@ -130,7 +131,8 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
         success = read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = look_into_parts(store, plan, output) if deep else None
-    return _verification(sink, plans, plan, found, success, look)
+        damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
+    return _verification(sink, plans, plan, found, success, look, damaged)
 
 
 def _verification(
@@ -140,6 +142,7 @@ def _verification(
     found: Audit,
     success: Mapping[str, object] | None,
     look: DeepLook | None,
+    damaged: Sequence[str | None],
 ) -> Verification:
     if success is not None and plan.extends(success.get("plan")):
         success = None  # true of the input before it grew
@@ -154,7 +157,8 @@ def _verification(
         if look.num_problems > len(look.problems):
             problems.append(f"{look.num_problems - len(look.problems)} more such findings")
     changed, notes = _compare_input(plans)
-    (notes if has_success else problems).extend(changed)
+    # what only a run that goes on needs
+    (notes if has_success else problems).extend([*changed, *filter(None, damaged)])
     repeated = 0 if look is None else look.repeated_rows
     return Verification(
         sink=sink,
@@ -174,20 +178,40 @@ def _verification(
     )
 
 
-def _before_ordering(sink: str, *, is_deep: bool) -> Verification:
+def _before_ordering(sink: str, store: Store, *, is_deep: bool) -> Verification:
     found = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
     note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
-    return dataclasses.replace(found, sink=sink, has_success=False, notes=(*found.notes, note))
+    return dataclasses.replace(
+        found,
+        sink=sink,
+        has_success=False,
+        problems=(*found.problems, *_parts_without_plan(store)),
+        notes=(*found.notes, note),
+    )
+
+
+def _parts_without_plan(store: Store) -> tuple[str, ...]:
+    """Return what is wrong where there are parts and no plan."""
+    names = store.names(DATA)
+    if not names:
+        return ()
+    return (
+        f"{store.uri}/{PLAN} is gone, and {len(names)} files are there, such as {names[0]}; without"
+        " it nobody can tell what is missing, and no run goes on: bring it back from a copy, or "
+        "choose another folder",
+    )
 
 
 def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
     if not is_marked(store):
         raise ConfigError(f"{sink}: no job of raybatch has written here; name the sink of one")
+    problems = _parts_without_plan(store)
+    note = "a run began here and ended before its plan was written; nothing is lost"
     return Verification(
         sink=sink,
         plan="",
         is_deep=is_deep,
-        has_success=False,
+        has_success=store.size(SUCCESS) is not None,
         num_units=0,
         num_units_missing=0,
         expected_rows=0,
@@ -195,7 +219,8 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
         lost_rows=0,
         duplicated_rows=0,
         rows_to_do=0,
-        notes=("a run began here and ended before its plan was written; nothing is lost",),
+        problems=problems,
+        notes=() if problems else (note,),
     )
 
 
