@@ -38,7 +38,8 @@ class Verification:
         num_units_missing: that have no part.
         expected_rows: of the plan.
         written_rows: in parts of the plan.
-        lost_rows: whose part cannot be read, or is gone although the output was complete.
+        lost_rows: whose part cannot be read, or is gone although the output was complete; with
+            `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
         rows_to_do: whose units no run has written yet.
         statuses: row status to number of rows.
@@ -160,6 +161,8 @@ def _verification(
     # what only a run that goes on needs
     (notes if has_success else problems).extend([*changed, *filter(None, damaged)])
     repeated = 0 if look is None else look.repeated_rows
+    # a part has the rows of its unit: one that is there twice stands where another should
+    replaced = max(0, repeated - found.duplicated_rows)
     return Verification(
         sink=sink,
         plan=plan.hash,
@@ -169,7 +172,7 @@ def _verification(
         num_units_missing=found.num_missing,
         expected_rows=found.expected_rows,
         written_rows=found.written_rows,
-        lost_rows=found.lost_rows if has_success else found.unreadable_rows,
+        lost_rows=(found.lost_rows if has_success else found.unreadable_rows) + replaced,
         duplicated_rows=max(found.duplicated_rows, repeated),
         rows_to_do=0 if has_success else found.missing_rows,
         statuses=dict(sorted(found.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),

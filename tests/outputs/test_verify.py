@@ -235,6 +235,19 @@ def test_a_row_id_that_occurs_twice_is_found_with_its_units(sink, rows, units):
     assert found.duplicated_rows == 1
 
 
+def test_rows_of_a_part_without_its_metadata_are_compared_all_the_same(sink, tmp_path):
+    make_complete(sink)
+    path = tmp_path / "out" / part_name(1)
+    table = pq.read_table(path)
+    footer = {b"raybatch": pq.read_metadata(path).metadata[b"raybatch"]}
+    rows = pa.concat_tables([table.slice(0, 1), table.slice(0, 3)]).replace_schema_metadata(footer)
+    pq.write_table(rows, path)
+    assert verify(sink).is_clean
+    found = verify(sink, deep=True)
+    assert (1, 1, 2) == (found.lost_rows, found.duplicated_rows, len(found.problems))
+    assert "a.parquet:4 in units 1" in found.problems[1]
+
+
 def test_a_part_of_another_schema_is_found(sink):
     plan = make_complete(sink)
     rows = finished_rows(range(4, 8))
