@@ -39,7 +39,7 @@ from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
-from raybatch.stages.sink import check_partitions, prepare_sink
+from raybatch.stages.sink import check_partitions, check_place, prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
 from raybatch.stages.storage import is_below
 from raybatch.stages.unique_ids import check_unique_ids
@@ -265,6 +265,7 @@ class Job:
         progress: ProgressCallback | ProgressPrinter | None,
     ) -> RunReport:
         self._check(source, self.config.stage.output)
+        check_place(self.config.sink)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(
             self.config.sink,

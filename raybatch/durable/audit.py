@@ -164,7 +164,9 @@ def audit(
         with ThreadPoolExecutor(num_threads) as threads:
             total = _add_shares(threads.map(read, starts))
     missing_rows = int(plan.unit_rows[missing].sum())
-    strangers = tuple(f"{store.uri}/{name} is no part of the plan" for name in unknown)
+    strangers = tuple(
+        f"{store.uri}/{name} is no part of the plan; move it away" for name in unknown
+    )
     return Audit(
         num_units=plan.num_units,
         expected_rows=plan.num_rows,
@@ -255,14 +257,16 @@ def _read_share(
                 record = read_record(store, number)
                 # files of a unit without a record are told as a missing unit
                 unknown = sorted(files.of(number) - set(record[1]))
-                foreign += [f"{store.uri}/{one} is no part of the plan" for one in unknown]
+                foreign += [
+                    f"{store.uri}/{one} is no part of the plan; move it away" for one in unknown
+                ]
                 footer = read_files(store, plan.hash_of(number), unit, record, part_format)
             else:
                 footer = read_footer(store, name, part_format)
                 footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
             is_gone = isinstance(error, FileNotFoundError)
-            foreign.append(f"a file of {where} is missing: {error}" if is_gone else str(error))
+            foreign.append(_told_lacking(store, name, error) if is_gone else str(error))
             lost += unit.num_rows
             continue
         written += footer.num_rows
@@ -278,6 +282,15 @@ def _read_share(
         num_foreign=len(foreign),
         foreign=tuple(foreign[:_NUM_EXAMPLES]),
         counts=sum_counts(counts),
+    )
+
+
+def _told_lacking(store: Store, name: str, error: Exception) -> str:
+    """Return what is said of a unit that is listed, and of which a file cannot be found."""
+    also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
+    return (
+        f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "
+        f"or remove {name}{also} and run the job again"
     )
 
 

@@ -105,6 +105,9 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     Raises:
         ConfigError: there is no file, or a saved dataset that cannot be read as it is.
     """
+    # a word in front stands for a cache of files
+    if "::" in source and source.split("::")[0] not in fsspec.available_protocols():
+        raise _chained(f"source {safe_text(source)}")
     root = Root.of(source)
     if root.is_glob:
         paths = _matching(root)
@@ -137,11 +140,14 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
 
 def _listed(root: Root, path: str) -> ListedFile:
     if "::" in path:
-        raise ConfigError(
-            f"source file {safe_text(path)} has '::' in its path, which file systems take for a "
-            "chain of protocols; rename it"
-        )
+        raise _chained(f"source file {safe_text(path)}")
     return ListedFile(root.fs.unstrip_protocol(path), safe_text(root.name_of(path)))
+
+
+def _chained(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has '::' in its path, which file systems take for a chain of protocols; rename it"
+    )
 
 
 def _matching(root: Root) -> list[str]:

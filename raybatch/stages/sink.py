@@ -16,7 +16,7 @@ from raybatch.durable.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.storage import real_path, store_of, told_as
 
-__all__ = ["check_partitions", "is_marked", "output_files", "prepare_sink"]
+__all__ = ["check_partitions", "check_place", "is_marked", "output_files", "prepare_sink"]
 
 _PARTITION_TYPES = (
     pa.types.is_string,
@@ -31,6 +31,24 @@ _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
 _LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
 _OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^/]+/)?)?[^/]+")
+
+
+def check_place(sink: str) -> None:
+    """Raise ConfigError where the workers of a job could not write.
+
+    Args:
+        sink: folder, local or with a protocol.
+    """
+    if "::" in sink:
+        raise ConfigError(
+            f"sink {sink!r} has '::' in its path, which file systems take for a chain of "
+            "protocols; choose another folder"
+        )
+    if sink.startswith("memory:"):
+        raise ConfigError(
+            f"sink {sink!r} lies in the memory of one process, which other workers do not see; "
+            "choose a folder or a bucket"
+        )
 
 
 def prepare_sink(
@@ -66,9 +84,11 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     names = (
         [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
     )
-    # another run that begins at this moment may be about to write its mark
+    # another run that begins at this moment may be about to write its mark; readers and runs
+    # leave names with a dot alone, such as .gitkeep
     ours = f"{STAGING}/", probe_name("")
-    foreign = [name for name in names if not name.startswith(ours)]
+    own = [name for name in names if not name.startswith(ours)]
+    foreign = [name for name in own if not (name.startswith(".") and "/" not in name)]
     if foreign and _MARKER not in names and store.size(_MARKER) is None:
         raise ConfigError(
             f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "

@@ -187,6 +187,7 @@ def test_a_missing_file_is_told(store):
     store.remove("data/lang=en/part-000000.parquet")
     found = audit(store, PLAN)
     assert (3, False) == (found.lost_rows, found.is_clean)
+    assert "or remove _raybatch/done/000000.json and run the job again" in found.foreign[0]
 
 
 def test_a_file_that_no_record_names_is_told(store):

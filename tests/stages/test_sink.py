@@ -6,7 +6,7 @@ import pytest
 from raybatch.durable.heartbeat import beat
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.stages.sink import check_partitions, output_files, prepare_sink
+from raybatch.stages.sink import check_partitions, check_place, output_files, prepare_sink
 from raybatch.stages.source import scan_source
 from tests.stages.support import write_parquet
 
@@ -29,6 +29,27 @@ def test_sink_with_foreign_files_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=r"no _raybatch/run\.json of an earlier run"):
             prepare_sink(str(tmp_path), is_overwrite=is_overwrite)
     assert files_below(tmp_path) == ["part-000000.parquet"]
+
+
+@pytest.mark.parametrize("sink", ["memory://x/out", "out::in", "simplecache::s3://x/out"])
+def test_a_place_where_no_worker_can_write_is_refused(sink):
+    with pytest.raises(ConfigError, match=f"sink '{sink}' .* choose a"):
+        check_place(sink)
+
+
+def test_names_with_a_dot_may_lie_in_a_new_sink(tmp_path):
+    (tmp_path / ".gitkeep").write_text("")
+    prepare_sink(str(tmp_path), is_overwrite=False)
+    prepare_sink(str(tmp_path), is_overwrite=True)
+    assert files_below(tmp_path) == [".gitkeep", "_raybatch/run.json"]
+
+
+@pytest.mark.parametrize("name", ["data/.gitkeep", ".git/config"])
+def test_names_with_a_dot_further_below_are_foreign(tmp_path, name):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=f"for example {name}"):
+        prepare_sink(str(tmp_path), is_overwrite=False)
 
 
 def test_what_an_earlier_probe_left_is_not_foreign(tmp_path):
