@@ -17,7 +17,15 @@ from raybatch.stages.file_errors import safe_text
 from raybatch.stages.saved_datasets import saved_datasets
 from raybatch.stages.storage import real_path
 
-__all__ = ["IPC_SUFFIXES", "JSON_SUFFIXES", "PARQUET_SUFFIXES", "ListedFile", "Root", "list_files"]
+__all__ = [
+    "IPC_SUFFIXES",
+    "JSON_SUFFIXES",
+    "PARQUET_SUFFIXES",
+    "ListedFile",
+    "Root",
+    "list_files",
+    "names_by_links",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +144,29 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
             f"{', '.join(suffixes)}"
         )
     return [_listed(root, path) for _, path in sorted(places.items())]
+
+
+def names_by_links(root: Root, path: str) -> Iterator[str]:
+    """Yield the names below a local source by which links in it lead to a folder.
+
+    Args:
+        root: of a source.
+        path: of the folder, without links.
+    """
+    if not isinstance(root.fs, LocalFileSystem) or (root.is_glob and "**" not in root.path):
+        return
+    to_search, seen = [root.folder], set[str]()
+    while to_search:
+        for folder, children, _ in os.walk(to_search.pop()):
+            children[:] = [name for name in children if not name.startswith(("_", "."))]
+            for link in (os.path.join(folder, name) for name in children):
+                target = os.path.realpath(link) if os.path.islink(link) else ""
+                if not target or target in seen:
+                    continue
+                seen.add(target)
+                to_search.append(link)
+                if f"{path}/".startswith(f"{target}/"):
+                    yield link + path[len(target) :]
 
 
 def _listed(root: Root, path: str) -> ListedFile:

@@ -23,7 +23,7 @@ from raybatch.stages.file_slices import (
     read_slice,
     scan_file,
 )
-from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files
+from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
 from raybatch.stages.row_sizes import row_bytes_of, sampled
 from raybatch.stages.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 from raybatch.stages.storage import real_path, told_as
@@ -233,7 +233,9 @@ def check_outside(sink: str, source: str) -> None:
     if sink_fs != root.fs or not (root.is_glob or is_folder):
         return
     # what a link is named says nothing about where it leads
-    if _is_read(root, path) or _is_read(root.without_links(), real_path(root.fs, path)):
+    real, real_root = real_path(root.fs, path), root.without_links()
+    named = ((root, path), (real_root, real), *((root, n) for n in names_by_links(root, real)))
+    if any(_is_read(where, name) for where, name in named):
         raise ConfigError(
             f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
             "take it for input; choose a folder beside it, or one whose name begins with '_'"
