@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 import fsspec
 import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, STAGING, SUCCESS, part_unit, probe_name
@@ -93,6 +94,10 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
         raise ConfigError(
             f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
             "of an earlier run, so nothing is written there; choose another folder"
+        )
+    if isinstance(fs, LocalFileSystem) and DATA in names:
+        raise ConfigError(
+            f"{root}/{DATA} is a file, and the folder of the parts belongs there; move it away"
         )
     if is_overwrite:
         for folder in ("", PLAN_ORDER):

@@ -118,6 +118,15 @@ def test_folder_of_another_version_is_refused(tmp_path, marker, message):
         prepare_sink(str(tmp_path), is_overwrite=False)
 
 
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_a_file_for_the_folder_of_the_parts_is_refused(tmp_path, is_overwrite):
+    prepare_sink(str(tmp_path), is_overwrite=False)
+    (tmp_path / "data").write_text("mine")
+    with pytest.raises(ConfigError, match=r"data is a file, .* move it away"):
+        prepare_sink(str(tmp_path), is_overwrite=is_overwrite)
+    assert files_below(tmp_path) == ["_raybatch/run.json", "data"]
+
+
 def test_foreign_parquet_is_no_output(tmp_path):
     write_run(tmp_path)
     write_parquet(tmp_path / "mine.parquet", pa.table({"y": [1]}))
