@@ -6,7 +6,9 @@ The flags of a job are those of `raybatch.job_flags`; the commands on a cluster 
 """
 
 import logging
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -37,11 +39,21 @@ _INTERRUPTED = 130
 _ERROR_ROWS = 2
 
 
+class _Terminated(SystemExit):
+    """SIGTERM has ended the command where nothing else minds it."""
+
+
 def main() -> None:
     """Run the command line; an error of raybatch is one line and exit code 1."""
+    # imports, the start of Ray and the look at the input take seconds, before a run minds signals
+    before = signal.signal(signal.SIGTERM, _terminate) or signal.SIG_DFL
     try:
         app()
     except SystemExit as end:
+        # Ray has a handler of its own while it starts, which exits with the number of the signal
+        if isinstance(end, _Terminated) or end.code == signal.SIGTERM:
+            typer.echo("error: SIGTERM ended the command; the same command goes on", err=True)
+            raise SystemExit(1) from None
         if end.code == _INTERRUPTED:
             typer.echo("interrupted", err=True)
         # typer ends with 2 on a wrong flag, which would say that a job is done but for error rows
@@ -51,6 +63,12 @@ def main() -> None:
     except RaybatchError as error:
         typer.echo(redacted(f"error: {error}"), err=True)
         raise SystemExit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Terminated(1)
 
 
 class _Discreet(logging.Formatter):
@@ -248,7 +266,10 @@ def _start_ray() -> None:
     import ray.data  # slow to load, and --help does without
 
     if not ray.is_initialized():
+        minded = signal.getsignal(signal.SIGTERM)
         ray.init(logging_level=logging.ERROR)
+        if minded is _terminate:
+            signal.signal(signal.SIGTERM, _terminate)
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler) and not isinstance(
             handler, logging.FileHandler

@@ -37,7 +37,7 @@ from raybatch.stages.plan_columns import with_columns
 from raybatch.stages.ray_context import settle_context
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.stages.schema import ROW_ID
-from raybatch.stages.sink import prepare_sink
+from raybatch.stages.sink import check_place, prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_writer import UnitWriter, plan_units, settle_schema
@@ -81,6 +81,7 @@ def read_parquet(
     plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max(unit_rows, 4096))
     scanned = scan_source(source)
     _check_names(scanned.schema)
+    check_place(sink)
     check_outside(sink, source)
     paths = {part.path for part in scanned.slices}
     prepare_sink(sink, is_overwrite=overwrite, source_paths=paths)

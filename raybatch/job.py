@@ -39,8 +39,9 @@ from raybatch.stages.pool_watch import ProgressCallback, RunClock
 from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
-from raybatch.stages.sink import check_partitions, prepare_sink
+from raybatch.stages.sink import check_partitions, check_place, prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
+from raybatch.stages.storage import is_below
 from raybatch.stages.unique_ids import check_unique_ids
 
 logger = logging.getLogger(__name__)
@@ -229,9 +230,16 @@ class Job:
             progress: see `run`.
 
         Raises:
-            ConfigError: the output is not finished, or as with `run`.
+            ConfigError: the output is not finished, the folder lies in it or in the source of this
+                job, or as with `run`.
             RowError: as with `run`.
         """
+        if is_below(str(sink), self.config.sink):
+            raise ConfigError(
+                f"the folder {str(sink)!r} for the new answers lies in the output "
+                f"{self.config.sink!r}; choose one beside it"
+            )
+        check_outside(str(sink), self.config.source)
         clock, stage = RunClock(), self.config.stage
         id_column = stage.id_column or f"{stage.output_prefix}row_id"
         source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
@@ -257,6 +265,7 @@ class Job:
         progress: ProgressCallback | ProgressPrinter | None,
     ) -> RunReport:
         self._check(source, self.config.stage.output)
+        check_place(self.config.sink)
         check_outside(self.config.sink, self.config.source)
         prepare_sink(
             self.config.sink,

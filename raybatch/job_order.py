@@ -5,7 +5,6 @@ readers skip, and that is what runs go on with. Once all of them are there they 
 sink itself, as an output that follows a plan in the order of the input.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from raybatch.job_config import JobConfig
 from raybatch.job_parts import is_whole, plans_of
 from raybatch.job_run import JobRun
 from raybatch.outputs.ordered import restore_order
-from raybatch.outputs.rebuilt import report_of
+from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.progress import ProgressPrinter
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
@@ -25,8 +24,6 @@ from raybatch.stages.sink import output_files, prepare_sink
 from raybatch.stages.storage import store_of, told_as
 
 __all__ = ["OrderedRun", "check_order"]
-
-logger = logging.getLogger(__name__)
 
 
 def check_order(config: JobConfig) -> None:
@@ -64,7 +61,7 @@ class OrderedRun:
         plans = plans_of(job, may_grow=config.extend)
         if plans and is_whole(job, plans):
             self._check_follows_input(plans)
-            return report_of(config.sink)
+            return report_of_complete(config.sink)
         folder = _folder(config)
         if plans and not _has_plan(folder):
             raise ConfigError(
@@ -74,18 +71,13 @@ class OrderedRun:
         prepare_sink(folder, is_overwrite=config.overwrite)
         inner = replace(config, sink=folder, output_order="plan", partition_by=())
         report = replace(self.run, config=inner).execute(progress)
-        report = replace(report, sink=redacted(config.sink))
+        report = replace(report, sink=redacted(config.sink), is_rebuilt=False)
         if not (report.rows_todo or report.rows_lost or report.rows_duplicated):
             restore_order(folder, config.sink, subject=job.subject)
             below = store_of(config.sink).uri + "/"
             names = tuple(path.removeprefix(below) for path in output_files(config.sink))
             report = replace(report, output_files=names)
-        try:
-            with told_as(f"the report cannot be written below {config.sink!r}"):
-                report.write(config.sink)
-        except ConfigError as error:  # what it is about is written all the same
-            logger.error("%s; 'raybatch report' makes it again", error)
-        return report
+        return keep_report(report, config.sink)
 
     def _check_follows_input(self, plans: Sequence[StoredPlan]) -> None:
         if any(stored.is_reordered for stored in plans):

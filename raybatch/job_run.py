@@ -27,7 +27,7 @@ from raybatch.job_parts import (
     plans_of,
     tell_what_holds,
 )
-from raybatch.outputs.rebuilt import report_of
+from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
@@ -96,7 +96,7 @@ class JobRun:
         is_new = not plans
         if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
-            return report_of(self.config.sink)
+            return report_of_complete(self.config.sink)
         parts, planned = parts_to_run(job, plans), None
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
@@ -122,12 +122,7 @@ class JobRun:
         # what earlier runs took is not known here, nor what several plans foretell together
         is_all = is_new and len(parts) == 1
         report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
-        try:
-            with told_as(f"the report cannot be written below {self.config.sink!r}"):
-                report.write(self.config.sink)
-        except ConfigError as error:  # what it is about is written all the same
-            logger.error("%s; 'raybatch report' makes it again", error)
-        return report
+        return keep_report(report, self.config.sink)
 
     @property
     def _schema(self) -> pa.Schema:

@@ -1,5 +1,7 @@
 """The command line: options become one mapping, errors become one line."""
 
+import os
+import signal
 import sys
 
 import pytest
@@ -224,6 +226,17 @@ def test_a_command_that_is_interrupted_before_it_works_says_so(
     monkeypatch.setattr(Job, "explain", interrupt)
     code = run_main(monkeypatch, "explain", job_file)
     assert (code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_a_command_that_gets_sigterm_before_it_works_says_so(
+    monkeypatch, capsys, job_file, explained
+):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Job, "explain", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    code = run_main(monkeypatch, "explain", job_file, "--no-measure")
+    said = "error: SIGTERM ended the command; the same command goes on\n"
+    assert (code, said) == (1, capsys.readouterr().err)
+    assert before == signal.getsignal(signal.SIGTERM)
 
 
 def test_explain_names_itself_in_errors(monkeypatch, capsys):

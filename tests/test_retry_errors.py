@@ -92,11 +92,25 @@ def test_a_retry_of_no_rows_is_a_finished_output(folder, tmp_path):
     assert "row_id" in pq.read_table(tmp_path / "new").column_names
 
 
-@pytest.mark.parametrize("name", ["", "data", "retried"])
+@pytest.mark.parametrize("name", ["", "data", "retried", "_retried"])
 def test_a_folder_of_the_output_itself_is_refused(folder, name):
     before = contents(folder / "out")
     with pytest.raises(ConfigError, match="lies"):
         make_job(folder, "error").retry_errors(folder / "out" / name)
+    assert before == contents(folder / "out")
+
+
+def test_a_folder_that_the_job_itself_would_read_is_refused(folder):
+    with pytest.raises(ConfigError, match="lies where the source"):
+        make_job(folder, "error").retry_errors(folder / "in" / "retried")
+    assert ["a.parquet"] == [path.name for path in (folder / "in").iterdir()]
+
+
+def test_a_link_into_the_output_is_refused(folder, tmp_path):
+    before = contents(folder / "out")
+    (tmp_path / "link").symlink_to(folder / "out")
+    with pytest.raises(ConfigError, match="lies in the output"):
+        make_job(folder, "error", overwrite=True).retry_errors(tmp_path / "link")
     assert before == contents(folder / "out")
 
 

@@ -1,9 +1,10 @@
 """The audit of an output, and the file that says that it is complete."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from raybatch.durable.protocols import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 
-__all__ = ["Audit", "audit", "finish", "is_finished"]
+__all__ = ["Audit", "audit", "finish", "is_finished", "read_success"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -67,6 +68,15 @@ class Audit:
     def unreadable_rows(self) -> int:
         """Return the lost rows of units that have a part; those of missing units may still come."""
         return self.lost_rows - self.missing_rows
+
+    @property
+    def told_gone(self) -> str:
+        """Return what is said of missing units that no run writes, since `_SUCCESS` is there."""
+        units = ", ".join(str(unit) for unit in self.missing)
+        return (
+            f"it was complete and {self.num_missing} parts are gone, such as those of units "
+            f"{units}; bring them back from a copy, or remove {SUCCESS} and run the job again"
+        )
 
     def __str__(self) -> str:
         said = (
@@ -154,7 +164,9 @@ def audit(
         with ThreadPoolExecutor(num_threads) as threads:
             total = _add_shares(threads.map(read, starts))
     missing_rows = int(plan.unit_rows[missing].sum())
-    strangers = tuple(f"{store.uri}/{name} is no part of the plan" for name in unknown)
+    strangers = tuple(
+        f"{store.uri}/{name} is no part of the plan; move it away" for name in unknown
+    )
     return Audit(
         num_units=plan.num_units,
         expected_rows=plan.num_rows,
@@ -199,20 +211,35 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     """Return whether the output is complete, with all input that was added to it.
 
     Raises:
-        CommitError: it is, and it belongs to another plan.
+        CommitError: `_SUCCESS` belongs to another plan, or cannot be read.
     """
-    try:
-        said = json.loads(store.read(SUCCESS))
-    except FileNotFoundError:
+    said = read_success(store)
+    if said is None:
         return False
-    if plan.extends(said.get("plan")):
-        return False
-    if said.get("plan") != plan.hash:
+    if "plan" not in said:
         raise CommitError(
-            f"{store.uri}/{SUCCESS} belongs to plan {said.get('plan')}, not to {plan.hash}; choose "
+            f"{store.uri}/{SUCCESS} is not what a run writes; remove it and run the job again, "
+            "which counts the parts anew"
+        )
+    if plan.extends(said["plan"]):
+        return False
+    if said["plan"] != plan.hash:
+        raise CommitError(
+            f"{store.uri}/{SUCCESS} belongs to plan {said['plan']}, not to {plan.hash}; choose "
             "another folder"
         )
     return True
+
+
+def read_success(store: Store) -> Mapping[str, Any] | None:
+    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
+    try:
+        said = json.loads(store.read(SUCCESS))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _read_share(
@@ -230,14 +257,16 @@ def _read_share(
                 record = read_record(store, number)
                 # files of a unit without a record are told as a missing unit
                 unknown = sorted(files.of(number) - set(record[1]))
-                foreign += [f"{store.uri}/{one} is no part of the plan" for one in unknown]
+                foreign += [
+                    f"{store.uri}/{one} is no part of the plan; move it away" for one in unknown
+                ]
                 footer = read_files(store, plan.hash_of(number), unit, record, part_format)
             else:
                 footer = read_footer(store, name, part_format)
                 footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
             is_gone = isinstance(error, FileNotFoundError)
-            foreign.append(f"a file of {where} is missing: {error}" if is_gone else str(error))
+            foreign.append(_told_lacking(store, name, error) if is_gone else str(error))
             lost += unit.num_rows
             continue
         written += footer.num_rows
@@ -253,6 +282,15 @@ def _read_share(
         num_foreign=len(foreign),
         foreign=tuple(foreign[:_NUM_EXAMPLES]),
         counts=sum_counts(counts),
+    )
+
+
+def _told_lacking(store: Store, name: str, error: Exception) -> str:
+    """Return what is said of a unit that is listed, and of which a file cannot be found."""
+    also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
+    return (
+        f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "
+        f"or remove {name}{also} and run the job again"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from raybatch.durable.exclusive import tell_last_writer_wins
-from raybatch.durable.layout import check_name, probe_name, staging_name
+from raybatch.durable.layout import check_name, part_unit, probe_name, staging_name
 
 __all__ = ["LocalStore"]
 
@@ -158,7 +158,9 @@ def _make_folder(folder: str) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder)
     if not os.path.isdir(folder):
-        raise NotADirectoryError(errno.ENOTDIR, "a file lies where a folder should be", folder)
+        what = "a link to nothing" if os.path.islink(folder) else "a file"
+        told = f"{what} lies where a folder should be; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, told, folder)
     _flush_folder(parent)
 
 
@@ -182,9 +184,13 @@ def _files_below(path: str, name: str) -> Iterator[str]:
         entries = list(os.scandir(path))
     except FileNotFoundError:
         return
+    except NotADirectoryError:
+        told = "a file lies where a folder should be; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, told, path) from None
     for entry in entries:
         below = f"{name}/{entry.name}"
-        if entry.is_dir():
+        # a folder that has the name of a part is told as a part that is none
+        if entry.is_dir() and part_unit(below) is None:
             yield from _files_below(entry.path, below)
         else:
             yield below

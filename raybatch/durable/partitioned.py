@@ -49,10 +49,16 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
     """Return the folder of rows with these values, such as "lang=en/year=2024".
 
     Raises:
-        CommitError: a name and its value are too long for a file name.
+        CommitError: a name and its value are too long for a file name, or a text is that which
+            stands for null.
     """
     steps = []
     for column, value in zip(columns, values, strict=True):
+        if value == _NULL:
+            raise CommitError(
+                f"the text {_NULL} in column {column!r} is the folder of null, so it would come "
+                "back as null; partition by another column"
+            )
         said = _NULL if value is None else quote(str(value), safe="")
         step = f"{quote(column, safe='')}={said}"
         if len(step) > _MAX_STEP_BYTES:

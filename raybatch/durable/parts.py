@@ -129,7 +129,12 @@ def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> F
         FileNotFoundError: there is none of this name.
         CommitError: it is no part of this library.
     """
-    tail = store.tail(name, _TAIL_BYTES)
+    try:
+        tail = store.tail(name, _TAIL_BYTES)
+    except IsADirectoryError:
+        raise CommitError(
+            f"{store.uri}/{name} is a folder and no part; move it away and run the job again"
+        ) from None
     needed = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.endswith(_MAGIC) and len(tail) < needed <= _MAX_FOOTER_BYTES:
         tail = store.tail(name, needed)

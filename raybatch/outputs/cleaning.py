@@ -1,5 +1,6 @@
 """Removes what runs leave behind beside the data of an output."""
 
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 
 from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import listed_units
+from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.leftovers import leftovers
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
@@ -36,6 +38,7 @@ class Cleaned:
         num_bytes: of all of them.
         num_young: files that stay because a run may need them still.
         is_dry_run: nothing was removed.
+        live_runs: runs that are at work there, whatever age was asked for.
     """
 
     sink: str
@@ -43,6 +46,7 @@ class Cleaned:
     num_bytes: int
     num_young: int
     is_dry_run: bool
+    live_runs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         did = "would remove" if self.is_dry_run else "removed"
@@ -51,7 +55,10 @@ class Cleaned:
         if len(self.names) > _NUM_NAMES:
             lines.append(f"  and {len(self.names) - _NUM_NAMES} more")
         if self.num_young:
-            lines.append(f"{self.num_young} files are younger than --older-than and stay")
+            why = "are younger than --older-than"
+            if self.live_runs:
+                why = f"may be needed, since {self.live_runs[0]}"
+            lines.append(f"{self.num_young} files {why}, and stay")
         return "\n".join(printable(line) for line in lines)
 
 
@@ -59,8 +66,8 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
     """Remove staged files, probes, journals and plans that nobody needs; never data.
 
     Taken at any age: journals of units that are in the output, and of a complete output the other
-    journals and staged files too. Others are taken once they are old, since a run that is at work
-    may need them.
+    journals and staged files too. Others are taken once they are old and no run is at work, since
+    it may need them.
 
     Args:
         sink: folder that a job has written to, local or with a protocol.
@@ -75,7 +82,8 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
     with told_as(f"output {sink!r} cannot be cleaned"):
         if not is_marked(store):
             raise ConfigError(f"{sink}: no job of raybatch has written here; nothing is removed")
-        chosen, num_young = _chosen(sink, store, older_than_s)
+        live = tuple(str(run) for run in live_runs(store, time.time()))
+        chosen, num_young = _chosen(sink, store, math.inf if live else older_than_s)
         num_bytes = sum(store.size(name) or 0 for name in chosen)
         for name in [] if is_dry_run else chosen:
             store.remove(name)
@@ -85,6 +93,7 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
         num_bytes=num_bytes,
         num_young=num_young,
         is_dry_run=is_dry_run,
+        live_runs=live,
     )
 
 

@@ -50,21 +50,31 @@ class _Looker:
     ids: RepeatedIds
     schema: pa.Schema
 
-    def problem_of(self, name: str) -> str | None:
-        """Return what is wrong with a file; None where it is as it should be."""
-        where = f"{self.store.uri}/{name}"
+    def problems_of(self, name: str) -> list[str]:
+        """Return what is wrong with a file; nothing where it is as it should be."""
+        where, found = f"{self.store.uri}/{name}", list[str]()
         try:
             file = pq.ParquetFile(pa.BufferReader(self.store.read(name)))
             # types first: values of another type are never touched
-            if not file.schema_arrow.equals(self.schema, check_metadata=True):
-                different = _difference(file.schema_arrow, self.schema)
-                return f"{where} has another schema than the first part ({different}); {_WAY_OUT}"
-            table = file.read(use_threads=False)
-            return self._problem_of_rows(where, name, table)
+            is_like_others = file.schema_arrow.equals(self.schema, check_metadata=True)
+            columns = None
+            if not is_like_others:
+                said = _difference(file.schema_arrow, self.schema)
+                found = [f"{where} has another schema than the first part ({said}); {_WAY_OUT}"]
+                columns = self._own_columns(file.schema_arrow)
+            if is_like_others or columns:
+                table = file.read(columns, use_threads=False)
+                found += filter(None, [self._problem_of_rows(where, name, table)])
         except (CommitError, FileNotFoundError):  # told by the audit
-            return None
+            pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
-            return f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}"
+            found.append(f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}")
+        return found
+
+    def _own_columns(self, schema: pa.Schema) -> list[str]:
+        """Return the columns of the stage, if they have their types; none where one has not."""
+        fields = list(self.output.arrow()) if self.output else []
+        return [f.name for f in fields] if all(_has(schema, f) for f in fields) else []
 
     def _problem_of_rows(self, where: str, name: str, table: pa.Table) -> str | None:
         if self.output is None:
@@ -123,7 +133,7 @@ def look_into_parts(
         looker = _Looker(store=store, output=output, ids=ids, schema=schema)
         for names in _in_shares(part_files(store, plan)):
             num_files += len(names)
-            problems += [p for p in threads.map(looker.problem_of, names) if p is not None]
+            problems += [said for found in threads.map(looker.problems_of, names) for said in found]
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
         told = _told_repeated(store, plan, output, repeated.num_rows, repeated.examples)

@@ -32,7 +32,7 @@ from raybatch.stages.plan.store import (
     write_plan,
 )
 from raybatch.stages.sink import prepare_sink
-from raybatch.stages.storage import store_of, told_as
+from raybatch.stages.storage import is_below, store_of, told_as
 
 __all__ = ["ordered", "restore_order"]
 
@@ -61,7 +61,7 @@ def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None
         below = store_of(sink).uri + "/"
     if not any(stored.is_reordered for stored in plans):
         raise ConfigError(f"the rows in {sink} are in the order of the input already; read them")
-    if f"{store_of(into).uri}/".startswith(below):
+    if is_below(into, sink):
         raise ConfigError(
             f"{into} lies below {sink}, whose readers would see every row twice; choose another "
             "folder"

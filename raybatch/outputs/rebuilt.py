@@ -11,7 +11,7 @@ from raybatch.report import RunReport, read_report
 from raybatch.stages.sink import is_marked, output_files
 from raybatch.stages.storage import store_of, told_as
 
-__all__ = ["report_of"]
+__all__ = ["keep_report", "report_of", "report_of_complete"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,30 @@ def report_of(sink: str) -> RunReport:
             special_tokens=known.special_tokens,
             history=known.history,
         )
+
+
+def report_of_complete(sink: str) -> RunReport:
+    """Return the report of an output to which nothing is added, and write it where there is none.
+
+    Raises:
+        ConfigError: see `report_of`.
+    """
+    found = report_of(sink)
+    # without logs it would not be more than anybody can make again
+    if not (found.is_rebuilt and found.history.runs):
+        return found
+    return keep_report(replace(found, is_rebuilt=False), sink)
+
+
+def keep_report(found: RunReport, sink: str) -> RunReport:
+    """Write a report; where it cannot be written that is logged, since its rows are written."""
+    try:
+        with told_as(f"the report cannot be written below {sink!r}"):
+            found.write(sink)
+    except ConfigError as error:
+        logger.error("%s; the same command, or 'raybatch report', makes it again", error)
+        return replace(found, is_rebuilt=True)
+    return found
 
 
 def _stored_report(sink: str) -> RunReport | None:

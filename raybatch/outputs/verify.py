@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raybatch.durable.audit import Audit, audit
-from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
+from raybatch.durable.audit import Audit, audit, read_success
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.protocols import Store
 from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan
@@ -15,11 +15,14 @@ from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepLook, look_into_parts
 from raybatch.pictures.wording import printable
 from raybatch.stages.fingerprint import compare_files, output_columns
+from raybatch.stages.plan.checks import damage_of
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.sink import is_marked
 from raybatch.stages.storage import told_as
 
 __all__ = ["Verification", "verify"]
+
+_ANEW = "remove it and run the job again, which counts the parts anew"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,8 @@ class Verification:
         num_units_missing: that have no part.
         expected_rows: of the plan.
         written_rows: in parts of the plan.
-        lost_rows: whose part cannot be read, or is gone although the output was complete.
+        lost_rows: whose part cannot be read, or is gone although the output was complete; with
+            `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
         rows_to_do: whose units no run has written yet.
         statuses: row status to number of rows.
@@ -118,17 +122,18 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     sink = str(sink)
     store = open_store(sink)
     with told_as(f"output {sink!r} cannot be read"):
-        if store.size(f"{PLAN_ORDER}/{PLAN}") is not None and store.size(PLAN) is None:
-            return _before_ordering(sink, is_deep=deep)
         if store.size(PLAN) is None:
+            if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
+                return _before_ordering(sink, store, is_deep=deep)
             return _without_plan(sink, store, is_deep=deep)
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
         found = audit(store, plan)
-        success = _read_success(store)
+        success = read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = look_into_parts(store, plan, output) if deep else None
-    return _verification(sink, plans, plan, found, success, look)
+        damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
+    return _verification(sink, plans, plan, found, success, look, damaged)
 
 
 def _verification(
@@ -138,6 +143,7 @@ def _verification(
     found: Audit,
     success: Mapping[str, object] | None,
     look: DeepLook | None,
+    damaged: Sequence[str | None],
 ) -> Verification:
     if success is not None and plan.extends(success.get("plan")):
         success = None  # true of the input before it grew
@@ -152,8 +158,11 @@ def _verification(
         if look.num_problems > len(look.problems):
             problems.append(f"{look.num_problems - len(look.problems)} more such findings")
     changed, notes = _compare_input(plans)
-    (notes if has_success else problems).extend(changed)
+    # what only a run that goes on needs
+    (notes if has_success else problems).extend([*changed, *filter(None, damaged)])
     repeated = 0 if look is None else look.repeated_rows
+    # a part has the rows of its unit: one that is there twice stands where another should
+    replaced = max(0, repeated - found.duplicated_rows)
     return Verification(
         sink=sink,
         plan=plan.hash,
@@ -163,7 +172,7 @@ def _verification(
         num_units_missing=found.num_missing,
         expected_rows=found.expected_rows,
         written_rows=found.written_rows,
-        lost_rows=found.lost_rows if has_success else found.unreadable_rows,
+        lost_rows=(found.lost_rows if has_success else found.unreadable_rows) + replaced,
         duplicated_rows=max(found.duplicated_rows, repeated),
         rows_to_do=0 if has_success else found.missing_rows,
         statuses=dict(sorted(found.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
@@ -172,20 +181,40 @@ def _verification(
     )
 
 
-def _before_ordering(sink: str, *, is_deep: bool) -> Verification:
+def _before_ordering(sink: str, store: Store, *, is_deep: bool) -> Verification:
     found = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
     note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
-    return dataclasses.replace(found, sink=sink, has_success=False, notes=(*found.notes, note))
+    return dataclasses.replace(
+        found,
+        sink=sink,
+        has_success=False,
+        problems=(*found.problems, *_parts_without_plan(store)),
+        notes=(*found.notes, note),
+    )
+
+
+def _parts_without_plan(store: Store) -> tuple[str, ...]:
+    """Return what is wrong where there are parts and no plan."""
+    names = store.names(DATA)
+    if not names:
+        return ()
+    return (
+        f"{store.uri}/{PLAN} is gone, and {len(names)} files are there, such as {names[0]}; without"
+        " it nobody can tell what is missing, and no run goes on: bring it back from a copy, or "
+        "choose another folder",
+    )
 
 
 def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
     if not is_marked(store):
         raise ConfigError(f"{sink}: no job of raybatch has written here; name the sink of one")
+    problems = _parts_without_plan(store)
+    note = "a run began here and ended before its plan was written; nothing is lost"
     return Verification(
         sink=sink,
         plan="",
         is_deep=is_deep,
-        has_success=False,
+        has_success=store.size(SUCCESS) is not None,
         num_units=0,
         num_units_missing=0,
         expected_rows=0,
@@ -193,23 +222,16 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
         lost_rows=0,
         duplicated_rows=0,
         rows_to_do=0,
-        notes=("a run began here and ended before its plan was written; nothing is lost",),
+        problems=problems,
+        notes=() if problems else (note,),
     )
-
-
-def _read_success(store: Store) -> Mapping[str, object] | None:
-    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
-    try:
-        said = json.loads(store.read(SUCCESS))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Audit) -> list[str]:
     """Return what `_SUCCESS` says and the output does not bear out."""
+    where = f"{sink.rstrip('/')}/{SUCCESS}"
+    if "plan" not in success:
+        return [f"{where} is not what a run writes; {_ANEW}"]
     true = {"plan": plan.hash, "units": found.num_units, "rows": found.expected_rows}
     wrong = [
         f"{name} is {success.get(name)!r}, the plan says {value!r}"
@@ -220,13 +242,8 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Aud
     statuses = counts.get("statuses") if isinstance(counts, dict) else None
     if not wrong and not found.lost_rows and statuses != dict(found.counts.statuses):
         wrong.append(f"it counts {statuses}, the footers {dict(found.counts.statuses)}")
-    if found.num_missing:
-        units = ", ".join(str(unit) for unit in found.missing)
-        wrong.append(
-            f"it was complete and {found.num_missing} parts are gone, such as those of units "
-            f"{units}; bring them back from a copy, or remove {SUCCESS} and run the job again"
-        )
-    return [f"{sink.rstrip('/')}/{SUCCESS}: {said}" for said in wrong]
+    told = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
+    return [*told, f"{where}: {found.told_gone}"] if found.num_missing else told
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raybatch.durable.audit import Audit, audit, is_finished
+from raybatch.durable.layout import SUCCESS
 from raybatch.history.reading import read_history, with_unlogged
 from raybatch.history.records import History, RunRecord
 from raybatch.pictures.wording import count
@@ -89,7 +90,7 @@ def counted_report(
         output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
         planned_hit_rate=_planned_hit_rate(plans),
         num_units=found.num_units,
-        problems=_problems(found),
+        problems=_problems(found, is_complete=is_complete),
         skipped=_skipped(plans),
         special_rows=counts.special_rows,
         special_tokens=counts.special_tokens,
@@ -118,9 +119,11 @@ def _lengths(counts: tuple[int, ...], total: int) -> Histogram:
     return Histogram(counts=counts, total=total)
 
 
-def _problems(found: Audit) -> tuple[str, ...]:
+def _problems(found: Audit, *, is_complete: bool) -> tuple[str, ...]:
     said = found.foreign
-    if found.num_missing:
+    if found.num_missing and is_complete:
+        said += (f"{SUCCESS}: {found.told_gone}",)
+    elif found.num_missing:
         some = ", ".join(str(unit) for unit in found.missing)
         units = count(found.num_missing, "unit")
         said += (f"{units} not written yet, such as {some}; run the job again to go on",)

@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 
 from raybatch.config import from_mapping
+from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
@@ -112,7 +113,8 @@ class RunReport:
         special_tokens: found in them; text or control tokens as the job had asked.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
         history: all runs of the job.
-        is_rebuilt: made after a run that left no report of its own.
+        is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
+            could not be written.
     """
 
     source: str
@@ -217,10 +219,10 @@ class RunReport:
     def write(self, sink: str | None = None) -> str:
         """Write JSON and page below `sink` (the report's own by default); return the first path."""
         folder = (self.sink if sink is None else sink).rstrip("/")
+        store = open_store(folder)
         for path, content in ((PAGE_PATH, self.to_html()), (REPORT_PATH, self.to_json())):
-            fs, name = fsspec.core.url_to_fs(f"{folder}/{path}")
-            fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-            fs.pipe_file(name, content.encode("utf-8", "backslashreplace"))
+            # whole or as it was, also on a disk that is full
+            store.replace(path, content.encode("utf-8", "backslashreplace"))
         return report_path(folder)
 
 

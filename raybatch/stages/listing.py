@@ -15,8 +15,17 @@ from fsspec.utils import glob_translate
 from raybatch.errors import ConfigError
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.saved_datasets import saved_datasets
+from raybatch.stages.storage import real_path
 
-__all__ = ["IPC_SUFFIXES", "JSON_SUFFIXES", "PARQUET_SUFFIXES", "ListedFile", "Root", "list_files"]
+__all__ = [
+    "IPC_SUFFIXES",
+    "JSON_SUFFIXES",
+    "PARQUET_SUFFIXES",
+    "ListedFile",
+    "Root",
+    "list_files",
+    "names_by_links",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +73,11 @@ class Root(NamedTuple):
         first = min(self.path.index(c) for c in "*?[" if c in self.path)
         return self.path[:first].rpartition("/")[0]
 
+    def without_links(self) -> "Root":
+        """Return the same with the links to its folder followed."""
+        folder = real_path(self.fs, self.folder or "/").rstrip("/")
+        return self._replace(path=folder + self.path[len(self.folder) :])
+
     def name_of(self, path: str) -> str:
         """Return a path relative to the folder."""
         return path.removeprefix(self.folder).lstrip("/")
@@ -99,6 +113,9 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     Raises:
         ConfigError: there is no file, or a saved dataset that cannot be read as it is.
     """
+    # a word in front stands for a cache of files
+    if "::" in source and source.split("::")[0] not in fsspec.available_protocols():
+        raise _chained(f"source {safe_text(source)}")
     root = Root.of(source)
     if root.is_glob:
         paths = _matching(root)
@@ -129,13 +146,39 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     return [_listed(root, path) for _, path in sorted(places.items())]
 
 
+def names_by_links(root: Root, path: str) -> Iterator[str]:
+    """Yield the names below a local source by which links in it lead to a folder.
+
+    Args:
+        root: of a source.
+        path: of the folder, without links.
+    """
+    if not isinstance(root.fs, LocalFileSystem) or (root.is_glob and "**" not in root.path):
+        return
+    to_search, seen = [root.folder], set[str]()
+    while to_search:
+        for folder, children, _ in os.walk(to_search.pop()):
+            children[:] = [name for name in children if not name.startswith(("_", "."))]
+            for link in (os.path.join(folder, name) for name in children):
+                target = os.path.realpath(link) if os.path.islink(link) else ""
+                if not target or target in seen:
+                    continue
+                seen.add(target)
+                to_search.append(link)
+                if f"{path}/".startswith(f"{target}/"):
+                    yield link + path[len(target) :]
+
+
 def _listed(root: Root, path: str) -> ListedFile:
     if "::" in path:
-        raise ConfigError(
-            f"source file {safe_text(path)} has '::' in its path, which file systems take for a "
-            "chain of protocols; rename it"
-        )
+        raise _chained(f"source file {safe_text(path)}")
     return ListedFile(root.fs.unstrip_protocol(path), safe_text(root.name_of(path)))
+
+
+def _chained(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has '::' in its path, which file systems take for a chain of protocols; rename it"
+    )
 
 
 def _matching(root: Root) -> list[str]:

@@ -1,6 +1,7 @@
 """The folder that a job writes to: whose it is, and what an earlier run has left there."""
 
 import json
+import os
 import posixpath
 import re
 import time
@@ -8,14 +9,15 @@ from collections.abc import Collection, Sequence
 
 import fsspec
 import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
-from raybatch.durable.layout import DATA, PLAN, STAGING, SUCCESS, part_unit, probe_name
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, STAGING, SUCCESS, part_unit, probe_name
 from raybatch.durable.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.stages.storage import store_of, told_as
+from raybatch.stages.storage import real_path, store_of, told_as
 
-__all__ = ["check_partitions", "is_marked", "output_files", "prepare_sink"]
+__all__ = ["check_partitions", "check_place", "is_marked", "output_files", "prepare_sink"]
 
 _PARTITION_TYPES = (
     pa.types.is_string,
@@ -30,6 +32,24 @@ _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
 _LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
 _OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^/]+/)?)?[^/]+")
+
+
+def check_place(sink: str) -> None:
+    """Raise ConfigError where the workers of a job could not write.
+
+    Args:
+        sink: folder, local or with a protocol.
+    """
+    if "::" in sink:
+        raise ConfigError(
+            f"sink {sink!r} has '::' in its path, which file systems take for a chain of "
+            "protocols; choose another folder"
+        )
+    if sink.startswith("memory:"):
+        raise ConfigError(
+            f"sink {sink!r} lies in the memory of one process, which other workers do not see; "
+            "choose a folder or a bucket"
+        )
 
 
 def prepare_sink(
@@ -60,26 +80,28 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     fs.invalidate_cache()
     if fs.isfile(root):
         raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
-    below = fs.unstrip_protocol(root).rstrip("/") + "/"
-    for path in source_paths:
-        if path.startswith(below):
-            raise ConfigError(
-                f"the source file {path} lies below the sink {sink!r}; choose another"
-            )
+    _check_no_source(sink, fs, root, source_paths)
     store = store_of(sink)
     names = (
         [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
     )
-    # another run that begins at this moment may be about to write its mark
+    # another run that begins at this moment may be about to write its mark; readers and runs
+    # leave names with a dot alone, such as .gitkeep
     ours = f"{STAGING}/", probe_name("")
-    foreign = [name for name in names if not name.startswith(ours)]
+    own = [name for name in names if not name.startswith(ours)]
+    foreign = [name for name in own if not (name.startswith(".") and "/" not in name)]
     if foreign and _MARKER not in names and store.size(_MARKER) is None:
         raise ConfigError(
             f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
             "of an earlier run, so nothing is written there; choose another folder"
         )
+    if isinstance(fs, LocalFileSystem) and DATA in names:
+        raise ConfigError(
+            f"{root}/{DATA} is a file, and the folder of the parts belongs there; move it away"
+        )
     if is_overwrite:
-        _check_nobody_writes(sink, store)
+        for folder in ("", PLAN_ORDER):
+            _check_removable(sink, names, folder)
         # what says that units are done goes before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
@@ -112,8 +134,41 @@ def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
             )
 
 
-def _check_nobody_writes(sink: str, store: Store) -> None:
-    for run in live_runs(store, time.time()):
+def _check_no_source(
+    sink: str, fs: fsspec.AbstractFileSystem, root: str, source_paths: Collection[str]
+) -> None:
+    """Refuse a sink that holds files of the source, by whatever links either is named."""
+    below = fs.unstrip_protocol(root).rstrip("/") + "/"
+    really_below = fs.unstrip_protocol(real_path(fs, root)).rstrip("/") + "/"
+    local = "file://"
+    for path in source_paths:
+        real = (
+            local + os.path.realpath(path.removeprefix(local)) if path.startswith(local) else path
+        )
+        if path.startswith(below) or real.startswith(really_below):
+            raise ConfigError(
+                f"the source file {path} lies below the sink {sink!r}; choose another"
+            )
+
+
+def _check_removable(sink: str, names: Collection[str], folder: str) -> None:
+    """Refuse to begin again in an output that another run or somebody else writes to.
+
+    Args:
+        sink: of the job.
+        names: of all files below it.
+        folder: below the sink, of an output of its own; "" is that of the sink itself.
+    """
+    prefix = f"{folder}/" if folder else ""
+    own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    strange = [name for name in own if name.startswith(f"{DATA}/") and not _is_ours(name)]
+    if strange:
+        raise ConfigError(
+            f"sink {sink!r} holds {len(strange)} files that no run has written beside its parts, "
+            f"such as {prefix}{strange[0]}, so overwrite could not begin again; move them away, or "
+            "choose another folder"
+        )
+    for run in live_runs(store_of(f"{sink.rstrip('/')}/{folder}".rstrip("/")), time.time()):
         raise ConfigError(
             f"sink {sink!r} is in use: {run}, and overwrite would remove what it writes. End that "
             f"run, or where it is dead wait until its heartbeat is {FRESH_S:.0f} s old, or remove "

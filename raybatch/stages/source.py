@@ -23,10 +23,10 @@ from raybatch.stages.file_slices import (
     read_slice,
     scan_file,
 )
-from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files
+from raybatch.stages.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
 from raybatch.stages.row_sizes import row_bytes_of, sampled
 from raybatch.stages.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
-from raybatch.stages.storage import told_as
+from raybatch.stages.storage import real_path, told_as
 
 logger = logging.getLogger(__name__)
 
@@ -230,15 +230,23 @@ def check_outside(sink: str, source: str) -> None:
     with told_as(f"sink {sink!r} cannot be used"):
         sink_fs, path = fsspec.core.url_to_fs(sink)
         path = path.rstrip("/")
-    if sink_fs != root.fs or root.is_hidden(path):
+    if sink_fs != root.fs or not (root.is_glob or is_folder):
         return
-    if root.is_glob:
-        parts = (f"{path}/{part_name(index)}" for index in range(_PARTS_TRIED))
-        is_read = bool(root.matching(parts))
-    else:
-        is_read = is_folder and path.startswith(root.path.rstrip("/") + "/")
-    if is_read:
+    # what a link is named says nothing about where it leads
+    real, real_root = real_path(root.fs, path), root.without_links()
+    named = ((root, path), (real_root, real), *((root, n) for n in names_by_links(root, real)))
+    if any(_is_read(where, name) for where, name in named):
         raise ConfigError(
             f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
             "take it for input; choose a folder beside it, or one whose name begins with '_'"
         )
+
+
+def _is_read(root: Root, path: str) -> bool:
+    """Return whether a folder or a glob takes in the parts of an output in the folder `path`."""
+    if root.is_hidden(path):
+        return False
+    if root.is_glob:
+        parts = (f"{path}/{part_name(index)}" for index in range(_PARTS_TRIED))
+        return bool(root.matching(parts))
+    return path.startswith(root.path.rstrip("/") + "/")

@@ -3,12 +3,14 @@
 import json
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from raybatch.durable.audit import audit, finish, is_finished
 from raybatch.durable.commit import commit_unit
-from raybatch.durable.layout import part_name
+from raybatch.durable.layout import SUCCESS, part_name
+from raybatch.durable.parts import read_footer
 from raybatch.durable.store import open_store
 from raybatch.durable.units import ErrorCount, UnitCounts, join_plans, sum_counts
 from raybatch.errors import CommitError
@@ -84,6 +86,25 @@ def test_a_file_of_no_unit_is_foreign(store, name):
     store.create(name, b"")
     found = audit(store, PLAN)
     assert (1, False) == (found.num_foreign, found.is_clean)
+    assert found.foreign[0].endswith("is no part of the plan; move it away")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Path.mkdir, "is a folder and no part; move it away"),
+        (lambda path: path.symlink_to("nowhere"), "part-000002.parquet and run the job again"),
+    ],
+)
+def test_a_folder_or_a_link_to_nothing_in_the_place_of_a_part_is_told(tmp_path, make, said):
+    store = open_store(str(tmp_path))
+    commit(store, 0, 1)
+    make(tmp_path / part_name(2))
+    found = audit(store, PLAN)
+    assert (1, 1, 0) == (found.num_foreign, found.lost_rows, found.num_missing)
+    assert said in found.foreign[0]
+    with pytest.raises(CommitError if make is Path.mkdir else FileNotFoundError):
+        read_footer(store, part_name(2))
 
 
 def test_a_broken_part_is_foreign(store):
@@ -132,6 +153,13 @@ def test_an_output_is_finished_when_success_was_said(store):
     assert not is_finished(store, PLAN)
     finish(store, PLAN, audit(store, PLAN))
     assert is_finished(store, PLAN)
+
+
+@pytest.mark.parametrize("said", [b"", b"{torn", b"[1]", b"{}"])
+def test_a_success_that_cannot_be_read_is_refused_with_the_way_out(store, said):
+    store.replace(SUCCESS, said)
+    with pytest.raises(CommitError, match=r"_SUCCESS is not what a run writes; remove it and run"):
+        is_finished(store, PLAN)
 
 
 def test_the_success_of_another_plan_is_refused(store):

@@ -166,6 +166,23 @@ def test_a_value_too_long_for_a_file_name_is_refused():
         partition_folder(["url"], ["x" * 200])
 
 
+def test_the_text_that_stands_for_null_is_refused():
+    with pytest.raises(CommitError, match="in column 'lang' is the folder of null"):
+        partition_folder(["lang"], ["__HIVE_DEFAULT_PARTITION__"])
+
+
+def test_texts_come_back_as_they_were_with_the_schema_of_the_folders(tmp_path):
+    texts = ["007", "7", None, "a/b", ""]
+    for number, text in enumerate(texts):
+        folder = tmp_path / "data" / partition_folder(["lang"], [text])
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"id": [number]}), folder / "part-000000.parquet")
+    # as docs/output.md has it
+    folders = pyarrow.dataset.partitioning(pa.schema([("lang", pa.string())]), flavor="hive")
+    table = pq.read_table(tmp_path, partitioning=folders)
+    assert texts == table.sort_by("id")["lang"].to_pylist()
+
+
 @pytest.mark.parametrize("value", ["..", "a/b", "a\0b", "a\\b", "", "a=b", "\n"])
 def test_no_value_leaves_its_folder(store, value):
     store.create(f"data/{partition_folder(['x'], [value])}/a", b"")
@@ -187,6 +204,7 @@ def test_a_missing_file_is_told(store):
     store.remove("data/lang=en/part-000000.parquet")
     found = audit(store, PLAN)
     assert (3, False) == (found.lost_rows, found.is_clean)
+    assert "or remove _raybatch/done/000000.json and run the job again" in found.foreign[0]
 
 
 def test_a_file_that_no_record_names_is_told(store):

@@ -158,8 +158,17 @@ def test_the_folder_of_a_lost_race_is_flushed(tmp_path, monkeypatch):
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "data").write_text("")
-    with pytest.raises(NotADirectoryError):
-        open_store(str(tmp_path)).create("data/a", b"")
+    store = open_store(str(tmp_path))
+    with pytest.raises(NotADirectoryError, match="a file lies where a folder should be; move it"):
+        store.create("data/a", b"")
+    with pytest.raises(NotADirectoryError, match="a file lies where a folder should be; move it"):
+        store.names("data")
+
+
+def test_a_link_to_nothing_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="a link to nothing lies where a folder"):
+        open_store(str(tmp_path / "out")).create("data/a", b"")
 
 
 def test_a_listing_is_not_taken_from_a_cache(tmp_path):

@@ -16,8 +16,8 @@ from raybatch.durable.store import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.stages.fingerprint import input_files, output_schema
 from raybatch.stages.options import StageConfig
-from raybatch.stages.plan.shards import stretches
-from raybatch.stages.plan.store import StoredPlan, write_plan
+from raybatch.stages.plan.shards import rows_in_stretches, stretches
+from raybatch.stages.plan.store import StoredPlan, write_plan, write_shard
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.source import scan_source
@@ -56,7 +56,7 @@ def finished_rows(rows: range, **changed: list[Any]) -> pa.Table:
     return pa.table({**columns, **changed}, schema=SCHEMA)
 
 
-def make_sink(sink: str, source: Path | None = None) -> UnitPlan:
+def make_sink(sink: str, source: Path | None = None, *, has_shards: bool = False) -> UnitPlan:
     """Write mark and plan of a job; nothing of it is done yet."""
     prepare_sink(sink, is_overwrite=False)
     files, root = (), ""
@@ -64,6 +64,15 @@ def make_sink(sink: str, source: Path | None = None) -> UnitPlan:
         scanned = scan_source(str(source))
         files, root = input_files(scanned), scanned.root
     units = stretches("plan-a", np.full(NUM_UNITS, UNIT_ROWS))
+    shards: tuple[tuple[str, int], ...] = ()
+    if has_shards:
+        bounds = [(0, 5), (5, units.num_rows)]
+        rows = [
+            (first, rows_in_stretches(units.unit_rows, np.arange(first, e))) for first, e in bounds
+        ]
+        shards = tuple(
+            (write_shard(sink, units.hash, first, shard), first) for first, shard in rows
+        )
     stored = StoredPlan(
         hash=units.hash,
         num_rows=units.num_rows,
@@ -75,7 +84,7 @@ def make_sink(sink: str, source: Path | None = None) -> UnitPlan:
         block_size=8,
         options={},
         files=files,
-        shards=(),
+        shards=shards,
         fingerprint={"sampling.n": "1", "sampling.logprobs": "null", "output_prefix": '""'},
         source=root,
         model="some/model",

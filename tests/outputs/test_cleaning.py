@@ -6,6 +6,7 @@ import uuid
 
 import pytest
 
+from raybatch.durable.heartbeat import beat
 from raybatch.durable.layout import attempt_name, fragment_name, part_name, probe_name, staging_name
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.store import open_store
@@ -62,6 +63,15 @@ def test_an_age_of_nothing_takes_all(sink):
     make_complete(sink)
     leave_behind(sink)
     assert removed(sink, older_than_s=0.0) == LEFT
+
+
+def test_what_a_run_at_work_may_need_stays_at_any_age(sink):
+    write_unit(sink, make_sink(sink), 0)
+    leave_behind(sink)
+    beat(open_store(sink), "run-a", time.time())
+    found = clean(sink, older_than_s=0.0)
+    assert ((DONE, STRUCK), 3) == (found.names, found.num_young)
+    assert "3 files may be needed, since run run-a" in str(found)
 
 
 def test_everything_else_stays_as_it_was(sink, tmp_path):

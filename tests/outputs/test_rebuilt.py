@@ -1,13 +1,19 @@
 """A report of what is there, also where no run has left one."""
 
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from raybatch.durable.layout import part_name
+from raybatch.durable.run_log import RunLog
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.outputs.rebuilt import report_of
-from raybatch.report import RunReport
-from tests.outputs.support import make_complete, make_sink, write_input, write_unit
+from raybatch.outputs.rebuilt import keep_report, report_of, report_of_complete
+from raybatch.report import RunReport, read_report
+from tests.outputs.support import contents, make_complete, make_sink, write_input, write_unit
 
 
 @pytest.fixture
@@ -77,6 +83,8 @@ def test_a_part_that_is_gone_after_success_is_lost(sink):
     open_store(sink).remove(part_name(0))
     report = report_of(sink)
     assert (4, 0) == (report.rows_lost, report.rows_todo)
+    (problem,) = report_of(sink).problems
+    assert "bring them back from a copy, or remove _SUCCESS and run the job again" in problem
 
 
 def test_a_part_that_cannot_be_read_is_lost(sink):
@@ -91,3 +99,29 @@ def test_a_run_that_died_before_its_plan_has_nothing_to_report(sink):
     open_store(sink).remove("_raybatch/plan.json")
     with pytest.raises(ConfigError, match="before its plan was written"):
         report_of(sink)
+
+
+def test_a_report_that_a_full_disk_refuses_leaves_the_one_before(sink, monkeypatch, caplog):
+    make_complete(sink)
+    report = write_report(sink, 0)
+    before = contents(Path(sink))
+
+    def refuse(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    kept = keep_report(replace(report, model="other"), sink)
+    assert before == contents(Path(sink))
+    assert "report: none yet" in kept.to_text().splitlines()
+    assert "makes it again" in caplog.text
+
+
+def test_a_complete_output_that_lacks_its_report_gets_one(sink):
+    make_complete(sink)
+    store = open_store(sink)
+    log = RunLog(store, "run-a", lambda: 1000.0)
+    log.write("run_started", source="in", model="m", versions={})
+    log.flush()
+    found = report_of_complete(sink)
+    assert f"report: {sink}/_raybatch/report.json" in found.to_text().splitlines()
+    assert found == read_report(sink)

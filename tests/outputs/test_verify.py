@@ -3,15 +3,19 @@
 import json
 import uuid
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import raybatch
+from raybatch.durable.audit import audit, finish
 from raybatch.durable.layout import part_name
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.verify import verify
+from raybatch.stages.plan.shards import rows_in_stretches
+from raybatch.stages.plan.store import write_shard
 from tests.outputs.support import (
     contents,
     finished_rows,
@@ -64,6 +68,58 @@ def test_a_run_that_died_before_its_plan_says_so(sink):
     assert (1, "before its plan was written" in found.notes[0]) == (found.exit_code(), True)
 
 
+def test_parts_whose_plan_is_gone_are_a_problem(sink):
+    make_complete(sink)
+    open_store(sink).remove("_raybatch/plan.json")
+    found = verify(sink)
+    (problem,) = found.problems
+    assert (False, True) == (found.is_clean, "and 3 files are there" in problem)
+    assert problem.endswith("bring it back from a copy, or choose another folder")
+
+
+def test_a_plan_whose_rows_are_whole_is_clean(sink):
+    make_sink(sink, has_shards=True)
+    assert verify(sink, deep=True).is_clean
+
+
+SHARD = "_raybatch/plan/plan-a/rows-000000000005.arrow"
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_rows_of_a_plan_that_were_cut_are_a_problem(sink, deep, num_bytes):
+    make_sink(sink, has_shards=True)
+    store = open_store(sink)
+    store.replace(SHARD, store.read(SHARD)[:num_bytes])
+    (problem,) = verify(sink, deep=deep).problems
+    assert (True, True) == (SHARD in problem, "bring it back from a copy" in problem)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_rows_of_a_plan_that_are_gone_are_a_problem(sink, deep):
+    make_sink(sink, has_shards=True)
+    open_store(sink).remove(SHARD)
+    (problem,) = verify(sink, deep=deep).problems
+    assert (True, True) == (SHARD in problem, "bring it back from a copy" in problem)
+
+
+def test_rows_of_a_plan_that_are_in_other_units_are_a_problem(sink):
+    plan = make_sink(sink, has_shards=True)
+    open_store(sink).remove(SHARD)
+    write_shard(sink, plan.hash, 5, rows_in_stretches(plan.unit_rows, np.arange(4, 11)))
+    assert "has other rows in unit 1 than planned" in verify(sink, deep=True).problems[0]
+
+
+def test_rows_of_a_plan_that_are_gone_are_a_note_on_a_complete_output(sink):
+    plan = make_sink(sink, has_shards=True)
+    for number in range(3):
+        write_unit(sink, plan, number)
+    finish(open_store(sink), plan, audit(open_store(sink), plan))
+    open_store(sink).remove(SHARD)
+    found = verify(sink)
+    assert (True, 1) == (found.is_complete, len(found.notes))
+
+
 def test_a_folder_of_somebody_else_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no job of raybatch has written here"):
         verify(tmp_path)
@@ -94,10 +150,12 @@ def test_a_success_that_is_not_true_is_a_problem(sink, name, value):
     assert f"_SUCCESS: {name} is {value!r}" in problem
 
 
-def test_a_success_that_cannot_be_read_is_a_problem(sink):
+@pytest.mark.parametrize("said", [b"", b"{torn", b"[1]", b"{}"])
+def test_a_success_that_cannot_be_read_is_a_problem_with_a_way_out(sink, said):
     make_complete(sink)
-    open_store(sink).replace("_SUCCESS", b"{torn")
-    assert not verify(sink).is_clean
+    open_store(sink).replace("_SUCCESS", said)
+    (problem,) = verify(sink).problems
+    assert problem.endswith("remove it and run the job again, which counts the parts anew")
 
 
 def test_a_success_of_other_counts_is_a_problem(sink):
@@ -175,6 +233,19 @@ def test_a_row_id_that_occurs_twice_is_found_with_its_units(sink, rows, units):
     # the errors that _SUCCESS counts are by class, the ids are of the parts
     found = check_deep_alone(sink, rows[0], f"in units {units})")
     assert found.duplicated_rows == 1
+
+
+def test_rows_of_a_part_without_its_metadata_are_compared_all_the_same(sink, tmp_path):
+    make_complete(sink)
+    path = tmp_path / "out" / part_name(1)
+    table = pq.read_table(path)
+    footer = {b"raybatch": pq.read_metadata(path).metadata[b"raybatch"]}
+    rows = pa.concat_tables([table.slice(0, 1), table.slice(0, 3)]).replace_schema_metadata(footer)
+    pq.write_table(rows, path)
+    assert verify(sink).is_clean
+    found = verify(sink, deep=True)
+    assert (1, 1, 2) == (found.lost_rows, found.duplicated_rows, len(found.problems))
+    assert "a.parquet:4 in units 1" in found.problems[1]
 
 
 def test_a_part_of_another_schema_is_found(sink):

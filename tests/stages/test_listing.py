@@ -74,6 +74,12 @@ def test_path_with_a_mark_of_chained_protocols_is_refused(tmp_path):
         scan_source(str(tmp_path))
 
 
+def test_a_source_whose_own_path_is_a_chain_is_refused(tmp_path):
+    write_parquet(tmp_path / "a::b" / "c.parquet", pa.table({"x": [1]}))
+    with pytest.raises(ConfigError, match=r"a::b has '::' in its path.*rename it"):
+        list_files(str(tmp_path / "a::b"))
+
+
 def test_folder_that_looks_like_a_pattern_is_itself(tmp_path):
     write_parquet(tmp_path / "data[1]" / "a.parquet", pa.table({"x": [1]}))
     write_parquet(tmp_path / "data1" / "b.parquet", pa.table({"x": [2]}))

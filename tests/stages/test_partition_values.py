@@ -28,6 +28,12 @@ def test_a_value_too_long_for_a_folder_is_told_with_file_and_row(tmp_path):
         check_partition_values(source_of(tmp_path, fine, long), ["url"])
 
 
+def test_the_text_that_stands_for_null_is_told_with_file_and_row(tmp_path):
+    column = pa.array(["a", None, "__HIVE_DEFAULT_PARTITION__"])
+    with pytest.raises(ConfigError, match=r"0\.parquet:2: the text __HIVE.*is the folder of null"):
+        check_partition_values(source_of(tmp_path, column), ["url"])
+
+
 def test_a_value_is_as_long_as_it_is_when_quoted(tmp_path):
     with pytest.raises(ConfigError, match=r"0\.parquet:1: the partition url=%2F"):
         check_partition_values(source_of(tmp_path, pa.array(["a", "/" * 70])), ["url"])

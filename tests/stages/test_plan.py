@@ -1,5 +1,6 @@
 """The plan of a source: what the driver makes in memory, and what tasks make of its pieces."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +20,22 @@ from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import estimate, probe_rows
 from raybatch.stages.plan.records import ArrangeJob, ProbedRows
 from raybatch.stages.plan.run import fit_units
-from raybatch.stages.plan.shards import digest_of, shard_of, stretches
+from raybatch.stages.plan.shards import (
+    SHARD_SCHEMA,
+    digest_of,
+    rows_in_stretches,
+    shard_of,
+    stretches,
+)
 from raybatch.stages.plan.small import RowDescriber, gather, plan_gathered, run_small
-from raybatch.stages.plan.store import StoredPlan, read_plan, read_shards, write_plan, write_shard
+from raybatch.stages.plan.store import (
+    StoredPlan,
+    read_plan,
+    read_shards,
+    read_units,
+    write_plan,
+    write_shard,
+)
 from raybatch.stages.plan_columns import check_names, take_off
 from raybatch.stages.source import scan_source
 from raybatch.types import Sampling
@@ -342,10 +356,68 @@ def test_a_stored_plan_is_read_back_across_shards(tmp_path, small):
     )
     units = stretches("h", np.array([1]))
     said = stored("h", tuple(zip(names, (0, half), strict=True)), shard.num_rows)
+    said = replace(said, num_units=planned.whole.num_units)
     plan = write_plan(sink, said, units)
     assert shard.equals(read_shards(sink, plan, 0, shard.num_rows).combine_chunks())
     part = read_shards(sink, plan, half - 2, half + 3)
     assert shard.slice(half - 2, 5).equals(part.combine_chunks())
+
+
+WRONG = {
+    "num_rows": "x",
+    "num_units": True,
+    "computed_tokens": -1,
+    "fingerprint": 17,
+    "options": [],
+    "files": [["a.parquet", 3]],
+    "partition_by": "lang",
+    "version": 1,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG.items())
+def test_a_plan_with_a_value_of_another_type_is_refused_by_field(tmp_path, name, value):
+    sink = str(tmp_path)
+    write_plan(sink, stored("h", (), 3), stretches("h", np.array([3])))
+    path = tmp_path / "_raybatch" / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(ConfigError, match=r"bring it back from a copy") as caught:
+        read_plan(sink)
+    assert name in str(caught.value) or name == "files"
+
+
+@pytest.mark.parametrize("said", ["", "{", "[]", "{}"])
+def test_a_file_that_is_no_plan_is_refused_with_the_way_out(tmp_path, said):
+    (tmp_path / "_raybatch").mkdir()
+    (tmp_path / "_raybatch" / "plan.json").write_text(said)
+    with pytest.raises(ConfigError, match=r"plan\.json is not a plan .* bring it back from a copy"):
+        read_plan(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "units", "rows"])
+def test_rows_of_a_plan_that_are_damaged_are_named_with_the_way_out(tmp_path, damage):
+    sink, units = str(tmp_path), stretches("h", np.array([2, 1]))
+    shard = rows_in_stretches(units.unit_rows, np.arange(3))
+    path = tmp_path / "_raybatch/plan/h" / write_shard(sink, "h", 0, shard)
+    plan = replace(stored("h", ((path.name, 0),), 3), num_units=2)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        path.unlink()
+    if damage == "units":
+        write_shard(
+            sink, "h", 0, shard.set_column(0, SHARD_SCHEMA[0], pa.array([0, 9, 1], pa.int32()))
+        )
+    if damage == "rows":
+        write_shard(sink, "h", 0, shard.slice(1))
+    with pytest.raises(ConfigError, match=rf"{path.name} cannot be read, .* from a copy"):
+        read_shards(sink, plan, 0, 3)
+
+
+def test_units_that_are_not_those_of_the_plan_are_refused(tmp_path):
+    plan = write_plan(str(tmp_path), stored("h", (), 3), stretches("h", np.array([3])))
+    with pytest.raises(ConfigError, match=r"units\.arrow cannot be read.* 1 units and 3 rows"):
+        read_units(str(tmp_path), replace(plan, num_rows=4))
 
 
 def test_the_first_plan_holds_for_whoever_comes_later(tmp_path):
@@ -358,7 +430,8 @@ def test_the_first_plan_holds_for_whoever_comes_later(tmp_path):
 
 def test_places_in_stretches_of_the_input_need_no_shard(tmp_path):
     sink = str(tmp_path / "out")
-    plan = write_plan(sink, stored("h", (), 7), stretches("h", np.array([3, 1, 3])))
+    said = replace(stored("h", (), 7), num_units=3)
+    plan = write_plan(sink, said, stretches("h", np.array([3, 1, 3])))
     table = read_shards(sink, plan, 2, 6)
     assert [0, 1, 2, 2] == table.column("unit").to_pylist()
     assert [2, 0, 0, 1] == table.column("pos").to_pylist()

@@ -6,7 +6,7 @@ import pytest
 from raybatch.durable.heartbeat import beat
 from raybatch.durable.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.stages.sink import check_partitions, output_files, prepare_sink
+from raybatch.stages.sink import check_partitions, check_place, output_files, prepare_sink
 from raybatch.stages.source import scan_source
 from tests.stages.support import write_parquet
 
@@ -29,6 +29,27 @@ def test_sink_with_foreign_files_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=r"no _raybatch/run\.json of an earlier run"):
             prepare_sink(str(tmp_path), is_overwrite=is_overwrite)
     assert files_below(tmp_path) == ["part-000000.parquet"]
+
+
+@pytest.mark.parametrize("sink", ["memory://x/out", "out::in", "simplecache::s3://x/out"])
+def test_a_place_where_no_worker_can_write_is_refused(sink):
+    with pytest.raises(ConfigError, match=f"sink '{sink}' .* choose a"):
+        check_place(sink)
+
+
+def test_names_with_a_dot_may_lie_in_a_new_sink(tmp_path):
+    (tmp_path / ".gitkeep").write_text("")
+    prepare_sink(str(tmp_path), is_overwrite=False)
+    prepare_sink(str(tmp_path), is_overwrite=True)
+    assert files_below(tmp_path) == [".gitkeep", "_raybatch/run.json"]
+
+
+@pytest.mark.parametrize("name", ["data/.gitkeep", ".git/config"])
+def test_names_with_a_dot_further_below_are_foreign(tmp_path, name):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=f"for example {name}"):
+        prepare_sink(str(tmp_path), is_overwrite=False)
 
 
 def test_what_an_earlier_probe_left_is_not_foreign(tmp_path):
@@ -69,11 +90,21 @@ def test_overwrite_removes_what_a_run_and_its_killed_tasks_left(tmp_path):
 
 def test_overwrite_leaves_foreign_files_alone(tmp_path):
     write_run(tmp_path)
-    foreign = ["a.json", "data/part-0-c000.parquet", "mine.parquet", "sub/part-000000.parquet"]
+    foreign = ["a.json", "mine.parquet", "sub/part-000000.parquet"]
     for name in foreign:
         write_parquet(tmp_path / name, pa.table({"y": [1]}))
     prepare_sink(str(tmp_path), is_overwrite=True)
     assert files_below(tmp_path) == sorted([*foreign, "_raybatch/run.json"])
+
+
+@pytest.mark.parametrize("folder", ["", "_plan_order/"])
+def test_overwrite_removes_nothing_where_a_foreign_file_lies_among_the_parts(tmp_path, folder):
+    write_run(tmp_path)
+    write_parquet(tmp_path / folder / "data" / "part-0-c000.parquet", pa.table({"y": [1]}))
+    before = files_below(tmp_path)
+    with pytest.raises(ConfigError, match=rf"such as {folder}data/part-0-c000.*; move them away"):
+        prepare_sink(str(tmp_path), is_overwrite=True)
+    assert before == files_below(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +116,15 @@ def test_folder_of_another_version_is_refused(tmp_path, marker, message):
     (tmp_path / "_raybatch" / "run.json").write_text(marker)
     with pytest.raises(ConfigError, match=message):
         prepare_sink(str(tmp_path), is_overwrite=False)
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_a_file_for_the_folder_of_the_parts_is_refused(tmp_path, is_overwrite):
+    prepare_sink(str(tmp_path), is_overwrite=False)
+    (tmp_path / "data").write_text("mine")
+    with pytest.raises(ConfigError, match=r"data is a file, .* move it away"):
+        prepare_sink(str(tmp_path), is_overwrite=is_overwrite)
+    assert files_below(tmp_path) == ["_raybatch/run.json", "data"]
 
 
 def test_foreign_parquet_is_no_output(tmp_path):
@@ -102,14 +142,24 @@ def test_sink_around_the_source_is_refused(tmp_path):
         prepare_sink(str(tmp_path), is_overwrite=True, source_paths=paths)
 
 
+def test_a_link_to_the_folder_of_the_source_is_refused(tmp_path):
+    write_run(tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    paths = {part.path for part in scan_source(str(tmp_path / "out" / "data")).slices}
+    with pytest.raises(ConfigError, match="lies below the sink"):
+        prepare_sink(str(tmp_path / "link"), is_overwrite=True, source_paths=paths)
+    assert (tmp_path / "out" / "data" / "part-000000.parquet").exists()
+
+
 def write_beat(sink, age_s):
     store = open_store(str(sink))
     beat(store, "run-a", time.time() - age_s)
 
 
-def test_an_output_that_somebody_writes_is_not_removed(tmp_path):
+@pytest.mark.parametrize("folder", ["", "_plan_order"])
+def test_an_output_that_somebody_writes_is_not_removed(tmp_path, folder):
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)
-    write_beat(tmp_path / "out", age_s=10)
+    write_beat(tmp_path / "out" / folder, age_s=10)
     with pytest.raises(ConfigError, match=r"is in use: run run-a .*wait until .*or remove .*alive"):
         prepare_sink(str(tmp_path / "out"), is_overwrite=True)
 

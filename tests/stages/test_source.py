@@ -121,6 +121,35 @@ def test_sink_in_the_source_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sink", "source"),
+    [
+        ("in/out", "link"),
+        ("link/out", "in"),
+        ("in/out", "link/**/*.parquet"),
+        ("in/elsewhere/out", "in"),
+        ("beside/out", "in"),
+        ("beside/out", "in/**/*.parquet"),
+        ("beside/out", "link"),
+    ],
+)
+def test_a_link_hides_no_sink_in_the_source(tmp_path, sink, source):
+    for name in ("in", "beside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "elsewhere").symlink_to(tmp_path / "beside")
+    with pytest.raises(ConfigError, match=r"lies where the source .* is read"):
+        check_outside(str(tmp_path / sink), str(tmp_path / source))
+
+
+def test_links_in_circles_and_to_hidden_names_do_not_hinder(tmp_path):
+    for name in ("in", "beside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "in" / "circle").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "elsewhere").symlink_to(tmp_path / "beside")
+    check_outside(str(tmp_path / "beside" / "_out"), str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize(
     "pattern",
     ["**/*.parquet", "**", "out/*/*.parquet", "*/data/part-*.parquet", "o?t/d*/*[1-9].parquet"],
 )

@@ -27,6 +27,7 @@ from raybatch.durable.units import UnitPlan, join_plans
 from raybatch.errors import ConfigError
 from raybatch.stages.fingerprint import InputFile
 from raybatch.stages.plan.shards import SHARD_SCHEMA, rows_in_stretches
+from raybatch.stages.plan.stored import StoredPlan, parse_plan
 from raybatch.stages.storage import store_of, told_as
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "read_plans",
     "read_shards",
     "read_units",
+    "shard_name",
     "write_plan",
     "write_shard",
 ]
@@ -46,57 +48,11 @@ logger = logging.getLogger(__name__)
 
 Ints32 = npt.NDArray[np.int32]
 
-_VERSION = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPlan:
-    """What `plan.json` says.
-
-    Args:
-        hash: of all shards.
-        num_rows: of the source.
-        num_units: units of commit.
-        num_groups: prefix groups.
-        is_reordered: rows run in another order than that of the input.
-        logical_tokens: prompt tokens of the rows that engines see.
-        computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
-        block_size: tokens of a KV block.
-        options: of the plan.
-        files: name, rows and digest of each file of the source, in order.
-        shards: name and first row of each shard, in order; none where units are stretches of the
-            input and `units.arrow` says all.
-        fingerprint: what decides the answers, see `raybatch.stages.fingerprint`.
-        partition_by: columns of the source by which the output is laid out.
-        partition_types: of these columns, as Arrow names them.
-        skipped: name and reason of files of the source that were left out as unreadable.
-        source: folder that the names of the files are relative to, when the plan was made; for
-            people and for looking whether the files are still the same.
-        model: as the user named it; for people.
-        number: of the plan among those of the output; above 1 it is of input that came later.
-        first_unit: number in the output of its first unit.
-    """
-
-    hash: str
-    num_rows: int
-    num_units: int
-    num_groups: int
-    is_reordered: bool
-    logical_tokens: int
-    computed_tokens: int
-    block_size: int
-    options: dict[str, Any]
-    files: tuple[InputFile, ...]
-    shards: tuple[tuple[str, int], ...]
-    fingerprint: Mapping[str, str]
-    partition_by: tuple[str, ...] = ()
-    source: str = ""
-    model: str = ""
-    number: int = 1
-    first_unit: int = 0
-    skipped: tuple[tuple[str, str], ...] = ()
-    partition_types: tuple[str, ...] = ()
-    version: int = _VERSION
+# what becomes of an output whose plan is damaged
+_DAMAGED = (
+    "cannot be read, and without it the output cannot be gone on with; bring it back from a copy, "
+    "or choose another folder"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +102,11 @@ class PlanSubject:
         return StoredPlan(**own, **found)
 
 
+def shard_name(stored: StoredPlan, name: str) -> str:
+    """Return the name below the sink of a shard of a plan."""
+    return f"_raybatch/plan/{stored.hash}/{name}"
+
+
 def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
     """Write one shard and return its name; the same shard may be written again.
 
@@ -179,7 +140,7 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     name = plan_name(stored.number)
     with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
         said = open_plan(store_of(sink), text.encode, name=name)
-    found = _parse(sink, said, name)
+    found = parse_plan(said, f"{sink.rstrip('/')}/{name}")
     if (found.files, found.fingerprint) != (stored.files, stored.fingerprint):
         raise ConfigError(
             f"another run was faster to plan {sink}, and for other input files or options; run the "
@@ -197,8 +158,9 @@ def read_plan(sink: str, number: int = 1) -> StoredPlan:
         ConfigError: there is none, or it is not one of this version.
     """
     name = plan_name(number)
-    with told_as(f"{sink.rstrip('/')}/{name} cannot be read"):
-        return _parse(sink, store_of(sink).read(name), name)
+    path = f"{sink.rstrip('/')}/{name}"
+    with told_as(f"{path} cannot be read"):
+        return parse_plan(store_of(sink).read(name), path)
 
 
 def read_plans(sink: str) -> tuple[StoredPlan, ...]:
@@ -214,35 +176,25 @@ def read_all_units(sink: str, plans: Sequence[StoredPlan]) -> UnitPlan:
     return join_plans([read_units(sink, stored) for stored in plans])
 
 
-def _parse(sink: str, said: bytes, name: str) -> StoredPlan:
-    path = f"{sink.rstrip('/')}/{name}"
-    with told_as(f"{path} is not a plan of this version of raybatch"):
-        values = json.loads(said)
-        for key in ("files", "shards"):
-            values[key] = tuple(tuple(found) for found in values[key])
-        values["partition_by"] = tuple(values["partition_by"])
-        values["partition_types"] = tuple(values.get("partition_types", ()))
-        skipped = values.get("skipped", ())
-        values["skipped"] = tuple((name, reason) for name, reason in skipped)
-        stored = StoredPlan(**values)
-        if stored.version != _VERSION:
-            raise ConfigError(f"{path} has version {stored.version}; this is {_VERSION}")
-        return stored
-
-
 def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
     """Return rows and sums of the units of a plan that lies below the sink."""
     name = f"_raybatch/plan/{stored.hash}/units.arrow"
     path = f"{sink.rstrip('/')}/{name}"
-    with told_as(f"{path} cannot be read, and without it the output cannot be gone on with"):
+    with told_as(f"{path} {_DAMAGED}"):
         table = _read_table(sink, name)
-        return UnitPlan(
+        units = UnitPlan(
             hash=stored.hash,
             unit_rows=table.column("num_rows").to_numpy(),
             row_sums=table.column("row_sum").to_numpy(),
             is_partitioned=bool(stored.partition_by),
             first_unit=stored.first_unit,
         )
+        if (units.num_units, units.num_rows) != (stored.num_units, stored.num_rows):
+            raise ValueError(
+                f"it has {units.num_units} units and {units.num_rows} rows, the plan says "
+                f"{stored.num_units} and {stored.num_rows}"
+            )
+        return units
 
 
 def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
@@ -253,15 +205,21 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
     parts = []
     for (name, first), end in zip(stored.shards, firsts[1:], strict=True):
         if first < stop and start < end:
-            path = f"_raybatch/plan/{stored.hash}/{name}"
-            shard = _read_table(sink, path)
-            if shard.num_rows != end - first:
-                raise ConfigError(
-                    f"{sink.rstrip('/')}/{path} holds {shard.num_rows} rows, the plan says "
-                    f"{end - first}"
-                )
+            shard = _read_shard(sink, stored, name, end - first)
             parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
     return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
+
+
+def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.Table:
+    path = shard_name(stored, name)
+    with told_as(f"{sink.rstrip('/')}/{path} {_DAMAGED}"):
+        shard = _read_table(sink, path)
+        if shard.schema != SHARD_SCHEMA or shard.num_rows != num_rows:
+            raise ValueError(f"it has {shard.num_rows} rows, the plan says {num_rows}")
+        unit, pos = (shard.column(column).to_numpy() for column in ("unit", "pos"))
+        if num_rows and (min(unit.min(), pos.min()) < 0 or unit.max() >= stored.num_units):
+            raise ValueError("it names units that the plan does not have")
+        return shard
 
 
 def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
