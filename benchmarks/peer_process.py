@@ -24,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 ANSWER_TIMEOUT_S = 3600.0
 # a job that waits for resources waits for ever
 JOB_TIMEOUT_S = 900.0
+# scripts that import raybatch
+OURS = ("peer_raybatch.py", "peer_raybatch_vllm.py", "peer_pool.py")
 
 
 class PeerError(RuntimeError):
@@ -145,7 +147,7 @@ def _environment(peer: Peer, config: PeerConfig) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(WORK / "cache" / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(WORK / "cache" / "inductor"),
     }
-    if peer.venv == "raybatch":
+    if peer.script in OURS:
         # the tree under test, also where the venv holds another raybatch
         environment["PYTHONPATH"] = str(ROOT)
     return environment

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from planning import Plan
 
     from raybatch.backends.base import Backend
-    from raybatch.config import EngineConfig, PlanConfig
+    from raybatch.config import BackendConfig, EngineConfig, PlanConfig
     from raybatch.types import Request
 
 PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
@@ -131,7 +131,9 @@ def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "l
     ]
 
 
-def run_job(config: PeerConfig) -> float:
+def run_job(
+    config: PeerConfig, engine: "EngineConfig", backend: "BackendConfig | None" = None
+) -> float:
     """Run the job that the config's options name; returns the seconds that its engines worked."""
     import ray
 
@@ -143,7 +145,8 @@ def run_job(config: PeerConfig) -> float:
         tokenized_prompt="tokenized_prompt",
         sampling=Sampling(ignore_eos=True),
         overrides={"max_tokens": "output_len"},
-        engine=engine_config(config),
+        engine=engine,
+        backend=backend,
         pool=PoolConfig(replicas=config.options["replicas"]),
     )
     plan = plan_config(config.variant) or "off"
@@ -159,7 +162,7 @@ def main() -> None:
         serve(NativeEngine, PACKAGES)
         return
     answers = take_stdout()
-    window_s = run_job(config)
+    window_s = run_job(config, engine_config(config))
     say(answers, {"versions": versions(PACKAGES), "window_s": window_s})
 
 

@@ -43,6 +43,25 @@ SIDES = {
     "vllm-eager": Side(
         venv="vllm", script="peer_vllm.py", variant="eager", block_size=VLLM_BLOCK_SIZE
     ),
+    "raybatch-vllm-plan": Side(
+        venv="vllm",
+        script="peer_raybatch_vllm.py",
+        variant="engine-compiled-plan",
+        block_size=VLLM_BLOCK_SIZE,
+    ),
+    "raybatch-vllm": Side(
+        venv="vllm",
+        script="peer_raybatch_vllm.py",
+        variant="engine-compiled",
+        block_size=VLLM_BLOCK_SIZE,
+    ),
+    "raybatch-vllm-job-plan": Side(
+        venv="vllm",
+        script="peer_raybatch_vllm.py",
+        variant="job-eager-plan",
+        kind="job",
+        block_size=VLLM_BLOCK_SIZE,
+    ),
     "raybatch-job-plan": Side(
         venv="raybatch", script="peer_raybatch.py", variant="job-plan", kind="job"
     ),

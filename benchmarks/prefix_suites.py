@@ -10,7 +10,7 @@ from prefix_sides import Contestant
 from workloads_e2e import Workload
 from workloads_prefix import GroupClass
 
-SuiteName = Literal["smoke", "default", "full"]
+SuiteName = Literal["smoke", "default", "vllm", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,13 @@ EVERY_JOB = (
     + _on(["raybatch-job"], "shuffled", "sorted")
     + _on(["raydata-llm"], *PROMPT_ORDERS)
 )
+# the same engine everywhere: what our plan and pool do for it, and what they cost
+SAME_ENGINE = _on(["raybatch-vllm-plan"], "shuffled") + _on(
+    ["raybatch-vllm", "vllm-compiled"], "shuffled", "sorted"
+)
+SAME_ENGINE_JOBS = _on(["raybatch-vllm-job-plan"], "shuffled") + _on(
+    ["raydata-llm"], "shuffled", "sorted"
+)
 REPLICAS = (1, 2, 4)
 
 
@@ -146,6 +153,12 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
         _trial(W1, 25, JOBS),
         _trial(DOCS, 25, JOBS),
         _trial(W1, 25, _on(["raydata-llm"], "sorted"), 1),
+    ),
+    "vllm": (
+        _trial(W1, 25, SAME_ENGINE),
+        _trial(DOCS, 25, SAME_ENGINE),
+        _trial(ZERO, 25, SAME_ENGINE, 5),
+        _trial(W1, 25, SAME_ENGINE_JOBS),
     ),
     "full": (
         *(

