@@ -17,6 +17,7 @@ from raybatch.types import Sampling
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OnError = Literal["row", "raise"]
 SpecialTokens = Literal["escape", "allow"]
+BackendKind = Literal["native", "transformers", "openai", "fake"]
 OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 
 _T = TypeVar("_T")
@@ -171,16 +172,17 @@ class BackendConfig:
     """Which backend a replica runs.
 
     Args:
-        kind: "native", "transformers" (slow, for models that the native engine has not), or "fake"
-            (no model: answers are derived from the prompt; for tests).
-        options: of the backend itself, for example the step time of the fake.
+        kind: "native", "transformers" (slow, for models that the native engine has not), "openai"
+            (an endpoint that speaks OpenAI's API), or "fake" (no model: answers are derived from
+            the prompt; for tests).
+        options: of the backend itself, for example the address of an endpoint.
     """
 
-    kind: Literal["native", "transformers", "fake"] = "native"
+    kind: BackendKind = "native"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choice(self, "kind", ("native", "transformers", "fake"))
+        check_choice(self, "kind", get_args(BackendKind))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.backends.openai_options import openai_options
 from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
@@ -15,7 +16,9 @@ _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOp
 def check_options(backend: BackendConfig) -> None:
     """Raise ConfigError where the options of a backend are not known or out of range."""
     options = _OPTIONS.get(backend.kind)
-    if options is not None:
+    if backend.kind == "openai":
+        openai_options(backend.options)
+    elif options is not None:
         from_mapping(options, backend.options, where="backend.options")
     elif backend.options:
         names = ", ".join(sorted(backend.options))
@@ -23,23 +26,40 @@ def check_options(backend: BackendConfig) -> None:
 
 
 def create_backend(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    num_replicas: int = 1,
 ) -> Backend:
     """Build a backend, ready for `submit`.
 
     Args:
-        model: checkpoint directory, hub id or URI.
+        model: checkpoint directory, hub id or URI; for an endpoint the name there.
         backend: which backend, and its options.
         engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
+        num_replicas: of the pool, which share the budgets of an endpoint.
 
     Raises:
         ConfigError: an unknown option.
-        MissingDependency: another backend than the fake without torch.
+        EndpointError: an endpoint does not answer, or refuses the key.
+        MissingDependency: a backend without the packages that it needs.
     """
     check_options(backend)
     if backend.kind == "fake":
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
+    if backend.kind == "openai":
+        options = openai_options(backend.options)
+        if find_spec("aiohttp") is None:
+            raise MissingDependency(
+                "the backend 'openai' needs aiohttp, which is not installed here: "
+                "pip install 'raybatch[openai]'"
+            )
+        from raybatch.backends import openai_start
+
+        return openai_start.create(options, model, num_replicas=num_replicas)
     if find_spec("torch") is None:
         raise MissingDependency(
             f"the {backend.kind} backend needs torch, which is not installed here: "

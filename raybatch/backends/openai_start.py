@@ -1,0 +1,53 @@
+"""Starts the backend of an endpoint: secrets from the environment, and a first question."""
+
+from collections.abc import Mapping
+
+from raybatch.backends.openai_backend import OpenAIBackend
+from raybatch.backends.openai_errors import said_by, secrets_in
+from raybatch.backends.openai_http import HttpThread
+from raybatch.backends.openai_options import OpenAIOptions, headers_of
+from raybatch.errors import EndpointError
+
+__all__ = ["create"]
+
+_PROBE_S = 30.0
+
+
+def create(options: OpenAIOptions, model: str, *, num_replicas: int = 1) -> OpenAIBackend:
+    """Return a backend for an endpoint that answers and knows the key.
+
+    Args:
+        options: of the endpoint.
+        model: of the stage.
+        num_replicas: that share the budgets.
+
+    Raises:
+        ConfigError: a variable of the environment is not set here.
+        EndpointError: nothing answers, or the key is refused.
+    """
+    headers = headers_of(options)
+    _probe(options, headers)
+    name = model if options.model is None else options.model
+    return OpenAIBackend(options, name, headers, num_replicas=num_replicas)
+
+
+def _probe(options: OpenAIOptions, headers: Mapping[str, str]) -> None:
+    """Raise EndpointError where no request can be answered; it asks for the list of models."""
+    http = HttpThread(options.base_url, headers, min(options.timeout_s, _PROBE_S))
+    try:
+        http.send(0, "/models", None)
+        answers = http.collect(_PROBE_S + 1)
+    finally:
+        http.close()
+    for answer in answers:
+        said = said_by(answer, secrets_in(headers))
+        if answer.failure == "refused":
+            raise EndpointError(
+                f"{options.base_url} cannot be reached ({said}); start the server, or mend base_url"
+            )
+        # not every endpoint lists its models, and not every key may see the list
+        if answer.status == 401:
+            raise EndpointError(
+                f"{options.base_url} refuses the key ({said}); api_key_env names the variable that "
+                "holds it"
+            )
