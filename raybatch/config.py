@@ -195,7 +195,8 @@ class LimitConfig:
         max_wall_s: seconds by the clock.
         max_tokens: prompt tokens of finished rows and generated tokens, together.
         max_engine_hours: hours that engines worked, summed over replicas.
-        max_cost: in the currency of `price_per_engine_hour`; all replicas count, idle or not.
+        max_cost: of engines by `price_per_engine_hour`, where all replicas count, idle or not, and
+            of an endpoint's answers by the prices of its backend.
         price_per_engine_hour: of one replica.
         max_error_rate: share of error rows among finished ones.
         min_rows_for_error_rate: finished rows before that share is looked at.
@@ -221,8 +222,6 @@ class LimitConfig:
                 "LimitConfig.max_error_rate is a share from 0 to 1, such as 0.05, got "
                 f"{self.max_error_rate!r}"
             )
-        if self.max_cost is not None and self.price_per_engine_hour is None:
-            raise ConfigError("LimitConfig.max_cost needs price_per_engine_hour")
 
 
 # of rows that other sampling options may help

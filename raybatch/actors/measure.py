@@ -44,6 +44,8 @@ def measure_pool(
             it needs but others hold it now; the message says why.
         ConfigError: the pool's options do not fit the cluster.
     """
+    if spec.backend.kind == "openai":
+        raise MeasureError("the speed of an endpoint is not measured: every request may cost money")
     if not ray.is_initialized():
         ray.init()
     plan = plan_crew(spec)

@@ -342,10 +342,14 @@ def plan_crew(spec: PoolSpec) -> CrewPlan:
     cluster_gpus = float(ray.cluster_resources().get("GPU", 0))
     num_gpus = pool.num_gpus_per_replica
     if num_gpus is None:
-        uses_gpu = cluster_gpus and spec.engine.device != "cpu" and spec.backend.kind != "fake"
+        is_model_here = spec.backend.kind not in ("fake", "openai")
+        uses_gpu = cluster_gpus and spec.engine.device != "cpu" and is_model_here
         num_gpus = 1.0 if uses_gpu else 0.0
     if pool.replicas is not None:
         num_replicas = pool.replicas
+    elif spec.backend.kind == "openai":
+        # it waits for answers, and one has room for hundreds of them
+        num_replicas = 1
     elif num_gpus:
         num_replicas = max(1, int(cluster_gpus / num_gpus))
     else:

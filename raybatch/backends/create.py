@@ -72,3 +72,8 @@ def create_backend(
     from raybatch.backends import native
 
     return native.create(model, engine, num_engines_on_host=num_engines_on_host)
+
+
+def has_prices(backend: BackendConfig) -> bool:
+    """Return whether answers of a backend have prices of their own."""
+    return backend.kind == "openai" and openai_options(backend.options).has_prices

@@ -150,11 +150,12 @@ def _with_usage(
     if options.has_prices and num_input is not None:
         cost = options.cost(num_input, num_cached or 0, num_output or 0)
     shares = _shares(num_output, samples)
-    first = {"num_input_tokens": num_input, "num_cached_tokens": num_cached or 0, "cost": cost}
-    return [
-        replace(sample, num_generated_tokens=share, **({} if place else first))
-        for place, (sample, share) in enumerate(zip(samples, shares, strict=True))
+    first, *others = [
+        replace(sample, num_generated_tokens=share)
+        for sample, share in zip(samples, shares, strict=True)
     ]
+    first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached or 0, cost=cost)
+    return [first, *others]
 
 
 def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None]:

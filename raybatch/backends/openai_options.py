@@ -19,7 +19,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # of all options, those that decide an answer
 _DECISIVE = (
     "base_url",
-    "model",
     "endpoint",
     "tokenizer",
     "max_model_len",
@@ -141,10 +140,13 @@ def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
     return from_mapping(OpenAIOptions, options, where="backend.options")
 
 
-def decisive_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the options that decide an answer."""
+def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return those of the options that decide an answer; `model` is the stage's."""
     found = openai_options(options)
-    return {name: getattr(found, name) for name in _DECISIVE}
+    return {
+        **{name: getattr(found, name) for name in _DECISIVE},
+        "model": model if found.model is None else found.model,
+    }
 
 
 def headers_of(

@@ -12,7 +12,7 @@ from raybatch.actors.measure import measure_pool
 from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
@@ -37,7 +37,7 @@ from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import fit_units, is_small
 from raybatch.stages.plan.small import gather, plan_gathered
 from raybatch.stages.plan.work import planned_work
-from raybatch.stages.prepare import find_model
+from raybatch.stages.prepare import find_model, load_tokenizer
 
 __all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
 
@@ -100,7 +100,7 @@ def explain_source(question: Question) -> Explanation:
 def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
     """Explain a source that has been planned."""
     job, spec = question.job, question.spec
-    tokenizer = Tokenizer.load(find_model(job.config))
+    tokenizer = load_tokenizer(job.config, find_model(job.config))
     costs, why_not = _cost_model(question)
     common: dict[str, Any] = {
         "source": question.name,
@@ -136,7 +136,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     return replace(explanation, time=_time(costs, work, num_replicas(spec)))
 
 
-def _layout(job: PlannedRun, tokenizer: Tokenizer) -> str:
+def _layout(job: PlannedRun, tokenizer: PromptTokenizer) -> str:
     """Return a better order of the template's fields, or why none is looked for."""
     hint = lint_source(job.source, job.config, tokenizer)
     return told_of_templates(job.config) if hint is None else hint.text
@@ -250,6 +250,8 @@ def _crew_size(spec: PoolSpec) -> tuple[int, int]:
     if ray.is_initialized():
         crew = plan_crew(spec)
         return crew.num_replicas, crew.num_engines_on_host
+    if spec.backend.kind == "openai":
+        return (spec.pool.replicas or 1,) * 2
     here = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
     return (spec.pool.replicas or here,) * 2
 

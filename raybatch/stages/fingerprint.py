@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from raybatch.backends.openai_options import decisive_options
 from raybatch.config import WaveConfig
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.errors import ConfigError, encodable
@@ -84,6 +85,9 @@ def fingerprint(
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
     found["backend"] = dataclasses.asdict(config.backend)
+    if config.backend.kind == "openai":
+        decisive = decisive_options(config.backend.options, config.model)
+        found["backend"] = {"kind": config.backend.kind, "options": decisive}
     found["waves"] = [dataclasses.asdict(wave) for wave in waves]
     found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
@@ -93,12 +97,14 @@ def fingerprint(
 def _model(config: StageConfig) -> dict[str, str]:
     """Return digests of the model's files: under another name it is the same model."""
     folder = find_model(config)
+    if folder is None:
+        return {"model.tokenizer": "of the endpoint"}
     digest = hashlib.blake2b(digest_size=8)
     for name in _TEXT_FILES:
         if (path := folder / name).is_file():
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
     found = {"model.tokenizer": digest.hexdigest()}
-    if config.backend.kind != "fake":
+    if config.backend.kind == "native":
         found["model.weights"] = model_fingerprint(folder)
     return found
 

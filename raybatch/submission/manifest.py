@@ -110,7 +110,8 @@ def worker_shape(job: JobConfig, options: ManifestOptions) -> WorkerShape:
     num_hosts = options.replicas or stage.pool.replicas or 1
     gpus = stage.pool.num_gpus_per_replica
     if gpus is None:
-        gpus = 0 if stage.engine.device == "cpu" or stage.backend.kind == "fake" else 1
+        is_model_here = stage.backend.kind not in ("fake", "openai")
+        gpus = 1 if stage.engine.device != "cpu" and is_model_here else 0
     if not gpus:
         return WorkerShape(
             num_hosts=num_hosts, num_gpus=0, num_cpus=4, memory_gib=16, shared_memory_gib=5
