@@ -32,11 +32,8 @@ class EndpointServer:
         self.max_model_len = max_model_len
         self.error_on = error_on
         self.is_stepped = is_stepped
-        self.delay_s = delay_s
-        self.react = lambda number, body: None
-        self.asked, self.paths, self.headers = [], [], []
-        self.num_answered = self.num_now = self.most_at_once = self.num_steps = 0
-        self._cached = set()
+        self.num_now = self.num_steps = 0
+        self.reset(delay_s=delay_s)
         self._loop = asyncio.new_event_loop()
         self._is_up = threading.Event()
 
@@ -50,6 +47,14 @@ class EndpointServer:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(20)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
+
+    def reset(self, *, delay_s=0.0):
+        """Forget what was asked, and answer as a model would."""
+        self.delay_s = delay_s
+        self.react = lambda number, body: None
+        self.asked, self.paths, self.headers = [], [], []
+        self.num_answered = self.most_at_once = 0
+        self._cached = set()
 
     def step(self):
         """Let sequences gain one token."""
