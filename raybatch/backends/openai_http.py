@@ -78,7 +78,7 @@ class HttpThread:
             path: below the API.
             body: sent as JSON.
         """
-        data = None if body is None else json.dumps(body, ensure_ascii=False).encode()
+        data = None if body is None else _encoded(body)
         self._in_loop(lambda: self._start(key, path, data))
 
     def cancel(self, key: int) -> None:
@@ -173,3 +173,8 @@ class HttpThread:
         with self._news:
             self._answers.append(answer)
             self._news.notify()
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    # a text that is none is for the endpoint to refuse
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
