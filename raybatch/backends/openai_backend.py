@@ -88,6 +88,8 @@ class OpenAIBackend:
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
+        # why there is no sense in asking; raised when everything else has been told
+        self._end: EndpointError | None = None
         self._polled_s = clock()
         self._stats = ReplicaStats()
 
@@ -113,6 +115,8 @@ class OpenAIBackend:
         wait_s = 0.0 if finished or self._may_send() else _POLL_S
         for answer in self._http.collect(wait_s):
             finished += self._take(answer)
+        if self._end is not None and not finished:
+            raise self._end
         while self._may_send():
             self._send(self._rows.next(self._clock()))
         now_s = self._clock()
@@ -217,6 +221,8 @@ class OpenAIBackend:
 
     def _may_send(self) -> bool:
         now_s = self._clock()
+        if self._end is not None:
+            return False
         if now_s < self._not_before_s or any(budget.wait_s(now_s) for budget in self._budgets):
             return False
         if sum(row.weight for row in self._in_flight.values()) >= self._concurrency.limit:
@@ -245,7 +251,8 @@ class OpenAIBackend:
         verdict = verdict_on(answer)
         if verdict == "end":
             said = said_by(answer, self._secrets)
-            raise EndpointError(f"{self._options.base_url} takes no request: {said}")
+            self._end = EndpointError(f"{self._options.base_url} takes no request: {said}")
+            return []
         if verdict == "again":
             return self._again(row, answer)
         self._num_pushbacks = self._num_in_vain = 0
@@ -304,10 +311,11 @@ class OpenAIBackend:
         self._num_in_vain += 1
         error = row_error(answer, row.num_tries, self._secrets)
         if self._num_in_vain >= _MAX_IN_VAIN:
-            raise EndpointError(
+            self._end = EndpointError(
                 f"{self._options.base_url} answers nothing any more: {self._num_in_vain} rows in a "
                 f"row were asked in vain; the last: {error}"
             )
+            return []
         return _errors(row, error)
 
     def _pause(self, wait_s: float) -> None:
