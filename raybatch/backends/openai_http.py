@@ -150,8 +150,8 @@ class HttpThread:
         # a redirect would take the key elsewhere
         async with self._session.request(method, url, data=data, allow_redirects=False) as answer:
             body = bytearray()
-            async for piece in answer.content.iter_any():
-                body += piece
+            async for chunk in answer.content.iter_any():
+                body += chunk
                 if len(body) > _MAX_ANSWER_BYTES:
                     raise ValueError("the answer is too large")
             headers = {name.lower(): value for name, value in answer.headers.items()}

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -37,6 +38,7 @@ class OpenAIOptions:
         base_url: of the API, with its version, such as "http://localhost:8000/v1".
         model: name at the endpoint; None takes the stage's model.
         api_key_env: environment variable that holds the API key where replicas run.
+        api_key_file: in place of `api_key_env` a file with the key, on every host with replicas.
         headers_env: header to the environment variable that holds its value.
         endpoint: "chat" or "completions"; "auto" asks each row at the one that its prompt is for.
         max_concurrency: samples in flight at most; how many really are adapts to the endpoint.
@@ -52,7 +54,7 @@ class OpenAIOptions:
         send_seed: send a seed with rows whose temperature is above 0.
         extra_body: put into every request; null takes a field out.
         tokenizer: folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans;
-            None plans with pieces of the text.
+            None plans with triples of bytes.
         max_model_len: longest prompt plus output; needs a tokenizer, or rows of token ids.
 
     Raises:
@@ -62,6 +64,7 @@ class OpenAIOptions:
     base_url: str
     model: str | None = None
     api_key_env: str | None = None
+    api_key_file: str | None = None
     headers_env: Mapping[str, str] = field(default_factory=dict)
     endpoint: Endpoint = "auto"
     max_concurrency: int = 256
@@ -82,6 +85,12 @@ class OpenAIOptions:
     def __post_init__(self) -> None:
         _check_url(self.base_url)
         _check_variables(self)
+        if self.api_key_file is not None and (
+            self.api_key_env is not None or not isinstance(self.api_key_file, str)
+        ):
+            raise ConfigError(
+                "OpenAIOptions.api_key_file is a path, and stands without api_key_env"
+            )
         check_choice(self, "endpoint", get_args(Endpoint))
         check_choice(self, "max_tokens_field", get_args(MaxTokensField))
         check_whole(self, "max_concurrency", 1)
@@ -157,21 +166,38 @@ def headers_of(
     Raises:
         ConfigError: a variable is not set, or its value cannot be sent.
     """
-    wanted = dict(options.headers_env)
-    if options.api_key_env is not None:
-        wanted["Authorization"] = options.api_key_env
     headers = {}
-    for header, variable in wanted.items():
-        value = environment.get(variable, "").strip()
-        if not value:
+    for header, variable in options.headers_env.items():
+        headers[header] = _checked(
+            environment.get(variable), f"the environment variable {variable}"
+        )
+    key = None
+    if options.api_key_env is not None:
+        where = f"the environment variable {options.api_key_env}"
+        key = _checked(environment.get(options.api_key_env), where)
+    elif options.api_key_file is not None:
+        where = f"the file {options.api_key_file}"
+        try:
+            key = _checked(Path(options.api_key_file).read_text(encoding="utf-8"), where)
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"the environment variable {variable} is not set where the replica runs; set it "
-                "before Ray starts there, or in the env_vars of the job's runtime_env"
-            )
-        if not value.isascii() or not value.isprintable():
-            raise ConfigError(f"the environment variable {variable} holds no header value")
-        headers[header] = f"Bearer {value}" if variable == options.api_key_env else value
-    return headers
+                f"{where} of api_key_file cannot be read where the replica runs "
+                f"({type(error).__name__}); mount it on every host"
+            ) from None
+    return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
+
+
+def _checked(value: str | None, where: str) -> str:
+    """Return what a header can hold; the value itself is in no error."""
+    value = (value or "").strip()
+    if not value:
+        raise ConfigError(
+            f"{where} is not set where the replica runs, or is empty; set it before Ray starts on "
+            "that host, or name a mounted file in api_key_file"
+        )
+    if not value.isascii() or not value.isprintable():
+        raise ConfigError(f"{where} holds no header value")
+    return value
 
 
 def _check_url(url: object) -> None:

@@ -1,7 +1,7 @@
 """Prompts for an endpoint, which renders and tokenizes by itself.
 
 A row is sent as messages or as text. Plans need token ids all the same: those of a tokenizer that
-the options name, else pieces of three bytes, of which equal beginnings of texts have equal ones.
+the options name, else triples of bytes, of which equal beginnings of texts have equal ones.
 """
 
 import json
@@ -21,9 +21,9 @@ from raybatch.errors import ConfigError
 from raybatch.stages.options import StageConfig
 from raybatch.types import TokenIds
 
-__all__ = ["EndpointTokenizer", "check_endpoint", "knows_lengths", "pieces", "text_of_pieces"]
+__all__ = ["EndpointTokenizer", "check_endpoint", "knows_lengths", "text_of_triples", "triples"]
 
-PIECE_BYTES = 3
+TRIPLE_BYTES = 3
 _TRUNCATES = ("truncate_left", "truncate_right")
 
 
@@ -32,7 +32,7 @@ class EndpointTokenizer:
 
     Args:
         options: of the endpoint.
-        inner: of the model, for the ids; None takes pieces of the text.
+        inner: of the model, for the ids; None takes triples of bytes.
     """
 
     def __init__(self, options: OpenAIOptions, inner: PromptTokenizer | None = None) -> None:
@@ -55,7 +55,7 @@ class EndpointTokenizer:
             raise InvalidPrompt("prompt is empty")
         payload = _json({"prompt": text})
         if self._inner is None:
-            return Encoded(pieces(text), payload=payload)
+            return Encoded(triples(text), payload=payload)
         return self._inner.read(text, special_tokens="allow")._replace(payload=payload)
 
     def read_chat(
@@ -71,13 +71,13 @@ class EndpointTokenizer:
         payload = _json({"messages": checked})
         if self._inner is None or not self._inner.has_chat_template:
             # the whole text, so that different messages never have equal ids
-            return Encoded(pieces(payload), payload=payload)
+            return Encoded(triples(payload), payload=payload)
         found = self._inner.read_chat(checked, special_tokens="allow")
         return found._replace(payload=payload)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
         if self._inner is None:
-            return text_of_pieces(np.asarray(token_ids, np.int32))
+            return text_of_triples(np.asarray(token_ids, np.int32))
         return self._inner.decode(token_ids, skip_special_tokens)
 
     def decode_batch(
@@ -128,28 +128,28 @@ def knows_lengths(config: StageConfig) -> bool:
     return options.tokenizer is not None or config.tokenized_prompt is not None
 
 
-def pieces(text: str) -> TokenIds:
+def triples(text: str) -> TokenIds:
     """Return the UTF-8 bytes of a text, three in each id, with their number above them.
 
     Example:
-        >>> pieces("abcd").tolist() == [*pieces("abc").tolist(), (1 << 24) + ord("d")]
+        >>> triples("abcd").tolist() == [*triples("abc").tolist(), (1 << 24) + ord("d")]
         True
     """
     data = np.frombuffer(_utf8(text), np.uint8)
-    num_pieces = -(-len(data) // PIECE_BYTES)
-    padded = np.zeros((num_pieces, PIECE_BYTES), np.int32)
+    num_triples = -(-len(data) // TRIPLE_BYTES)
+    padded = np.zeros((num_triples, TRIPLE_BYTES), np.int32)
     padded.reshape(-1)[: len(data)] = data
-    sizes = np.full(num_pieces, PIECE_BYTES, np.int32)
-    if num_pieces:
-        sizes[-1] = len(data) - PIECE_BYTES * (num_pieces - 1)
+    sizes = np.full(num_triples, TRIPLE_BYTES, np.int32)
+    if num_triples:
+        sizes[-1] = len(data) - TRIPLE_BYTES * (num_triples - 1)
     ids = padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16 | sizes << 24
     return np.asarray(ids, np.int32)
 
 
-def text_of_pieces(token_ids: TokenIds) -> str:
-    """Return the text of pieces; what is cut in a character at an end is left out."""
+def text_of_triples(token_ids: TokenIds) -> str:
+    """Return the text of triples; what is cut in a character at an end is left out."""
     data = b"".join(
-        int(token_id & 0xFFFFFF).to_bytes(PIECE_BYTES, "little")[: int(token_id) >> 24]
+        int(token_id & 0xFFFFFF).to_bytes(TRIPLE_BYTES, "little")[: int(token_id) >> 24]
         for token_id in token_ids
     )
     return data.decode("utf-8", "ignore")

@@ -272,7 +272,7 @@ def test_an_endpoint_that_answers_nothing_any_more_ends_the_backend(server, cloc
     server.react = lambda number, body: (500, {}, "down")
     backend = make(max_retries=1)
     backend.submit([request(i) for i in range(40)])
-    with pytest.raises(EndpointError, match="answers nothing any more: 1[0-3] rows"):
+    with pytest.raises(EndpointError, match=r"answers nothing any more: 1[0-3] rows"):
         run(backend, clock, skip_s=2.0)
 
 

@@ -50,6 +50,25 @@ def test_headers_come_from_the_environment():
     assert headers == {"Authorization": "Bearer abc", "X-Org": "us"}
 
 
+def test_a_key_may_lie_in_a_file(tmp_path):
+    (tmp_path / "key").write_text("abc\n")
+    found = options(api_key_file=str(tmp_path / "key"))
+    assert headers_of(found, {}) == {"Authorization": "Bearer abc"}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"], ids=["missing", "empty", "binary"])
+def test_a_file_without_a_key_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ConfigError, match="the file .*key"):
+        headers_of(options(api_key_file=str(tmp_path / "key")), {})
+
+
+def test_a_key_has_one_place():
+    with pytest.raises(ConfigError, match="api_key_file is a path, and stands without api_key_env"):
+        options(api_key_env="KEY", api_key_file="key")
+
+
 @pytest.mark.parametrize("environment", [{}, {"KEY": ""}, {"KEY": "  "}])
 def test_a_variable_that_is_not_set_is_named(environment):
     with pytest.raises(ConfigError, match="the environment variable KEY is not set"):

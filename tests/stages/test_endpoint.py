@@ -12,7 +12,7 @@ from raybatch.backends.openai_options import openai_options
 from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
-from raybatch.stages.endpoint import EndpointTokenizer, pieces, text_of_pieces
+from raybatch.stages.endpoint import EndpointTokenizer, text_of_triples, triples
 from raybatch.stages.fingerprint import fingerprint
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.plan_columns import prompt_columns, take_off, with_columns
@@ -48,19 +48,19 @@ TEXTS = pa.table({"text": ["one", "two"]})
 
 
 @given(st.text(min_size=1), st.text())
-def test_pieces_hold_a_text_and_begin_as_its_beginning_does(text, more):
-    assert text_of_pieces(pieces(text)) == text
+def test_triples_hold_a_text_and_begin_as_its_beginning_does(text, more):
+    assert text_of_triples(triples(text)) == text
     num_whole = len(text.encode()) // 3
-    assert pieces(text + more)[:num_whole].tolist() == pieces(text)[:num_whole].tolist()
+    assert triples(text + more)[:num_whole].tolist() == triples(text)[:num_whole].tolist()
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_different_texts_have_different_pieces(one, other):
-    assert (one == other) == (pieces(one).tolist() == pieces(other).tolist())
+def test_different_texts_have_different_triples(one, other):
+    assert (one == other) == (triples(one).tolist() == triples(other).tolist())
 
 
-def test_a_text_that_ends_in_zeros_has_pieces_of_its_own():
-    assert pieces("ab").tolist() != pieces("ab\0").tolist()
+def test_a_text_that_ends_in_zeros_has_triples_of_its_own():
+    assert triples("ab").tolist() != triples("ab\0").tolist()
 
 
 def test_a_template_becomes_a_user_message():
@@ -119,7 +119,7 @@ def test_messages_that_are_no_json_are_an_error_of_the_row():
 
 
 def test_prompts_travel_with_a_plan():
-    prompts = [Prompt(pieces("a"), payload='{"prompt": "a"}'), Prompt(None, "BadRow: no")]
+    prompts = [Prompt(triples("a"), payload='{"prompt": "a"}'), Prompt(None, "BadRow: no")]
     nothing = pa.table({"text": ["a", "b"]})
     plan = {
         f"__rb_plan_{name}": pa.array([0, 0], pa.int32())
@@ -131,7 +131,7 @@ def test_prompts_travel_with_a_plan():
 
 def test_rows_with_equal_ids_and_other_texts_are_no_copies():
     # a tokenizer that is not the endpoint's may see no difference
-    ids = pieces("one")
+    ids = triples("one")
     prompts = [Prompt(ids, payload=text) for text in ("one", "two", "one")]
     assert find_copies([0, 1, 2], prompts, [Sampling()] * 3) == {2: 0}
 
