@@ -58,14 +58,7 @@ class EndpointTokenizer:
             return Encoded(triples(text), payload=payload)
         return self._inner.read(text, special_tokens="allow")._replace(payload=payload)
 
-    def read_chat(
-        self,
-        messages: object,
-        *,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        special_tokens: SpecialTokens = "escape",
-    ) -> Encoded:
+    def read_chat(self, messages: object, **_: object) -> Encoded:
         """Return a prompt of messages; `check_endpoint` refuses options of the template."""
         checked = check_messages(messages)
         payload = _json({"messages": checked})

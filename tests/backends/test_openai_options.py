@@ -60,7 +60,7 @@ def test_a_key_may_lie_in_a_file(tmp_path):
 def test_a_file_without_a_key_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "key").write_bytes(content)
-    with pytest.raises(ConfigError, match="the file .*key"):
+    with pytest.raises(ConfigError, match=r"the file .*key"):
         headers_of(options(api_key_file=str(tmp_path / "key")), {})
 
 
