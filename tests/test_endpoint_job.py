@@ -204,6 +204,10 @@ def test_explaining_a_job_asks_nothing(tmp_path, server):
     write_source(tmp_path)
     explanation = make_job(tmp_path, server).explain()
     assert "the speed of an endpoint is not measured" in str(explanation)
+    # triples of bytes, of which the prices make a few thousand
+    assert "money: answers cost about" in str(explanation)
+    least, most = explanation.answer_cost
+    assert 2 * 4 * NUM_ROWS < least < most
     assert server.asked == []
 
 

@@ -12,6 +12,8 @@ from raybatch.actors.measure import measure_pool
 from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
+from raybatch.backends.create import has_prices
+from raybatch.backends.openai_options import openai_options
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
@@ -127,6 +129,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         explanation,
         has_cache=spec.engine.enable_prefix_caching,
         ends_at_error=job.config.on_error == "raise",
+        answer_cost=_answer_cost(spec, explanation),
     )
     if costs is None:
         return explanation
@@ -134,6 +137,16 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
     return replace(explanation, time=_time(costs, work, num_replicas(spec)))
+
+
+def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float] | None:
+    """Return what an endpoint's answers cost, with all that is shared cached, and with nothing."""
+    if not has_prices(spec.backend):
+        return None
+    options, profile = openai_options(spec.backend.options), explanation.profile
+    num_input, num_output = profile.tree.logical_tokens, profile.output_tokens.total
+    saved = num_input - profile.computed_tokens
+    return options.cost(num_input, saved, num_output), options.cost(num_input, 0, num_output)
 
 
 def _layout(job: PlannedRun, tokenizer: PromptTokenizer) -> str:
