@@ -102,6 +102,7 @@ def test_every_row_is_answered_once_with_the_counts_of_the_endpoint(tmp_path, se
     computed = sum(row["num_input_tokens"] - row["num_cached_tokens"] for row in rows)
     assert report.cost == pytest.approx(computed + 2 * 4 * NUM_ROWS)
     assert report.exit_code() == 0
+    assert report.plan.plan.answer_cost is not None
 
 
 def test_rows_of_a_group_are_asked_one_after_the_other(tmp_path, server):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raybatch.backends.openai_options import OpenAIOptions
+from raybatch.structured_outputs import StructuredOutputs
 from raybatch.types import Completion, FinishReason, Request, Sampling
 
 __all__ = ["BadAnswer", "body_of", "completions_of"]
@@ -66,6 +67,8 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["n"] = sampling.n
     if sampling.temperature > 0 and options.send_seed:
         body["seed"] = request.seed & _SEED_MASK
+    if sampling.structured_outputs is not None:
+        body |= _constraint_fields(str(sampling.structured_outputs))
     if sampling.logprobs is not None:
         body |= _logprobs_fields(sampling.logprobs, is_chat=is_chat)
     body |= options.extra_body
@@ -170,6 +173,17 @@ def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None
     weights = np.array([1 + len((sample.text or "").encode()) for sample in samples], np.float64)
     ends = np.rint(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
     return [int(share) for share in np.diff(ends, prepend=0)]
+
+
+def _constraint_fields(text: str) -> dict[str, Any]:
+    """Return the fields for a constraint: those of OpenAI where it has one, else those of vLLM."""
+    constraint = StructuredOutputs.parse(text)
+    if constraint.json is not None:
+        schema = {"name": "answer", "strict": True, "schema": json.loads(constraint.json)}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if constraint.json_object:
+        return {"response_format": {"type": "json_object"}}
+    return {"structured_outputs": json.loads(text)}
 
 
 def _logprobs_fields(num_top: int, *, is_chat: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raybatch.actors.measure import measure_pool
+from raybatch.actors.measure import NO_SPEED_OF_ENDPOINTS, measure_pool
 from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
@@ -272,6 +272,8 @@ def _crew_size(spec: PoolSpec) -> tuple[int, int]:
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
+    if spec.backend.kind == "openai":
+        return None, NO_SPEED_OF_ENDPOINTS
     if question.measure:
         try:
             return measure_pool(spec), ""

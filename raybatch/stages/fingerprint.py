@@ -104,7 +104,7 @@ def _model(config: StageConfig) -> dict[str, str]:
         if (path := folder / name).is_file():
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
     found = {"model.tokenizer": digest.hexdigest()}
-    if config.backend.kind == "native":
+    if config.backend.kind not in ("fake", "openai"):
         found["model.weights"] = model_fingerprint(folder)
     return found
 

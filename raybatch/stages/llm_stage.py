@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
-from raybatch.backends.create import check_options
 from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
 from raybatch.stages.endpoint import check_endpoint
 from raybatch.stages.feeder import StageFeeder
@@ -94,7 +93,6 @@ def LLMStage(  # noqa: N802 - it returns a class
 
 def build_stage(config: StageConfig) -> type[StageFeeder]:
     """Return the class of a stage with these options."""
-    check_options(config.backend)
     check_endpoint(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
     spec = PoolSpec(

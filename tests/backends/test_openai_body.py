@@ -77,6 +77,30 @@ def test_options_of_the_row_are_sent_where_they_are_set():
     assert body == {"model": "m", "prompt": "p", **expected}
 
 
+@pytest.mark.parametrize(
+    ("constraint", "fields"),
+    [
+        (
+            {"json": {"type": "object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "strict": True, "schema": {"type": "object"}},
+                }
+            },
+        ),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+        ({"choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
+        ({"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+    ],
+    ids=["schema", "object", "choice", "regex"],
+)
+def test_a_constraint_is_sent_in_the_words_of_openai_where_it_has_any(constraint, fields):
+    constrained = request({"messages": MESSAGES}, structured_outputs=constraint)
+    _, body = body_of(constrained, options(), "m")
+    assert {name: body.get(name) for name in fields} == fields
+
+
 def test_a_seed_fits_into_31_bits_and_can_be_left_out():
     sampled = request({"prompt": "p"}, seed=(1 << 63) + 5, temperature=1.0)
     assert body_of(sampled, options(), "m")[1]["seed"] == 5
