@@ -195,8 +195,11 @@ class OpenAIBackend:
 
     def _row_error(self, request: Request) -> str:
         prompt = request.prompt_token_ids
-        if self._options.endpoint == "chat" and "messages" not in request.payload:
+        endpoint, is_chat = self._options.endpoint, "messages" in request.payload
+        if endpoint == "chat" and not is_chat:
             return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
+        if endpoint == "completions" and is_chat:
+            return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
         if request.payload:
             return ""
         if not len(prompt):

@@ -96,10 +96,11 @@ def check_endpoint(config: StageConfig) -> None:
             "backend.options.endpoint is 'completions', which takes texts; messages, system and "
             "chat=True need endpoint: chat"
         )
-    if options.endpoint == "chat" and (config.tokenized_prompt or config.chat is False):
+    is_text = config.prompt is not None and config.chat is False
+    if options.endpoint == "chat" and (config.tokenized_prompt is not None or is_text):
         raise ConfigError(
-            "backend.options.endpoint is 'chat', which takes messages; tokenized_prompt and "
-            "chat=False need endpoint: completions"
+            "backend.options.endpoint is 'chat', which takes messages; tokenized_prompt, and "
+            "prompt with chat=False, need endpoint: completions"
         )
     if config.on_too_long in _TRUNCATES and config.tokenized_prompt is None:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import time
+from dataclasses import replace
 from email.utils import formatdate
 
 import numpy as np
@@ -337,11 +338,14 @@ def test_usage_is_summed_in_the_counters(server, make):
     assert stats.num_generated_tokens == 9
 
 
-def test_the_chat_endpoint_takes_no_text(server, make):
-    backend = make(endpoint="chat")
-    backend.submit([request(1)])
-    (completion,) = run(backend)
-    assert completion.error.startswith("InvalidPrompt: ")
+def test_the_chat_endpoint_takes_no_text_and_the_other_no_messages(server, make):
+    messages = {"messages": [{"role": "user", "content": "a"}]}
+    for endpoint, payload in (("chat", {"prompt": "a"}), ("completions", messages)):
+        backend = make(endpoint=endpoint)
+        backend.submit([replace(request(1), payload=payload)])
+        (completion,) = run(backend)
+        assert completion.error.startswith(f"InvalidPrompt: the {endpoint} endpoint takes")
+    assert server.asked == []
 
 
 def test_a_lone_surrogate_in_an_option_is_no_end_of_the_backend(clock, make):

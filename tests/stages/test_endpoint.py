@@ -152,7 +152,7 @@ def test_requests_carry_what_is_sent():
         ({}, {"chat_template_kwargs": {"a": 1}}, "have no effect on an endpoint"),
         ({"endpoint": "completions"}, {"messages": "m"}, "endpoint is 'completions'"),
         ({"endpoint": "completions"}, {"system": "s"}, "endpoint is 'completions'"),
-        ({"endpoint": "chat"}, {"chat": False}, "endpoint is 'chat'"),
+        ({"endpoint": "chat"}, {"chat": False, "prompt": "{a}"}, "endpoint is 'chat'"),
         ({"endpoint": "chat"}, {"tokenized_prompt": "ids"}, "endpoint is 'chat'"),
         ({}, {"on_too_long": "truncate_left"}, "cuts token ids"),
         ({"max_model_len": 100}, {}, "max_model_len needs backend.options.tokenizer"),
