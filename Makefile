@@ -21,7 +21,7 @@ test: $(VENV)/.installed-dev  ## run all tests that need no GPU (ARGS="tests/eng
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: $(VENV)/.installed-dev  ## run the tests that need neither a Ray cluster nor much time
-	$(BIN)/python -m pytest -m "not gpu and not ray and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not ray and not slow and not vllm" $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check .

@@ -278,9 +278,10 @@ class Inbox:
 
     def fail(self, rank: int, cause: str) -> None:
         """Answer every batch, open or to come, with a failure, and take all rows out."""
+        is_first = self.failure is None
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
-            if batch.submission.name and batch.last_attempts is None:
+            if is_first and batch.submission.name:
                 # its feeder keeps what is finished
                 batch.last_attempts = self.queue.attempts(batch.batch_id)
             self._take_out(batch)
