@@ -6,10 +6,12 @@ unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` 
 
 import dataclasses
 import os
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.types import Sampling
@@ -330,6 +332,19 @@ def _is_number(value: object) -> bool:
 def is_hub_offline() -> bool:
     """Return whether the environment forbids the model hub (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment, for secrets whose variables an option names."""
+    return os.environ
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy by which the environment wants a URL to be reached; None for none."""
+    parts = urlsplit(url)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
 
 
 def armed_fault() -> str | None:

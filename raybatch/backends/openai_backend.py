@@ -58,6 +58,7 @@ class OpenAIBackend:
         model: its name there.
         headers: of every request, with the secrets.
         num_replicas: that share the budgets.
+        proxy: on the way to the endpoint; None for none.
         clock: seconds that only grow.
     """
 
@@ -68,13 +69,14 @@ class OpenAIBackend:
         headers: Mapping[str, str],
         *,
         num_replicas: int = 1,
+        proxy: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._model = model
         self._clock = clock
         self._secrets = secrets_in(headers)
-        self._http = HttpThread(options.base_url, headers, options.timeout_s)
+        self._http = HttpThread(options.base_url, headers, options.timeout_s, proxy=proxy)
         self._concurrency = Concurrency(options.first_concurrency, options.max_concurrency)
         self._budgets = tuple(
             Budget(None if total is None else total / num_replicas)

@@ -56,10 +56,19 @@ class HttpThread:
         base_url: of the API.
         headers: of every request; they hold secrets and appear in no text.
         timeout_s: of one request.
+        proxy: URL of the proxy on the way; None for none.
     """
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        proxy: str | None = None,
+    ) -> None:
         self._base_url = base_url.rstrip("/")
+        self._proxy = proxy
         self._headers = dict(headers)
         self._timeout_s = timeout_s
         self._news = threading.Condition()
@@ -164,8 +173,8 @@ class HttpThread:
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", **self._headers},
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S),
-            # proxies of the environment
-            trust_env=True,
+            # without `trust_env`, which would send what ~/.netrc has for the host
+            proxy=self._proxy,
         )
 
     def _tell(self, answer: HttpAnswer, seconds: float) -> None:

@@ -1,6 +1,5 @@
 """Options of an OpenAI-compatible endpoint; they name environment variables, never a secret."""
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -158,9 +157,7 @@ def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
     }
 
 
-def headers_of(
-    options: OpenAIOptions, environment: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def headers_of(options: OpenAIOptions, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the headers with secrets; for the process that asks the endpoint alone.
 
     Raises:

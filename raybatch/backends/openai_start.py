@@ -6,6 +6,7 @@ from raybatch.backends.openai_backend import OpenAIBackend
 from raybatch.backends.openai_errors import said_by, secrets_in
 from raybatch.backends.openai_http import HttpThread
 from raybatch.backends.openai_options import OpenAIOptions, headers_of
+from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError
 
 __all__ = ["create"]
@@ -25,15 +26,16 @@ def create(options: OpenAIOptions, model: str, *, num_replicas: int = 1) -> Open
         ConfigError: a variable of the environment is not set here.
         EndpointError: nothing answers, or the key is refused.
     """
-    headers = headers_of(options)
-    _probe(options, headers)
+    headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
+    _probe(options, headers, proxy)
     name = model if options.model is None else options.model
-    return OpenAIBackend(options, name, headers, num_replicas=num_replicas)
+    return OpenAIBackend(options, name, headers, num_replicas=num_replicas, proxy=proxy)
 
 
-def _probe(options: OpenAIOptions, headers: Mapping[str, str]) -> None:
+def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None) -> None:
     """Raise EndpointError where no request can be answered; it asks for the list of models."""
-    http = HttpThread(options.base_url, headers, min(options.timeout_s, _PROBE_S))
+    timeout_s = min(options.timeout_s, _PROBE_S)
+    http = HttpThread(options.base_url, headers, timeout_s, proxy=proxy)
     try:
         http.send(0, "/models", None)
         answers = http.collect(_PROBE_S + 1)

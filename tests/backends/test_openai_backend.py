@@ -13,7 +13,7 @@ from raybatch.backends.create import create_backend
 from raybatch.backends.openai_backend import OpenAIBackend
 from raybatch.backends.openai_options import openai_options
 from raybatch.backends.openai_start import create
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, proxy_of
 from raybatch.errors import ConfigError, EndpointError
 from raybatch.types import Request, Sampling
 from tests.backends.endpoint_server import EndpointServer, expected_text
@@ -365,6 +365,29 @@ def test_a_start_without_its_variable_says_so(monkeypatch):
     options = {"base_url": "http://127.0.0.1:9/v1", "api_key_env": "NO_SUCH_KEY"}
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set where the replica runs"):
         create_backend("m", BackendConfig(kind="openai", options=options), EngineConfig())
+
+
+def test_a_proxy_of_the_environment_is_used_except_where_it_says_not(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    options = {"base_url": "http://endpoint.invalid/v1"}
+    backend = create_backend("m", BackendConfig(kind="openai", options=options), EngineConfig())
+    backend.submit([request(1)])
+    assert [""] == [completion.error for completion in run(backend)]
+    backend.close()
+    assert len(server.asked) == 1
+    assert proxy_of(server.url) is None
+
+
+def test_what_netrc_has_for_a_host_is_not_sent(server, monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hidden")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    options = {"base_url": server.url}
+    backend = create_backend("m", BackendConfig(kind="openai", options=options), EngineConfig())
+    backend.submit([request(1)])
+    run(backend)
+    backend.close()
+    assert "Authorization" not in server.headers[0]
 
 
 def test_a_key_appears_in_no_log_and_in_no_pickle(server, monkeypatch, caplog):
