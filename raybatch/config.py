@@ -6,10 +6,12 @@ unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` 
 
 import dataclasses
 import os
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.types import Sampling
@@ -17,6 +19,7 @@ from raybatch.types import Sampling
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OnError = Literal["row", "raise"]
 SpecialTokens = Literal["escape", "allow"]
+BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
 OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 
 _T = TypeVar("_T")
@@ -171,16 +174,17 @@ class BackendConfig:
     """Which backend a replica runs.
 
     Args:
-        kind: "native", "vllm", "transformers" (slow, for models that the native engine has not), or
-            "fake" (no model: answers follow from the prompt; for tests).
-        options: of the backend itself, for example the step time of the fake.
+        kind: "native", "vllm", "transformers" (slow, for models that the native engine has not),
+            "openai" (an endpoint that speaks OpenAI's API), or "fake" (no model: answers are
+            derived from the prompt; for tests).
+        options: of the backend itself, for example the address of an endpoint.
     """
 
-    kind: Literal["native", "vllm", "transformers", "fake"] = "native"
+    kind: BackendKind = "native"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choice(self, "kind", ("native", "vllm", "transformers", "fake"))
+        check_choice(self, "kind", get_args(BackendKind))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +197,8 @@ class LimitConfig:
         max_wall_s: seconds by the clock.
         max_tokens: prompt tokens of finished rows and generated tokens, together.
         max_engine_hours: hours that engines worked, summed over replicas.
-        max_cost: in the currency of `price_per_engine_hour`; all replicas count, idle or not.
+        max_cost: of engines by `price_per_engine_hour`, where all replicas count, idle or not, and
+            of an endpoint's answers by the prices of its backend.
         price_per_engine_hour: of one replica.
         max_error_rate: share of error rows among finished ones.
         min_rows_for_error_rate: finished rows before that share is looked at.
@@ -219,8 +224,6 @@ class LimitConfig:
                 "LimitConfig.max_error_rate is a share from 0 to 1, such as 0.05, got "
                 f"{self.max_error_rate!r}"
             )
-        if self.max_cost is not None and self.price_per_engine_hour is None:
-            raise ConfigError("LimitConfig.max_cost needs price_per_engine_hour")
 
 
 # of rows that other sampling options may help
@@ -329,6 +332,19 @@ def _is_number(value: object) -> bool:
 def is_hub_offline() -> bool:
     """Return whether the environment forbids the model hub (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment, for secrets whose variables an option names."""
+    return os.environ
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy by which the environment wants a URL to be reached; None for none."""
+    parts = urlsplit(url)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
 
 
 def armed_fault() -> str | None:

@@ -4,6 +4,7 @@
       ConfigError(ValueError)         a wrong option, template or job file
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
+      EndpointError                   an endpoint refuses every request: its key, model or address
       RowError                        raised only where the user asked for on_error="raise"
       CommitError                     an output that is not what the plan of its job says
       RunStopped                      a run was asked to stop before its rows were at work
@@ -68,6 +69,10 @@ class ReplicaError(RaybatchError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.cause)
+
+
+class EndpointError(RaybatchError):
+    """An endpoint refuses every request, so that no row can be answered and the run has to end."""
 
 
 class RowError(RaybatchError):

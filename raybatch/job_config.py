@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import fsspec
 import yaml
 
+from raybatch.backends.create import has_prices
 from raybatch.config import (
     LimitConfig,
     PlanConfig,
@@ -81,6 +82,12 @@ class JobConfig:
             raise ConfigError("overwrite begins again and extend goes on; set one of them")
         if not self.flush_every_s > 0:
             raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
+        has_price = self.limits.price_per_engine_hour is not None
+        if self.limits.max_cost is not None and not (has_price or has_prices(self.stage.backend)):
+            raise ConfigError(
+                "limits.max_cost needs limits.price_per_engine_hour, or the prices of an endpoint "
+                "in backend.options"
+            )
         check_choice(self, "schema_policy", get_args(SchemaPolicy))
         check_choice(self, "output_order", get_args(OutputOrder))
         check_min(self, "max_row_group_bytes", 1)

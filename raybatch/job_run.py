@@ -183,7 +183,7 @@ class JobRun:
                 def tell(stats: PoolStats, num_rows: int) -> None:
                     if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
                         end(reason)
-                    recorder.observe(stats)
+                    recorder.observe(stats, cost=limits.cost)
                     show(stats, num_rows)
 
                 runner = self._runner(stage, schema, recorder)

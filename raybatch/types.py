@@ -155,6 +155,8 @@ class Request:
         group_id: prefix-sharing group of the plan; None without a plan.
         prefix_len: tokens of the prompt that the whole group shares.
         expected_output_len: tokens that it is likely to generate; None where nothing is known.
+        payload: what some backends need beside tokens: the prompt as "messages" or as "prompt",
+            JSON values, read only; empty where the tokens say all.
     """
 
     request_id: int
@@ -165,6 +167,7 @@ class Request:
     group_id: int | None = None
     prefix_len: int = 0
     expected_output_len: int | None = None
+    payload: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +186,10 @@ class Completion:
         logprobs: per generated token a pair (token ids, log probabilities), the sampled token
             first; None unless asked for.
         error: "" for a good completion, else "Type: message".
+        num_input_tokens: of the prompt as the backend counts it; None leaves it to the stage. Like
+            the cost it is told with the first sample of a request.
+        num_generated_tokens: where the backend knows more than `token_ids` says.
+        cost: of the request, in the currency of the backend's prices; None where it has none.
     """
 
     request_id: int
@@ -194,6 +201,9 @@ class Completion:
     text: str | None = None
     logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
     error: str = ""
+    num_input_tokens: int | None = None
+    num_generated_tokens: int | None = None
+    cost: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +247,9 @@ class ReplicaStats:
 
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
     memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
-    `kv_tokens` is the size of the KV cache, 0 where it is not known.
+    `kv_tokens` is the size of the KV cache, 0 where it is not known. Of an endpoint,
+    `kv_used_fraction` is the share of `concurrency` in flight, the samples that may be now, and
+    `num_retries` counts requests that were sent again.
     """
 
     num_running: int = 0
@@ -252,6 +264,8 @@ class ReplicaStats:
     num_held_steps: int = 0
     num_pinned_blocks: int = 0
     kv_tokens: int = 0
+    concurrency: int = 0
+    num_retries: int = 0
     engine_s: float = 0.0
 
 
@@ -291,6 +305,7 @@ class PoolStats:
         prompt_tokens_done: of the rows that came back.
         cached_tokens: prompt tokens whose KV came from another request.
         generated_tokens: of the rows that came back.
+        cost: of the rows that came back, where the backend has prices.
         max_tokens_left: upper bound of tokens still to generate.
         busy_s: seconds that engines spent in steps, summed over replicas.
         first_row_s: seconds from the first row received to the first row back; None before.
@@ -315,6 +330,7 @@ class PoolStats:
     prompt_tokens_done: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    cost: float = 0.0
     max_tokens_left: int = 0
     busy_s: float = 0.0
     first_row_s: float | None = None

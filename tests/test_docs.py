@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raybatch.backends.openai_options import OpenAIOptions
 from raybatch.config import (
     BackendConfig,
     EngineConfig,
@@ -34,6 +35,7 @@ SECTIONS = {
     "EngineConfig": EngineConfig,
     "PoolConfig": PoolConfig,
     "BackendConfig": BackendConfig,
+    "OpenAIOptions": OpenAIOptions,
 }
 # an empty default is written as "none", one that is a config of its own as nothing or by its gist
 WRITTEN = {"None": "none", "()": "none", "{}": "none", "True": "true", "False": "false"}

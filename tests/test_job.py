@@ -350,6 +350,7 @@ def test_missing_job_file_is_named(tmp_path):
         (job_options(stage={"model": "m", "promt": "x"}), r"stage: unknown option 'promt'"),
         ({"stage": {"model": "m"}}, "job: 'source' is missing; set it, or --input in a shell"),
         ({"source": "a", "stage": {"model": "m"}}, "'sink' is missing; set it, or --output"),
+        (job_options(limits={"max_cost": 3}), "max_cost needs limits.price_per_engine_hour"),
     ],
 )
 def test_wrong_job_option_is_refused_with_the_way_out(options, message):

@@ -149,10 +149,12 @@ class Coordinator:
         for batch_id, begun in found:
             self._inbox.note_begun(batch_id, begun)
 
-    async def note_cause(self, replica_id: int, cause: str) -> None:
-        """Remember why a replica is about to end itself."""
-        if replica_id in self._crew.members:
-            self._crew.members[replica_id].cause = cause
+    async def note_cause(self, replica_id: int, cause: str, ends_run: bool = False) -> None:
+        """Remember why a replica is about to end itself; some causes end every run."""
+        if (member := self._crew.members.get(replica_id)) is not None:
+            member.cause = cause
+            if ends_run:
+                self._inbox.fail(member.rank, cause)
 
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
         """Count rows of a client that never reach the pool, and errors found outside it."""

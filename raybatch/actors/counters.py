@@ -24,6 +24,7 @@ class ClientCounters:
     prompt_tokens_done: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    cost: float = 0.0
     max_tokens_left: int = 0
     first_received: float | None = None
     first_done: float | None = None
@@ -66,7 +67,10 @@ class ClientCounters:
 
     def results(self, results: pa.RecordBatch) -> None:
         """Note the tokens and errors of result rows."""
-        self.generated_tokens += len(results.column("token_ids").flatten())
+        counted = results.column("num_generated_tokens")
+        generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
+        self.generated_tokens += pc.sum(generated).as_py() or 0
+        self.cost += pc.sum(results.column("cost")).as_py() or 0.0
         self.cached_tokens += pc.sum(results.column("num_cached_tokens")).as_py() or 0
         errors = results.column("error")
         is_error = pc.not_equal(errors, "")
@@ -122,6 +126,7 @@ class ClientCounters:
             prompt_tokens_done=self.prompt_tokens_done,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
+            cost=self.cost,
             max_tokens_left=self.max_tokens_left,
             busy_s=busy_s,
             first_row_s=first_row_s,

@@ -38,6 +38,8 @@ class OpenBatch:
     stirred: asyncio.Event = field(default_factory=asyncio.Event)
     crashes: dict[int, RowCrashes] = field(default_factory=dict)
     begun: Begun = field(default_factory=Begun)
+    # of each row, once the pool has failed and the queue has forgotten the batch
+    last_attempts: npt.NDArray[np.int16] | None = None
 
     def end(self) -> None:
         """Let whoever waits for the batch have its answer."""
@@ -139,7 +141,9 @@ class Inbox:
         batch = self._named.get((client, name))
         if batch is None:
             return Answer(status="unknown")
-        attempts = self.queue.attempts(batch.batch_id)
+        attempts = batch.last_attempts
+        if attempts is None:
+            attempts = self.queue.attempts(batch.batch_id)
         return Answer(
             status="pending",
             results=tuple(batch.results[skip:]),
@@ -208,6 +212,8 @@ class Inbox:
         if self.failure is not None:
             rank, cause = self.failure
             answer = Answer(status="failed", rank=rank, cause=cause)
+            if batch.last_attempts is not None:
+                return answer
         else:
             attempts = self.queue.attempts(batch.batch_id)
             answer = Answer(
@@ -272,8 +278,12 @@ class Inbox:
 
     def fail(self, rank: int, cause: str) -> None:
         """Answer every batch, open or to come, with a failure, and take all rows out."""
+        is_first = self.failure is None
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
+            if is_first and batch.submission.name:
+                # its feeder keeps what is finished
+                batch.last_attempts = self.queue.attempts(batch.batch_id)
             self._take_out(batch)
             batch.end()
         self.forget_good_row()
@@ -326,7 +336,7 @@ class Inbox:
         counters.results(results)
         counters.done(
             len(rows),
-            int(submission.prompt_tokens[rows].sum()),
+            _prompt_tokens(submission, rows, results),
             int(submission.max_new_tokens[rows].sum()),
             time.monotonic(),
         )
@@ -343,6 +353,19 @@ class Inbox:
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):
             batch.end()
+
+
+def _prompt_tokens(
+    submission: Submission, rows: npt.NDArray[np.int32], results: pa.RecordBatch
+) -> int:
+    """Return the prompt tokens of finished rows, as the backend counts them where it does."""
+    total = int(submission.prompt_tokens[rows].sum())
+    counted = results.column("num_input_tokens")
+    if counted.null_count == len(counted):
+        return total
+    known = results.filter(counted.is_valid())
+    expected = submission.prompt_tokens[known.column("row").to_numpy()]
+    return total + int(known.column("num_input_tokens").to_numpy().sum() - expected.sum())
 
 
 def _are_alike(one: Submission, other: Submission) -> bool:

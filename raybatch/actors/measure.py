@@ -16,7 +16,9 @@ from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_
 from raybatch.errors import MeasureError, encodable
 from raybatch.policy.cost_model import CostModel
 
-__all__ = ["busy_resources", "measure_pool"]
+__all__ = ["NO_SPEED_OF_ENDPOINTS", "busy_resources", "measure_pool"]
+
+NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request may cost money"
 
 # beyond the start: the program takes about 10 s, and longer only for models that are very slow
 _MEASURE_S = 300.0
@@ -44,6 +46,8 @@ def measure_pool(
             it needs but others hold it now; the message says why.
         ConfigError: the pool's options do not fit the cluster.
     """
+    if spec.backend.kind == "openai":
+        raise MeasureError(NO_SPEED_OF_ENDPOINTS)
     if not ray.is_initialized():
         ray.init()
     plan = plan_crew(spec)

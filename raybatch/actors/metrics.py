@@ -18,9 +18,9 @@ class _Rising:
 
     def __init__(self, registry: Any, name: str, description: str, *tags: str) -> None:  # noqa: ANN401
         self._counter = registry.Counter(name, description=description, tag_keys=tags)
-        self._highest: dict[tuple[str, ...], int] = {}
+        self._highest: dict[tuple[str, ...], float] = {}
 
-    def follow(self, total: int, **tags: str) -> None:
+    def follow(self, total: float, **tags: str) -> None:
         key = tuple(tags.values())
         more = total - self._highest.get(key, 0)
         if more > 0:
@@ -45,6 +45,9 @@ class PoolMetrics:
                 ("generated_tokens", "Generated tokens of the rows that are back."),
             )
         }
+        self._cost = _Rising(
+            registry, "raybatch_cost_total", "What an endpoint's answers have cost.", "stage"
+        )
         self._restarts = _Rising(
             registry, "raybatch_replica_restarts_total", "Engines started again after a death."
         )
@@ -67,6 +70,7 @@ class PoolMetrics:
             self._tokens["prompt_tokens"].follow(counters.prompt_tokens_done, stage=stage)
             self._tokens["cached_tokens"].follow(counters.cached_tokens, stage=stage)
             self._tokens["generated_tokens"].follow(counters.generated_tokens, stage=stage)
+            self._cost.follow(counters.cost, stage=stage)
         self._restarts.follow(num_restarts)
 
     def unit(self, state: str, seconds: float | None) -> None:
@@ -92,8 +96,12 @@ class ReplicaMetrics:
                 ("kv_usage_ratio", "Share of the KV cache that is in use."),
                 ("running_requests", "Requests that generate."),
                 ("waiting_requests", "Requests that wait in the engine."),
+                ("endpoint_concurrency", "Samples that may be in flight at an endpoint."),
             )
         }
+        self._retries = _Rising(
+            registry, "raybatch_endpoint_retries_total", "Requests sent again.", "replica"
+        )
         self._preemptions = _Rising(
             registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
         )
@@ -104,4 +112,7 @@ class ReplicaMetrics:
         self._gauges["kv_usage_ratio"].set(stats.kv_used_fraction, tags=tags)
         self._gauges["running_requests"].set(stats.num_running, tags=tags)
         self._gauges["waiting_requests"].set(stats.num_waiting, tags=tags)
+        if stats.concurrency:
+            self._gauges["endpoint_concurrency"].set(stats.concurrency, tags=tags)
+        self._retries.follow(stats.num_retries, replica=self._replica)
         self._preemptions.follow(stats.num_preemptions, replica=self._replica)

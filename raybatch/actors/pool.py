@@ -358,6 +358,9 @@ def plan_crew(spec: PoolSpec) -> CrewPlan:
         num_gpus = float(gpus_of_engine(spec.backend, spec.engine)) if cluster_gpus else 0.0
     if pool.replicas is not None:
         num_replicas = pool.replicas
+    elif spec.backend.kind == "openai":
+        # it waits for answers, and one has room for hundreds of them
+        num_replicas = 1
     elif num_gpus:
         num_replicas = max(1, int(cluster_gpus / num_gpus))
     else:

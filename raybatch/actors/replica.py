@@ -18,7 +18,7 @@ from raybatch.actors.records import Assignment, PoolSpec, RowGroups
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
-from raybatch.errors import error_text
+from raybatch.errors import EndpointError, error_text
 from raybatch.types import Completion, Request, SequenceState
 
 _LEAD_STEPS = 4
@@ -134,7 +134,11 @@ class Replica:
     def _build(self, num_engines_on_host: int) -> Backend:
         spec = self._spec
         return create_backend(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines_on_host
+            spec.model,
+            spec.backend,
+            spec.engine,
+            num_engines_on_host=num_engines_on_host,
+            num_replicas=spec.pool.replicas or 1,
         )
 
     def _wake(self) -> None:
@@ -233,9 +237,13 @@ class Replica:
             del self._open[batch_id]
 
     async def _give_up(self, coordinator: ActorHandle, failure: BaseException) -> None:
-        """End the process: a broken engine must look like a death, so that it is replaced."""
+        """End the process: a broken engine must look like a death, so that it is replaced.
+
+        An endpoint that refuses every request would refuse those of another replica as well.
+        """
         _logger.error("the engine broke", exc_info=failure)
-        await coordinator.note_cause.remote(self._replica_id, error_text(failure))
+        ends_run = isinstance(failure, EndpointError)
+        await coordinator.note_cause.remote(self._replica_id, error_text(failure), ends_run)
         os._exit(1)
 
 

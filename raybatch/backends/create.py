@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.backends.openai_options import openai_options
 from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.backends.vllm_args import vllm_options
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
@@ -24,7 +25,9 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
         vllm_options(backend, engine)
         return
     options = _OPTIONS.get(backend.kind)
-    if options is not None:
+    if backend.kind == "openai":
+        openai_options(backend.options)
+    elif options is not None:
         from_mapping(options, backend.options, where="backend.options")
     elif backend.options:
         names = ", ".join(sorted(backend.options))
@@ -32,23 +35,32 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
 
 
 def create_backend(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    num_replicas: int = 1,
 ) -> Backend:
     """Build a backend, ready for `submit`.
 
     Args:
-        model: checkpoint directory, hub id or URI.
+        model: checkpoint directory, hub id or URI; for an endpoint the name there.
         backend: which backend, and its options.
         engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
+        num_replicas: of the pool, which share the budgets of an endpoint.
 
     Raises:
         ConfigError: an unknown option.
-        MissingDependency: a backend without the package that it needs.
+        EndpointError: an endpoint does not answer, or refuses the key.
+        MissingDependency: a backend without the packages that it needs.
     """
     check_options(backend, engine)
     if backend.kind == "fake":
         return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
+    if backend.kind == "openai":
+        return _create_openai(model, backend, num_replicas)
     if backend.kind == "vllm":
         return _create_vllm(model, backend, engine, num_engines_on_host)
     if find_spec("torch") is None:
@@ -65,6 +77,17 @@ def create_backend(
     return native.create(model, engine, num_engines_on_host=num_engines_on_host)
 
 
+def _create_openai(model: str, backend: BackendConfig, num_replicas: int) -> Backend:
+    if find_spec("aiohttp") is None:
+        raise MissingDependency(
+            "the backend 'openai' needs aiohttp, which is not installed here: "
+            "pip install 'raybatch[openai]'"
+        )
+    from raybatch.backends import openai_start
+
+    return openai_start.create(openai_options(backend.options), model, num_replicas=num_replicas)
+
+
 def _create_vllm(
     model: str, backend: BackendConfig, engine: EngineConfig, num_engines_on_host: int
 ) -> Backend:
@@ -76,3 +99,8 @@ def _create_vllm(
     from raybatch.backends import vllm_backend
 
     return vllm_backend.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
+
+
+def has_prices(backend: BackendConfig) -> bool:
+    """Return whether answers of a backend have prices of their own."""
+    return backend.kind == "openai" and openai_options(backend.options).has_prices

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +18,7 @@ from raybatch.engine.checkpoint import weight_files
 from raybatch.errors import ConfigError
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # models up to this size are hashed in full, of larger ones a sample is
 _FULL_HASH_BYTES = 64 << 20
@@ -47,6 +48,22 @@ def resolve_model(source: str) -> Path:
         raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
     weight_files(path)
     return path
+
+
+def resolve_tokenizer(source: str) -> Path:
+    """Return the folder of a model's tokenizer, downloading it where needed, without weights.
+
+    Args:
+        source: a local folder, "demo", or an id of the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing is there; the message says what to do instead.
+    """
+    if source == "demo":
+        return _demo_path()
+    if is_local_model(source):
+        return _local_path(source)
+    return _download(source, _TOKENIZER_PATTERNS)
 
 
 def is_local_model(source: str) -> bool:
@@ -100,13 +117,13 @@ def _demo_path() -> Path:
     return path
 
 
-def _download(source: str) -> Path:
+def _download(source: str, patterns: Sequence[str] = _PATTERNS) -> Path:
     import huggingface_hub
 
     with _hub_errors(source):
         path = huggingface_hub.snapshot_download(
             source,
-            allow_patterns=list(_PATTERNS),
+            allow_patterns=list(patterns),
             # a second copy of the weights in another layout
             ignore_patterns=["consolidated*", "original/*"],
             local_files_only=is_hub_offline(),

@@ -47,10 +47,12 @@ class Encoded(NamedTuple):
     Args:
         token_ids: int32.
         num_special: special tokens that were found in its texts.
+        payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
     """
 
     token_ids: TokenIds
     num_special: int = 0
+    payload: str | None = None
 
     def without(self, num_special: int) -> Self:
         """Return the same tokens where so many special ones were put into the texts on purpose."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import ray
 
-from raybatch.actors.measure import measure_pool
+from raybatch.actors.measure import NO_SPEED_OF_ENDPOINTS, measure_pool
 from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.backends.create import has_prices
+from raybatch.backends.openai_options import openai_options
+from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
@@ -37,7 +39,7 @@ from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import fit_units, is_small
 from raybatch.stages.plan.small import gather, plan_gathered
 from raybatch.stages.plan.work import planned_work
-from raybatch.stages.prepare import find_model
+from raybatch.stages.prepare import find_model, load_tokenizer
 
 __all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
 
@@ -100,7 +102,7 @@ def explain_source(question: Question) -> Explanation:
 def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
     """Explain a source that has been planned."""
     job, spec = question.job, question.spec
-    tokenizer = Tokenizer.load(find_model(job.config))
+    tokenizer = load_tokenizer(job.config, find_model(job.config))
     costs, why_not = _cost_model(question)
     common: dict[str, Any] = {
         "source": question.name,
@@ -127,6 +129,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         explanation,
         has_cache=spec.engine.enable_prefix_caching,
         ends_at_error=job.config.on_error == "raise",
+        answer_cost=_answer_cost(spec, explanation),
     )
     if costs is None:
         return explanation
@@ -136,7 +139,17 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     return replace(explanation, time=_time(costs, work, num_replicas(spec)))
 
 
-def _layout(job: PlannedRun, tokenizer: Tokenizer) -> str:
+def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float] | None:
+    """Return what an endpoint's answers cost, with all that is shared cached, and with nothing."""
+    if not has_prices(spec.backend):
+        return None
+    options, profile = openai_options(spec.backend.options), explanation.profile
+    num_input, num_output = profile.tree.logical_tokens, profile.output_tokens.total
+    saved = num_input - profile.computed_tokens
+    return options.cost(num_input, saved, num_output), options.cost(num_input, 0, num_output)
+
+
+def _layout(job: PlannedRun, tokenizer: PromptTokenizer) -> str:
     """Return a better order of the template's fields, or why none is looked for."""
     hint = lint_source(job.source, job.config, tokenizer)
     return told_of_templates(job.config) if hint is None else hint.text
@@ -250,6 +263,8 @@ def _crew_size(spec: PoolSpec) -> tuple[int, int]:
     if ray.is_initialized():
         crew = plan_crew(spec)
         return crew.num_replicas, crew.num_engines_on_host
+    if spec.backend.kind == "openai":
+        return (spec.pool.replicas or 1,) * 2
     here = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
     return (spec.pool.replicas or here,) * 2
 
@@ -257,6 +272,8 @@ def _crew_size(spec: PoolSpec) -> tuple[int, int]:
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
+    if spec.backend.kind == "openai":
+        return None, NO_SPEED_OF_ENDPOINTS
     if question.measure:
         try:
             return measure_pool(spec), ""

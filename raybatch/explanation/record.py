@@ -66,6 +66,8 @@ class Explanation:
         time: None where nothing is known of the speed.
         no_time: why there is no `time`.
         price_per_engine_hour: of one replica, in any currency.
+        answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
+            none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
         boxes: the prefix tree, to be drawn.
     """
@@ -86,6 +88,7 @@ class Explanation:
     time: TimeEstimate | None = None
     no_time: str = ""
     price_per_engine_hour: float | None = None
+    answer_cost: tuple[float, float] | None = None
     layout: str = ""
     boxes: tuple[TreeBox, ...] = ()
 
@@ -136,7 +139,7 @@ class Explanation:
             ),
             sharing_section(profile, self.boxes, self.layout),
             group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
-            time_section(self.time, self.no_time, self.price_per_engine_hour),
+            time_section(self.time, self.no_time, self.price_per_engine_hour, self.answer_cost),
             self._order_section(kv),
         )
 

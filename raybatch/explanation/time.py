@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from raybatch.pictures.document import Section
 from raybatch.pictures.wording import count, duration
 from raybatch.policy.estimate import money
+from raybatch.policy.limits import amount_of_money
 
 __all__ = ["TimeEstimate", "time_section"]
 
@@ -31,12 +32,19 @@ class TimeEstimate:
 
 
 def time_section(
-    time: TimeEstimate | None, why_not: str, price_per_engine_hour: float | None
+    time: TimeEstimate | None,
+    why_not: str,
+    price_per_engine_hour: float | None,
+    answer_cost: tuple[float, float] | None = None,
 ) -> Section:
     """Say how long and how much, or why that is not known."""
     if time is None:
         reason = f"no cost model: {why_not}" if why_not else "no cost model"
-        return Section(title="Time", facts=(("time", reason),))
+        facts = [("time", reason)]
+        if answer_cost is not None:
+            least, most = map(amount_of_money, answer_cost)
+            facts.append(("money", f"answers cost about {least} to {most}, by shared prefixes"))
+        return Section(title="Time", facts=tuple(facts))
     origin = f", {time.origin}" if time.origin else ""
     facts = [
         (

@@ -188,11 +188,16 @@ class RunRecorder:
             pid=receipt.pid,
         )
 
-    def observe(self, stats: PoolStats) -> None:
-        """Take a state of the pool; a sample of it is written when it is due."""
+    def observe(self, stats: PoolStats, *, cost: float = 0.0) -> None:
+        """Take a state of the pool; a sample of it is written when it is due.
+
+        Args:
+            stats: of the pool.
+            cost: of all answers of the run so far.
+        """
         # receipts come with the last unit of a block; a pool counts for each plan anew
         self._note_done(self._done_before + stats.num_units_written)
-        found = self._sampler.observe(self._elapsed_s(), stats)
+        found = self._sampler.observe(self._elapsed_s(), stats, cost)
         for event in found.events:
             level = "info" if event["state"] == "ready" else "warning"
             self._log.write("replica", level=level, **event)

@@ -25,6 +25,7 @@ class Sample:
         prompt_tokens: of these.
         cached_tokens: of these, with KV from another request.
         generated_tokens: of these.
+        cost: of all answers since the run began, where they have prices.
         running: requests in engines.
         waiting: requests that wait in engines.
         kv: share of the KV caches that is in use.
@@ -40,6 +41,7 @@ class Sample:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    cost: float = 0.0
     running: float = 0.0
     waiting: float = 0.0
     kv: float = 0.0

@@ -34,11 +34,13 @@ class Sampler:
         self._last_s = 0.0
         self._sampled_s = 0.0
         self._preemptions = 0
+        self._cost = 0.0
         self._busy: dict[int, float] = {}
         self._ready: dict[int, float] = {}
 
-    def observe(self, now_s: float, stats: PoolStats) -> Observed:
-        """Take the state at `now_s` seconds after the run began."""
+    def observe(self, now_s: float, stats: PoolStats, cost: float = 0.0) -> Observed:
+        """Take the state at `now_s` seconds after the run began, and what the run has cost."""
+        self._cost = cost
         events = self._count(now_s, stats)
         every_s = min(_MAX_EVERY_S, max(_MIN_EVERY_S, now_s / _NUM_SAMPLES))
         is_due = now_s - self._sampled_s >= every_s
@@ -87,6 +89,7 @@ class Sampler:
             "prompt_tokens": stats.prompt_tokens_done,
             "cached_tokens": stats.cached_tokens,
             "generated_tokens": stats.generated_tokens,
+            "cost": self._cost,
             "running": sum(replica.num_running for replica in replicas),
             "waiting": sum(replica.num_waiting for replica in replicas),
             "kv": sum(r.kv_used_fraction for r in replicas) / max(1, len(replicas)),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from raybatch.config import LimitConfig
 
-__all__ = ["Spent", "reason_to_stop"]
+__all__ = ["Spent", "amount_of_money", "reason_to_stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +15,7 @@ class Spent:
         wall_s: since it began.
         engine_s: that its engines worked, summed over replicas.
         num_replicas: engines that it holds.
+        cost: of answers that have prices of their own.
         tokens: prompt tokens of rows that came back, and generated ones.
         rows_done: rows that came back, error rows included.
         rows_failed: error rows.
@@ -23,9 +24,20 @@ class Spent:
     wall_s: float = 0.0
     engine_s: float = 0.0
     num_replicas: int = 0
+    cost: float = 0.0
     tokens: int = 0
     rows_done: int = 0
     rows_failed: int = 0
+
+
+def amount_of_money(cost: float) -> str:
+    """Return a cost as people read it; small ones keep three digits.
+
+    Example:
+        >>> amount_of_money(12.345), amount_of_money(0.00012345)
+        ('12.35', '0.000123')
+    """
+    return f"{cost:.2f}" if cost >= 0.1 or not cost else f"{cost:.3g}"
 
 
 def reason_to_stop(limits: LimitConfig, spent: Spent) -> str | None:
@@ -36,10 +48,11 @@ def reason_to_stop(limits: LimitConfig, spent: Spent) -> str | None:
         return f"limits.max_tokens: {spent.tokens} tokens are done"
     if limits.max_engine_hours is not None and spent.engine_s >= 3600 * limits.max_engine_hours:
         return f"limits.max_engine_hours: engines have worked {spent.engine_s / 3600:.2f} hours"
-    if limits.max_cost is not None and limits.price_per_engine_hour is not None:
-        cost = spent.wall_s / 3600 * spent.num_replicas * limits.price_per_engine_hour
+    if limits.max_cost is not None:
+        price = limits.price_per_engine_hour or 0.0
+        cost = spent.cost + spent.wall_s / 3600 * spent.num_replicas * price
         if cost >= limits.max_cost:
-            return f"limits.max_cost: the engines have cost {cost:.2f}"
+            return f"limits.max_cost: engines and answers have cost {amount_of_money(cost)}"
     if limits.max_error_rate is not None and spent.rows_done >= limits.min_rows_for_error_rate:
         rate = spent.rows_failed / spent.rows_done
         if rate > limits.max_error_rate:

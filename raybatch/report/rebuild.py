@@ -80,6 +80,7 @@ def counted_report(
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,
         generated_tokens=counts.generated_tokens,
+        cost=sum(run.last.cost for run in history.runs),
         startup_s=sum(first for _, (first, _) in spans),
         engines_s=sum(end - first for _, (first, end) in spans),
         write_s=sum(max(0.0, seconds - end) for seconds, (_, end) in spans),

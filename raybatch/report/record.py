@@ -91,6 +91,8 @@ class RunReport:
         prompt_tokens: of all rows that reached the engines.
         cached_tokens: prompt tokens whose KV came from another request.
         generated_tokens: of all rows.
+        cost: of all answers, over all runs, where they have prices of their own; answers that a run
+            threw away are counted.
         startup_s: from the call to the first row handed to a ready engine; like the other times
             the sum over all runs, where there were several.
         engines_s: from there to the last row that came back.
@@ -131,6 +133,7 @@ class RunReport:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    cost: float = 0.0
     startup_s: float = 0.0
     engines_s: float = 0.0
     write_s: float = 0.0

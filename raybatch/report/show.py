@@ -8,6 +8,7 @@ from raybatch.history.show import end_of, idle_facts
 from raybatch.pictures.cards import Card, draw_cards
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, duration, full, percent
+from raybatch.policy.limits import amount_of_money
 from raybatch.report.paths import report_path
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def facts_of(report: "RunReport") -> list[tuple[str, str]]:
     if len(runs) > 1:
         seconds += f" in {len(runs)} runs"
     measured = [
+        *((("cost", amount_of_money(report.cost)),) if report.cost else ()),
         ("speed", _speed(report)),
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),

@@ -17,7 +17,6 @@ from ray.data import ActorPoolStrategy
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire import RESULT_SCHEMA
 from raybatch.durable.journal import ROW
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
 from raybatch.stages.finish import finish_rows
@@ -26,7 +25,13 @@ from raybatch.stages.inputs import column_of
 from raybatch.stages.open_call import Answered, Asked, OpenCall
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan_columns import PlannedRows, take_off
-from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
+from raybatch.stages.prepare import (
+    Prepared,
+    find_model,
+    load_tokenizer,
+    max_model_len,
+    prepare,
+)
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
 from raybatch.stages.schema import ERROR_COLUMN, ROW_ID, error_class
@@ -63,7 +68,7 @@ class StageFeeder:
             model_dir = find_model(self.config)
             # engines load their weights while this feeder loads its tokenizer
             self.pool.start()
-            self._tokenizer = Tokenizer.load(model_dir)
+            self._tokenizer = load_tokenizer(self.config, model_dir)
             self._reader = PromptReader(self.config, self._tokenizer)
             self._max_model_len = max_model_len(self.config, model_dir)
         except Exception as error:

@@ -84,7 +84,7 @@ def fingerprint(
     for name in _ENGINE_OPTIONS:
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
-    found["backend"] = answering_options(config.backend)
+    found["backend"] = answering_options(config.backend, config.model)
     found["waves"] = [dataclasses.asdict(wave) for wave in waves]
     found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
@@ -94,12 +94,14 @@ def fingerprint(
 def _model(config: StageConfig) -> dict[str, str]:
     """Return digests of the model's files: under another name it is the same model."""
     folder = find_model(config)
+    if folder is None:
+        return {"model.tokenizer": "of the endpoint"}
     digest = hashlib.blake2b(digest_size=8)
     for name in _TEXT_FILES:
         if (path := folder / name).is_file():
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
     found = {"model.tokenizer": digest.hexdigest()}
-    if config.backend.kind != "fake":
+    if config.backend.kind not in ("fake", "openai"):
         found["model.weights"] = model_fingerprint(folder)
     return found
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from raybatch.actors.wire import decode_completions
+from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.engine.stopping import completion_text, visible_token_ids
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import RaybatchError
 from raybatch.stages.render import Prompt
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
@@ -19,7 +19,12 @@ _T = TypeVar("_T")
 
 
 class Sample(NamedTuple):
-    """One finished sample of a row."""
+    """One finished sample of a row.
+
+    Args:
+        num_input_tokens: as the backend counts the prompt; None where that is the stage's count.
+        num_generated_tokens: as the backend counts; None where `token_ids` says it.
+    """
 
     text: str | None
     token_ids: TokenIds | None
@@ -28,6 +33,8 @@ class Sample(NamedTuple):
     num_cached_tokens: int | None = None
     logprobs: Any = None
     attempts: int = 0
+    num_input_tokens: int | None = None
+    num_generated_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +60,7 @@ def finish_rows(
     row_ids: Sequence[str],
     prompts: Sequence[Prompt],
     answers: Answers,
-    tokenizer: Tokenizer,
+    tokenizer: PromptTokenizer,
     output: OutputSchema,
     group_ids: Sequence[int | None] | None = None,
 ) -> pa.Table:
@@ -79,9 +86,8 @@ def finish_rows(
 
 def _copied(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
     """Return the samples of a row for another one with the same prompt and options."""
-    num_tokens = 0 if prompt.token_ids is None else len(prompt.token_ids)
     first, *others = samples
-    return [first._replace(num_cached_tokens=num_tokens), *others]
+    return [first._replace(num_cached_tokens=_num_input(prompt, samples) or 0), *others]
 
 
 def _unasked(prompt: Prompt, num_samples: int) -> list[Sample]:
@@ -91,7 +97,7 @@ def _unasked(prompt: Prompt, num_samples: int) -> list[Sample]:
     return [Sample(None, None, "filtered")] * num_samples if prompt.is_filtered else []
 
 
-def _answered(answers: Answers, tokenizer: Tokenizer) -> dict[int, list[Sample]]:
+def _answered(answers: Answers, tokenizer: PromptTokenizer) -> dict[int, list[Sample]]:
     completions = decode_completions(answers.results)
     attempts = answers.results.column("attempts").to_pylist()
     samplings = [answers.samplings[c.request_id] for c in completions]
@@ -123,11 +129,13 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
         num_cached_tokens=completion.num_cached_tokens,
         logprobs=completion.logprobs,
         attempts=attempts,
+        num_input_tokens=completion.num_input_tokens,
+        num_generated_tokens=completion.num_generated_tokens,
     )
 
 
 def _decode(
-    completions: Sequence[Completion], samplings: Sequence[Sampling], tokenizer: Tokenizer
+    completions: Sequence[Completion], samplings: Sequence[Sampling], tokenizer: PromptTokenizer
 ) -> list[str | Exception]:
     """Return the visible text of each completion, or what kept it from being text."""
     texts: list[str | Exception] = [c.text or "" for c in completions]
@@ -147,7 +155,7 @@ def _decode(
 
 
 def _decode_each(
-    tokenizer: Tokenizer, sequences: Sequence[TokenIds], is_skipping: bool
+    tokenizer: PromptTokenizer, sequences: Sequence[TokenIds], is_skipping: bool
 ) -> Sequence[str | Exception]:
     """Decode at once; one by one only where that fails, so that one bad row stays one."""
     decoded = _or_error(partial(tokenizer.decode_batch, sequences, is_skipping))
@@ -176,7 +184,7 @@ def _columns(
         "row_id": list(row_ids),
         "generated_text": per_sample([[s.text for s in row] for row in samples]),
         "generated_tokens": per_sample([[s.token_ids for s in row] for row in samples]),
-        "num_input_tokens": [None if p.token_ids is None else len(p.token_ids) for p in prompts],
+        "num_input_tokens": [_num_input(p, row) for p, row in zip(prompts, samples, strict=True)],
         "num_generated_tokens": per_sample([[_length(s) for s in row] for row in samples]),
         "num_cached_tokens": [row[0].num_cached_tokens or 0 for row in samples],
         "finish_reason": per_sample([[s.finish_reason for s in row] for row in samples]),
@@ -188,7 +196,15 @@ def _columns(
     return columns
 
 
+def _num_input(prompt: Prompt, samples: Sequence[Sample]) -> int | None:
+    if samples[0].num_input_tokens is not None:
+        return samples[0].num_input_tokens
+    return None if prompt.token_ids is None else len(prompt.token_ids)
+
+
 def _length(sample: Sample) -> int:
+    if sample.num_generated_tokens is not None:
+        return sample.num_generated_tokens
     return 0 if sample.token_ids is None else len(sample.token_ids)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.engine.prompt_errors import PromptError
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.stages.file_slices import ROWS_PER_TABLE, read_slice
 from raybatch.stages.options import StageConfig
@@ -149,7 +149,7 @@ def without_columns(config: StageConfig) -> str:
 
 
 def lint_source(
-    source: Source, config: StageConfig, tokenizer: Tokenizer, *, max_rows: int = SAMPLE_ROWS
+    source: Source, config: StageConfig, tokenizer: PromptTokenizer, *, max_rows: int = SAMPLE_ROWS
 ) -> LayoutHint | None:
     """Return what `lint_layout` says of a sample of a source.
 
@@ -191,7 +191,7 @@ def sample_tables(
                 break
 
 
-def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+def token_counter(tokenizer: PromptTokenizer) -> Callable[[str], int]:
     """Return a function that counts the tokens of a text, without those put around a prompt.
 
     A text that cannot be tokenized counts as nothing: its row fails.

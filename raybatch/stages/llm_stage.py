@@ -6,6 +6,7 @@ from typing import Any
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
+from raybatch.stages.endpoint import check_endpoint
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import referenced_columns
 from raybatch.stages.options import (
@@ -92,6 +93,7 @@ def LLMStage(  # noqa: N802 - it returns a class
 
 def build_stage(config: StageConfig) -> type[StageFeeder]:
     """Return the class of a stage with these options."""
+    check_endpoint(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
     spec = PoolSpec(
         model=config.model, backend=config.backend, engine=config.engine, pool=config.pool

@@ -42,6 +42,7 @@ _PROMPT = f"{_MARK}prompt"
 _ERROR = f"{_MARK}error"
 _FILTERED = f"{_MARK}filtered"
 _SPECIAL = f"{_MARK}special"
+_PAYLOAD = f"{_MARK}payload"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +117,7 @@ def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
         _ERROR: pa.array([prompt.error for prompt in prompts], pa.large_string()),
         _FILTERED: pa.array([prompt.is_filtered for prompt in prompts], pa.bool_()),
         _SPECIAL: pa.array([prompt.num_special for prompt in prompts], pa.int64()),
+        _PAYLOAD: pa.array([prompt.payload for prompt in prompts], pa.large_string()),
     }
 
 
@@ -147,12 +149,14 @@ def _prompts(table: pa.Table) -> list[Prompt]:
     errors = table.column(_ERROR).to_pylist()
     filtered = table.column(_FILTERED).to_pylist()
     special = table.column(_SPECIAL).to_pylist()
+    payloads = table.column(_PAYLOAD).to_pylist()
     return [
         Prompt(
             None if is_null[row] else tokens[offsets[row] : offsets[row + 1]],
             errors[row],
             filtered[row],
             special[row],
+            payloads[row],
         )
         for row in range(table.num_rows)
     ]

@@ -10,9 +10,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire import request_table
+from raybatch.backends.openai_options import openai_options
 from raybatch.backends.options import length_of_model
-from raybatch.engine.model_source import check_hub_model, is_local_model, resolve_model
+from raybatch.engine.model_source import (
+    check_hub_model,
+    is_local_model,
+    resolve_model,
+    resolve_tokenizer,
+)
+from raybatch.engine.prompt_tokenizer import PromptTokenizer
+from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
+from raybatch.stages.endpoint import EndpointTokenizer
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.large_rows import large_rows
@@ -109,6 +118,7 @@ def prepare(
             [ids for row in rows if (ids := prompts[row].token_ids) is not None],
             seeds=_seeds(asked, [row_ids[row] for row in rows]),
             sampling=np.array([index[s] for s in asked], np.int32),
+            payloads=[prompts[row].payload for row in rows],
             **({} if planned is None else _planned_columns(planned, rows, asked)),
         ),
     )
@@ -142,12 +152,12 @@ def find_copies(
         prompts: of all rows.
         samplings: of each of `rows`.
     """
-    first: dict[tuple[Sampling, bytes], int] = {}
+    first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
     for row, sampling in zip(rows, samplings, strict=True):
-        token_ids = prompts[row].token_ids
+        token_ids, payload = prompts[row].token_ids, prompts[row].payload
         if is_deterministic(sampling) and token_ids is not None:
-            original = first.setdefault((sampling, token_ids.tobytes()), row)
+            original = first.setdefault((sampling, token_ids.tobytes(), payload), row)
             if original != row:
                 copies[row] = original
     return copies
@@ -192,15 +202,33 @@ def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.
     return np.array(seeds, np.uint64)
 
 
-def find_model(config: StageConfig) -> Path:
+def find_model(config: StageConfig) -> Path | None:
     """Return the folder of the stage's model, downloading it where needed.
+
+    Of an endpoint's model it has the tokenizer alone; None where the options name none.
 
     Raises:
         ConfigError: nothing is there, or no model.
     """
+    if config.backend.kind == "openai":
+        tokenizer = openai_options(config.backend.options).tokenizer
+        return None if tokenizer is None else resolve_tokenizer(tokenizer)
     if config.backend.kind == "fake" and Path(config.model).is_dir():
         return Path(config.model)  # it has no weights, and its folder needs none
     return resolve_model(config.model)
+
+
+def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
+    """Return what tokenizes the prompts of a stage; `folder` is that of `find_model`.
+
+    Raises:
+        ConfigError: there is no tokenizer that can be used.
+    """
+    tokenizer = None if folder is None else Tokenizer.load(folder)
+    if config.backend.kind == "openai":
+        return EndpointTokenizer(openai_options(config.backend.options), tokenizer)
+    assert tokenizer is not None, "only an endpoint's model has no folder"
+    return tokenizer
 
 
 def check_model(config: StageConfig, *, is_one_host: bool) -> None:
@@ -210,7 +238,7 @@ def check_model(config: StageConfig, *, is_one_host: bool) -> None:
         config: of the stage.
         is_one_host: the engines run on this host, so what it lacks of the hub, they lack.
     """
-    if is_local_model(config.model):
+    if config.backend.kind == "openai" or is_local_model(config.model):
         max_model_len(config, find_model(config))
     elif is_one_host and "://" not in config.model:
         check_hub_model(config.model)
@@ -222,7 +250,7 @@ def check_model(config: StageConfig, *, is_one_host: bool) -> None:
             raise ConfigError(f"sampling.{error}")
 
 
-def max_model_len(config: StageConfig, model_dir: Path) -> int | None:
+def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:
     """Return the longest prompt plus output that the engines take; None if nothing says it."""
     # also where the length is given: the backend may refuse the model
     length = length_of_model(config.backend, config.engine, model_dir)

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from raybatch.config import SpecialTokens
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError
-from raybatch.engine.tokenizer import Encoded, Tokenizer
+from raybatch.engine.prompt_tokenizer import PromptTokenizer
+from raybatch.engine.tokenizer import Encoded
 from raybatch.errors import ConfigError, error_text
 from raybatch.stages.batches import python_rows, python_values
 from raybatch.stages.inputs import check_inputs, column_of, conventional_column
@@ -34,12 +35,14 @@ class Prompt(NamedTuple):
         error: "" or "Type: message".
         is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
         num_special: special tokens of the model in the texts of the row.
+        payload: what the backend is sent in place of the ids, JSON; None sends the ids.
     """
 
     token_ids: TokenIds | None
     error: str = ""
     is_filtered: bool = False
     num_special: int = 0
+    payload: str | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -59,7 +62,7 @@ class PromptReader:
         ConfigError: the stage needs a chat template and the model has none.
     """
 
-    def __init__(self, config: StageConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: StageConfig, tokenizer: PromptTokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         has_template = tokenizer.has_chat_template or config.chat_template is not None
@@ -219,7 +222,9 @@ def _each(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]
             if isinstance(value, Exception):
                 raise InvalidPrompt(str(value))
             found = make(value)
-            prompts.append(Prompt(found.token_ids, num_special=found.num_special))
+            prompts.append(
+                Prompt(found.token_ids, num_special=found.num_special, payload=found.payload)
+            )
         except PromptError as error:
             prompts.append(Prompt(None, error_text(error)))
         except ConfigError:

@@ -51,6 +51,11 @@ class LimitWatch:
         self._earlier = self._spent = Spent()
         self.reason: str | None = None
 
+    @property
+    def cost(self) -> float:
+        """What answers with prices of their own have cost so far."""
+        return self._spent.cost
+
     def begin(self) -> None:
         """Hear that another plan begins, whose rows are counted from 0."""
         self._earlier = self._spent
@@ -72,6 +77,7 @@ class LimitWatch:
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
             num_replicas=stats.num_replicas,
             tokens=earlier.tokens + stats.prompt_tokens_done + stats.generated_tokens,
+            cost=earlier.cost + stats.cost,
             rows_done=earlier.rows_done + stats.rows_done,
             rows_failed=earlier.rows_failed + sum(stats.errors.values()),
         )
@@ -80,6 +86,7 @@ class LimitWatch:
             self._spent = replace(
                 self._spent,
                 tokens=self._spent.tokens + again,
+                cost=self._spent.cost + waves.again.cost,
                 rows_done=waves.rows_written,
                 rows_failed=waves.rows_failed,
             )

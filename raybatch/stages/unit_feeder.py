@@ -19,6 +19,7 @@ from raybatch.durable import journal
 from raybatch.durable.fault_points import reach
 from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
+from raybatch.errors import ReplicaError
 from raybatch.stages.batches import to_table
 from raybatch.stages.feeder import StageFeeder, again_client
 from raybatch.stages.open_call import OpenCall
@@ -39,6 +40,8 @@ _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
 _WAKE_S = 1.0
+# for the journals of units that fail together
+_KEEP_S = 10.0
 
 _T = TypeVar("_T")
 
@@ -289,10 +292,28 @@ class UnitFeeder(PlacedFeeder):
                     kept_s = time.monotonic()
                 if stops:
                     return None
+        except ReplicaError:
+            # no engine is left, and what is finished may have cost money
+            await self._keep_rest(watch.unit, finished, pending, kept, before)
+            raise
         finally:
             for call in pending:
                 call.cancel()
         return self.writer.joined(finished)
+
+    async def _keep_rest(
+        self,
+        unit: int,
+        finished: Sequence[pa.Table],
+        pending: Mapping[asyncio.Task[pa.Table], PlacedRows],
+        kept: Set[int],
+        before: Set[int],
+    ) -> None:
+        """Write to the journal what is finished of a unit whose calls fail."""
+        over = [call for call in pending if call.done() and call.exception() is None]
+        tables = [*finished, *(_without(call.result(), before) for call in over)]
+        left = [rows for call, rows in pending.items() if call not in over]
+        await self._keep(unit, tables, left, kept)
 
     async def _keep(
         self,
@@ -322,10 +343,16 @@ class UnitFeeder(PlacedFeeder):
 
 
 async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return all results; the first error cancels the others."""
+    """Return all results; the first error cancels the others.
+
+    Where no engine is left all of them fail, and have time to keep what is finished.
+    """
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         return await asyncio.gather(*tasks)
+    except ReplicaError:
+        await asyncio.wait(tasks, timeout=_KEEP_S)
+        raise
     finally:
         for task in tasks:
             task.cancel()

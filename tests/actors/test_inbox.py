@@ -166,3 +166,28 @@ def test_an_heir_that_was_cancelled_on_its_way_inherits_nothing(inbox):
     inbox.add(submission(2, "first", name="unit 1"))
     inbox.cancel("second")
     assert inbox.take_over(submission(2, "second", name="unit 1")) is None
+
+
+def test_what_was_finished_before_a_pool_failed_can_still_be_had(inbox):
+    batch = inbox.add(submission(3, "first", name="unit 1"))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(inbox, batch, 2)
+    inbox.fail(4, "it broke")
+    inbox.add(submission(1, "after", name="unit 2"))
+    inbox.fail(0, "it was shut down")
+    answer = asyncio.run(inbox.answer(batch, 1.0))
+    assert (answer.status, answer.rank, answer.cause) == ("failed", 4, "it broke")
+    found = inbox.so_far("c", "unit 1", skip=0)
+    assert [2] == [row for each in found.results for row in each.column("row").to_pylist()]
+    assert found.attempts.tolist() == [1, 1, 1]
+
+
+def test_prompt_tokens_are_those_that_the_backend_counts(inbox):
+    batch = inbox.add(submission(2))
+    inbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    counted = Completion(request_id=0, num_input_tokens=40, num_generated_tokens=3, cost=0.5)
+    inbox.take(1, batch.batch_id, encode_completions([0], [counted]))
+    finish(inbox, batch, 1)
+    counters = inbox.clients["c"]
+    assert (counters.prompt_tokens_done, counters.generated_tokens) == (41, 3)
+    assert counters.cost == 0.5

@@ -19,6 +19,8 @@ COUNTERS = {
     "raybatch_units_total",
     "raybatch_preemptions_total",
     "raybatch_replica_restarts_total",
+    "raybatch_endpoint_retries_total",
+    "raybatch_cost_total",
 }
 
 
@@ -118,6 +120,12 @@ def test_gauges_of_an_engine_follow_it(registry):
         ("raybatch_waiting_requests", "3"): 0,
         ("raybatch_preemptions_total", "3"): 2,
     }
+
+
+def test_an_endpoint_tells_its_concurrency_and_its_retries(registry):
+    ReplicaMetrics(3, registry).update(ReplicaStats(concurrency=16, num_retries=2))
+    assert registry.values["raybatch_endpoint_concurrency", "3"] == 16
+    assert registry.values["raybatch_endpoint_retries_total", "3"] == 2
 
 
 def test_the_oldest_of_the_open_units_is_told():

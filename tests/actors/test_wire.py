@@ -1,5 +1,7 @@
 """What goes over the wire comes out as it went in."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -38,6 +40,7 @@ def small_table():
         group_ids=[5, None, 5],
         prefix_lens=[1, 0, 1],
         expected_lens=[2, None, 9],
+        payloads=[None, '{"prompt": "p"}', None],
     )
 
 
@@ -55,6 +58,9 @@ def as_tuple(completion):
         completion.text,
         logprobs,
         completion.error,
+        completion.num_input_tokens,
+        completion.num_generated_tokens,
+        completion.cost,
     )
 
 
@@ -69,6 +75,7 @@ def test_requests_come_out_as_they_went_in(table):
     assert [r.group_id for r in requests] == [5, None, 5]
     assert [r.prefix_len for r in requests] == [1, 0, 1]
     assert [r.expected_output_len for r in requests] == [2, None, 9]
+    assert [r.payload for r in requests] == [{}, {"prompt": "p"}, {}]
 
 
 def test_groups_beside_the_table_win():
@@ -123,6 +130,7 @@ def test_completions_come_out_as_they_went_in():
     completions = [
         Completion(request_id=0, token_ids=ids(1, 2), stop_reason="END", num_cached_tokens=3),
         Completion(request_id=1, sample_idx=1, token_ids=ids(9), stop_reason=9, text="nine"),
+        Completion(request_id=2, text="", num_input_tokens=9, num_generated_tokens=4, cost=0.5),
         Completion(
             request_id=2,
             token_ids=ids(4),
@@ -131,7 +139,8 @@ def test_completions_come_out_as_they_went_in():
         ),
         Completion(request_id=3, finish_reason="error", error="ValueError: no"),
     ]
-    decoded = decode_completions(encode_completions([0, 1, 2, 3], completions))
+    completions = [replace(c, request_id=row) for row, c in enumerate(completions)]
+    decoded = decode_completions(encode_completions(range(5), completions))
     assert [as_tuple(c) for c in completions] == [as_tuple(c) for c in decoded]
 
 

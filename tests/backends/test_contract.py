@@ -1,4 +1,8 @@
-"""What every backend owes to the pool: the same facts for each."""
+"""What every backend owes to the pool: the same facts for each.
+
+An endpoint tells nothing of a row before its end: facts about tokens of unfinished rows are not
+about it.
+"""
 
 import itertools
 from contextlib import closing
@@ -14,13 +18,14 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.kv_cache import kv_bytes_per_token
 from raybatch.engine.model_config import read_model_spec
 from raybatch.types import Request, Sampling
+from tests.backends.endpoint_server import EndpointServer
 from tests.backends.vllm_engines import VllmShelf
 from tests.engine.tiny_models import build
 
 MAX_NUM_SEQS = 4
 MAX_MODEL_LEN = 40
 VOCAB_SIZE = 211
-# a model gets NaN for it, the fake is told to fail
+# a model gets NaN for it, the fake and the server are told to fail
 BAD_TOKEN = 210
 NUM_PROMPTS = 200
 
@@ -63,11 +68,53 @@ _VLLM = pytest.param(
 )
 
 
-@pytest.fixture(params=["fake", "native", "transformers", _VLLM])
+class Stepping:
+    """A backend whose endpoint gives each sequence one token per poll."""
+
+    def __init__(self, backend, server):
+        self._backend = backend
+        self._server = server
+
+    def poll(self):
+        self._server.step()
+        return self._backend.poll()
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+@pytest.fixture
+def make_endpoint():
+    with EndpointServer(max_model_len=MAX_MODEL_LEN, error_on=BAD_TOKEN, is_stepped=True) as server:
+        options = {
+            "base_url": server.url,
+            "max_concurrency": MAX_NUM_SEQS,
+            "max_model_len": MAX_MODEL_LEN,
+            "extra_body": {"return_token_ids": True},
+        }
+        config = BackendConfig(kind="openai", options=options)
+        made = []
+
+        def make():
+            made.append(create_backend("served", config, EngineConfig()))
+            return Stepping(made[-1], server)
+
+        yield make
+        for backend in made:
+            backend.close()
+
+
+# those that tell of a row before its end
+TELLING = pytest.mark.parametrize("make", ["fake", "native", "transformers", _VLLM], indirect=True)
+
+
+@pytest.fixture(params=["fake", "native", "transformers", "openai", _VLLM])
 def make(request, tmp_path, monkeypatch):
     """Makes equal backends of one kind, each with room for four sequences."""
     if request.param == "vllm":
         return request.getfixturevalue("shelf").make
+    if request.param == "openai":
+        return request.getfixturevalue("make_endpoint")
     if request.param == "fake":
         options = {
             "max_num_seqs": MAX_NUM_SEQS,
@@ -321,6 +368,7 @@ def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, o
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
 
 
+@TELLING
 def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend, other):
     requests = [request(i, temperature=0.9, max_tokens=9) for i in range(3)]
     backend.submit(requests)
@@ -334,6 +382,7 @@ def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend, o
     assert expected == tokens_of(run(backend)) == tokens_of(run(other))
 
 
+@TELLING
 def test_tokens_are_told_once(backend):
     backend.submit([request(1, max_tokens=9)])
     for _ in range(5):

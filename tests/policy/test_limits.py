@@ -37,6 +37,13 @@ def test_a_share_of_errors_counts_only_after_some_rows():
     assert reason_to_stop(limits, spent(rows_done=201)) is not None
 
 
+def test_engines_and_answers_with_prices_share_a_budget():
+    limits = LimitConfig(max_cost=0.5, price_per_engine_hour=6.0)
+    assert "have cost 0.50" in reason_to_stop(limits, spent(cost=0.3))
+    assert reason_to_stop(limits, spent(cost=0.29)) is None
+    assert "have cost 0.00123" in reason_to_stop(LimitConfig(max_cost=0.001), spent(cost=0.00123))
+
+
 def test_no_limits_never_stop():
     assert reason_to_stop(LimitConfig(), spent(wall_s=1e12, rows_failed=200)) is None
 
@@ -44,7 +51,6 @@ def test_no_limits_never_stop():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_cost": 3}, "needs price_per_engine_hour"),
         ({"max_error_rate": 5}, "a share from 0 to 1"),
         ({"max_tokens": -1}, r"LimitConfig\.max_tokens must be a number of at least 0"),
     ],

@@ -43,6 +43,16 @@ def test_tokens_of_waves_count():
     assert watch(max_tokens=10).observe(PoolStats(generated_tokens=5), waves) is not None
 
 
+def test_answers_of_plans_and_waves_share_a_budget():
+    limits = watch(max_cost=1.0)
+    limits.observe(PoolStats(cost=0.5))
+    limits.begin()
+    waves = WavesSoFar(again=PoolStats(cost=0.25), rows_written=0, rows_failed=0)
+    assert limits.observe(PoolStats(cost=0.2), waves) is None
+    assert limits.observe(PoolStats(cost=0.25), waves) is not None
+    assert limits.cost == 1.0
+
+
 @pytest.mark.parametrize(("failed", "is_stopped"), [(1, False), (6, True)])
 def test_rows_that_a_wave_repaired_are_no_errors(failed, is_stopped):
     limits = watch(max_error_rate=0.5, min_rows_for_error_rate=10)

@@ -122,6 +122,12 @@ def test_job_for_cpus_asks_for_no_gpu(here):
     assert "nvidia.com/gpu" not in worker["containers"][0]["resources"]["limits"]
 
 
+def test_job_whose_model_is_elsewhere_asks_for_no_gpu(here):
+    backend = "  backend: {kind: openai, options: {base_url: 'http://host/v1'}}\n"
+    worker = pods_of(render(here, "kuberay", job=JOB + backend))[1]
+    assert "nvidia.com/gpu" not in worker["containers"][0]["resources"]["limits"]
+
+
 @pytest.mark.parametrize(
     ("gpu_type", "selector"),
     [("NVIDIA-L4", {"nvidia.com/gpu.product": "NVIDIA-L4"}), ("a/b=c", {"a/b": "c"})],

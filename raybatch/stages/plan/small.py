@@ -17,7 +17,6 @@ import ray
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import UnitPlan, row_sums
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.stages.layout_lint import can_change_layout
 from raybatch.stages.options import StageConfig
@@ -34,7 +33,13 @@ from raybatch.stages.plan_columns import (
     prompt_columns,
     with_columns,
 )
-from raybatch.stages.prepare import Prepared, find_model, max_model_len, prepare
+from raybatch.stages.prepare import (
+    Prepared,
+    find_model,
+    load_tokenizer,
+    max_model_len,
+    prepare,
+)
 from raybatch.stages.render import Prompt, PromptReader
 
 __all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small"]
@@ -53,7 +58,7 @@ class RowDescriber:
         # copies are found by the plan, and are rows like others to it
         self._config = replace(config, dedup=False)
         self._plan = plan
-        self._reader = PromptReader(config, Tokenizer.load(model_dir))
+        self._reader = PromptReader(config, load_tokenizer(config, model_dir))
         self._max_model_len = max_model_len(config, model_dir)
 
     def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:

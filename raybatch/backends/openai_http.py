@@ -1,0 +1,189 @@
+"""Many HTTP requests at once from one thread: an event loop in a thread of its own.
+
+What is sent, when, and whether once more is decided by `openai_backend`.
+
+caller                                event loop
+send(key, path, body) ------------->  one task per request
+collect(timeout_s)    <-------------  answers, in the order in which they are complete
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import aiohttp
+
+__all__ = ["HttpAnswer", "HttpThread"]
+
+_MAX_ANSWER_BYTES = 64 << 20
+_CONNECT_S = 30.0
+_CLOSE_S = 5.0
+
+Failure = Literal["", "timeout", "refused", "connection"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpAnswer:
+    """What became of one request.
+
+    Args:
+        key: chosen by the caller.
+        status: HTTP status; 0 where there is no answer.
+        headers: names in lower case.
+        body: of the answer.
+        failure: why there is no answer.
+        cause: of the failure, as text.
+        seconds: from sending to the last byte.
+    """
+
+    key: int
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    failure: Failure = ""
+    cause: str = ""
+    seconds: float = 0.0
+
+
+class HttpThread:
+    """Sends requests to one API; owned by one thread.
+
+    Args:
+        base_url: of the API.
+        headers: of every request; they hold secrets and appear in no text.
+        timeout_s: of one request.
+        proxy: URL of the proxy on the way; None for none.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        proxy: str | None = None,
+    ) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._proxy = proxy
+        self._headers = dict(headers)
+        self._timeout_s = timeout_s
+        self._news = threading.Condition()
+        self._answers: list[HttpAnswer] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._main, name="raybatch-http", daemon=True)
+        self._thread.start()
+
+    def send(self, key: int, path: str, body: Mapping[str, Any] | None) -> None:
+        """Send a request; without a body it is a GET.
+
+        Args:
+            key: names the answer, and no other request that is on its way.
+            path: below the API.
+            body: sent as JSON.
+        """
+        data = None if body is None else _encoded(body)
+        self._in_loop(lambda: self._start(key, path, data))
+
+    def cancel(self, key: int) -> None:
+        """Break a request off; no answer to it comes, but one that lies there already."""
+        self._in_loop(lambda: self._stop(key))
+
+    def collect(self, timeout_s: float) -> list[HttpAnswer]:
+        """Return the answers that are complete; wait for the first one at most so long."""
+        with self._news:
+            if not self._answers and timeout_s > 0:
+                self._news.wait(timeout_s)
+            answers, self._answers = self._answers, []
+            return answers
+
+    def close(self) -> None:
+        """Break every request off and end the thread."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(_CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(call)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _start(self, key: int, path: str, data: bytes | None) -> None:
+        task = self._loop.create_task(self._ask(key, path, data))
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    def _stop(self, key: int) -> None:
+        if (task := self._tasks.get(key)) is not None:
+            task.cancel()
+
+    async def _shut(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, key: int, path: str, data: bytes | None) -> None:
+        began = time.monotonic()
+        try:
+            answer = await self._answer(key, path, data)
+        except TimeoutError:
+            cause = f"no answer within {self._timeout_s:g} s"
+            answer = HttpAnswer(key=key, failure="timeout", cause=cause)
+        except aiohttp.ClientConnectorError as error:
+            answer = HttpAnswer(key=key, failure="refused", cause=str(error))
+        except Exception as error:
+            # whatever it is, the row must hear of it; texts of the client may repeat headers
+            cause = f"the connection was lost: {type(error).__name__}"
+            answer = HttpAnswer(key=key, failure="connection", cause=cause)
+        self._tell(answer, time.monotonic() - began)
+
+    async def _answer(self, key: int, path: str, data: bytes | None) -> HttpAnswer:
+        if self._session is None:
+            self._session = self._new_session()
+        method = "GET" if data is None else "POST"
+        url = self._base_url + path
+        # a redirect would take the key elsewhere
+        async with self._session.request(method, url, data=data, allow_redirects=False) as answer:
+            body = bytearray()
+            async for chunk in answer.content.iter_any():
+                body += chunk
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise ValueError("the answer is too large")
+            headers = {name.lower(): value for name, value in answer.headers.items()}
+            return HttpAnswer(key=key, status=answer.status, headers=headers, body=bytes(body))
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            # the backend bounds what is on its way
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Content-Type": "application/json", **self._headers},
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S),
+            # without `trust_env`, which would send what ~/.netrc has for the host
+            proxy=self._proxy,
+        )
+
+    def _tell(self, answer: HttpAnswer, seconds: float) -> None:
+        answer = replace(answer, seconds=seconds)
+        with self._news:
+            self._answers.append(answer)
+            self._news.notify()
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    # a text that is none is for the endpoint to refuse
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -1,0 +1,192 @@
+"""How fast an endpoint is asked: concurrency that adapts, budgets, waits; time is passed in.
+
+Concurrency grows while answers come well and is halved when the endpoint pushes back (429, 503, a
+timeout), as TCP does with its window. Waits follow what the endpoint says, else they grow.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+
+__all__ = ["Budget", "Concurrency", "backoff_s", "retry_after_s", "until_reset_s"]
+
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 60.0
+# what an endpoint may ask for at most; a longer wait is asked for again
+_MAX_WAIT_S = 3600.0
+# answers before latencies are compared
+_MIN_ANSWERS = 16
+# weight of the latest answer in the running mean of latencies
+_NEWEST = 0.1
+# so many times the best latency is a queue at the endpoint
+_SLOW = 3.0
+# an answer of few tokens takes time as well
+_TOKENS_OF_START = 16
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|us|h|m|s)")
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+class Concurrency:
+    """How many samples may be in flight.
+
+    Args:
+        first: at first.
+        most: at any time.
+
+    Attributes:
+        limit: at this moment.
+        num_cuts: times that it was halved.
+    """
+
+    def __init__(self, first: int, most: int) -> None:
+        self._most = most
+        self._size = float(min(first, most))
+        self._is_probing = True
+        self._cut_s = -math.inf
+        self._num_answers = 0
+        self._mean_s = 0.0
+        self._best_s = math.inf
+        self.num_cuts = 0
+
+    @property
+    def limit(self) -> int:
+        return int(self._size)
+
+    def answered(self, latency_s: float, num_tokens: int, *, is_full: bool) -> None:
+        """Note an answer.
+
+        Args:
+            latency_s: from the request to the last byte.
+            num_tokens: that it has.
+            is_full: as many were in flight as might be; else more room would change nothing.
+        """
+        pace_s = latency_s / (_TOKENS_OF_START + num_tokens)
+        self._num_answers += 1
+        weight = max(_NEWEST, 1 / self._num_answers)
+        self._mean_s += weight * (pace_s - self._mean_s)
+        if self._num_answers >= _MIN_ANSWERS:
+            self._best_s = min(self._best_s, self._mean_s)
+        if is_full and self._mean_s <= _SLOW * self._best_s:
+            # doubles within one round of answers until the endpoint first pushes back
+            self._size += 1 if self._is_probing else 1 / self._size
+            self._size = min(self._size, self._most)
+
+    def pushed_back(self, sent_s: float, now_s: float) -> None:
+        """Note that the endpoint refused a request, sent at `sent_s`, because of its load.
+
+        Those that were in flight together count once.
+        """
+        if sent_s < self._cut_s:
+            return
+        self._is_probing = False
+        self._cut_s = now_s
+        self._size = max(1.0, self._size / 2)
+        self.num_cuts += 1
+
+
+class Budget:
+    """An amount per minute, spent evenly: no minute sees more than that and one request.
+
+    A request larger than what is there goes out and is paid off before the next.
+
+    Args:
+        per_minute: the amount; None has no limit.
+    """
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._per_s = None if per_minute is None else per_minute / 60
+        self._debt = 0.0
+        self._seen_s = -math.inf
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until something may be spent; 0 for now."""
+        if self._per_s is None:
+            return 0.0
+        self._pay(now_s)
+        return self._debt / self._per_s
+
+    def spend(self, amount: float, now_s: float) -> None:
+        """Note an amount; a negative one gives back what was spent too much."""
+        if self._per_s is not None:
+            self._pay(now_s)
+            self._debt = max(0.0, self._debt + amount)
+
+    def _pay(self, now_s: float) -> None:
+        if self._per_s is not None and now_s > self._seen_s:
+            self._debt = max(0.0, self._debt - (now_s - self._seen_s) * self._per_s)
+            self._seen_s = now_s
+
+
+def backoff_s(num_failures: int, jitter: float) -> float:
+    """Return the seconds to wait after failures in a row, the first of which is number 1.
+
+    Args:
+        num_failures: at least 1.
+        jitter: evenly drawn from [0, 1), so that replicas do not come back together.
+    """
+    longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
+    return longest * (0.5 + jitter / 2)
+
+
+def retry_after_s(headers: Mapping[str, str], wall_s: float) -> float | None:
+    """Return the seconds that an answer asks to wait; None where it says nothing of use.
+
+    Args:
+        headers: of the answer, names in lower case.
+        wall_s: seconds since 1970.
+    """
+    text = headers.get("retry-after-ms", "")
+    if (milliseconds := _number(text)) is not None:
+        return _bounded(milliseconds / 1000)
+    text = headers.get("retry-after", "").strip()
+    if (seconds := _number(text)) is not None:
+        return _bounded(seconds)
+    try:
+        return _bounded(parsedate_to_datetime(text).timestamp() - wall_s)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def until_reset_s(headers: Mapping[str, str], tokens: int, wall_s: float) -> float:
+    """Return the seconds until the endpoint takes another request; 0 where it does now.
+
+    Args:
+        headers: of an answer, names in lower case.
+        tokens: of the requests to come, about.
+        wall_s: seconds since 1970.
+    """
+    wait_s = 0.0
+    for kind, needed in (("requests", 1), ("tokens", max(1, tokens))):
+        left = _number(headers.get(f"x-ratelimit-remaining-{kind}", ""))
+        whole = _number(headers.get(f"x-ratelimit-limit-{kind}", ""))
+        if left is None or left < 0 or left >= needed or (whole is not None and left >= whole):
+            continue
+        reset_s = _duration_s(headers.get(f"x-ratelimit-reset-{kind}", ""), wall_s)
+        wait_s = max(wait_s, reset_s or 0.0)
+    return wait_s
+
+
+def _duration_s(text: str, wall_s: float) -> float | None:
+    """Return the seconds of "6m0s", "17ms", "1.5", or until a moment in seconds since 1970."""
+    text = text.strip()
+    if (seconds := _number(text)) is not None:
+        # no limit is reset in 30 years
+        return _bounded(seconds - wall_s if seconds > 1e9 else seconds)
+    parts = _DURATION.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return _bounded(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _bounded(seconds: float) -> float:
+    return min(seconds, _MAX_WAIT_S) if seconds >= 0 else 0.0

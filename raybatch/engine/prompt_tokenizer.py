@@ -1,0 +1,51 @@
+"""What the stages need of a tokenizer: that of a model, or the stand-in for an endpoint's."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from raybatch.config import SpecialTokens
+from raybatch.engine.tokenizer import Encoded
+from raybatch.types import TokenIds
+
+__all__ = ["PromptTokenizer"]
+
+
+class PromptTokenizer(Protocol):
+    """Turns prompts into tokens and tokens into text; `raybatch.engine.tokenizer` says more."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be asked."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    def count_special(self, text: str) -> int:
+        """Return how many special tokens stand in `text` as plain characters."""
+
+    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
+        """Return the ids of a plain prompt."""
+
+    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Encoded:
+        """Return a plain prompt."""
+
+    def read_chat(
+        self,
+        messages: object,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens: SpecialTokens = "escape",
+    ) -> Encoded:
+        """Return a prompt of messages."""
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+    def decode_batch(
+        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of many lists of token ids."""

@@ -1,0 +1,160 @@
+"""The endpoint backend against a real server: vLLM on a CPU with the embedded model."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raybatch.backends.create import create_backend
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.model_source import resolve_model
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.errors import EndpointError
+from raybatch.types import Request, Sampling
+
+START_S = 240
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(START_S + 120)]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The address of a server that runs for this module."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [
+        *(str(Path(sys.executable).parent / "vllm"), "serve", str(resolve_model("demo"))),
+        *("--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
+        "--enable-prompt-tokens-details",
+    ]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait_for(f"{address}/health", server, log)
+            yield f"{address}/v1"
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def wait_for(address, server, log):
+    for _ in range(START_S):
+        assert server.poll() is None, log.read_text()[-2000:]
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-2000:])
+
+
+def ask(url, *requests, **options):
+    """The completions of requests by request and sample."""
+    config = BackendConfig(kind="openai", options={"base_url": url, **options})
+    return run(create_backend("served", config, EngineConfig()), requests)
+
+
+def run(backend, requests):
+    done = {}
+    try:
+        backend.submit(requests)
+        deadline = time.monotonic() + 100
+        while backend.num_unfinished():
+            assert time.monotonic() < deadline
+            done |= {(c.request_id, c.sample_idx): c for c in backend.poll()}
+        return done
+    finally:
+        backend.close()
+
+
+def request(request_id, *, payload=None, ids=(1, 2), **sampling):
+    return Request(
+        request_id=request_id,
+        row_id=str(request_id),
+        prompt_token_ids=np.array(ids, np.int32),
+        sampling=Sampling(**({"max_tokens": 12} | sampling)),
+        payload={} if payload is None else payload,
+        seed=request_id,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Messages and a text, each with its token ids."""
+    tokenizer = Tokenizer.load(resolve_model("demo"))
+    messages = [{"role": "user", "content": "Alice bought a red kite. What did Alice buy?"}]
+    text = "Alice bought a red kite. Bob bought"
+    return [
+        ({"messages": messages}, tokenizer.apply_chat(messages)),
+        ({"prompt": text}, tokenizer.encode(text)),
+        ({}, tokenizer.encode(text)),
+    ]
+
+
+def test_answers_and_counts_are_those_of_the_native_engine(url, prompts):
+    requests = [request(i, payload=payload, ids=ids) for i, (payload, ids) in enumerate(prompts)]
+    asked = ask(url, *requests, extra_body={"return_token_ids": True})
+    engine = EngineConfig(dtype="float32", device="cpu", max_model_len=512)
+    native = run(create_backend("demo", BackendConfig(), engine), requests)
+    for key, completion in asked.items():
+        expected = native[key]
+        assert completion.token_ids.tolist() == expected.token_ids.tolist()
+        assert completion.finish_reason == expected.finish_reason
+        assert completion.num_input_tokens == len(requests[key[0]].prompt_token_ids)
+        assert completion.num_generated_tokens == len(expected.token_ids)
+
+
+def test_sampling_options_are_understood(url):
+    options = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "n": 3, "logprobs": 2}
+    options |= {"stop": ("xyz",), "min_tokens": 2, "repetition_penalty": 1.1}
+    asked = request(1, payload={"messages": [{"role": "user", "content": "Hi"}]}, **options)
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    first, second = (ask(url, asked, extra_body=extra) for _ in range(2))
+    assert [c.text for c in first.values()] == [c.text for c in second.values()]
+    assert len({c.text for c in first.values()}) > 1
+    for completion in first.values():
+        sampled = [int(ids[0]) for ids, _ in completion.logprobs]
+        assert sampled == completion.token_ids.tolist()
+
+
+def test_a_shared_prefix_is_told_as_cached(url):
+    prefix = list(range(10, 266))
+    ask(url, request(1, ids=[*prefix, 7]))
+    (completion,) = ask(url, request(2, ids=[*prefix, 8])).values()
+    assert completion.num_cached_tokens >= 128
+
+
+def test_a_prompt_that_is_too_long_is_an_error_row_and_harms_no_other(url):
+    done = ask(url, request(1, ids=[5] * 600), request(2))
+    assert done[1, 0].error.startswith("BadRequest: 400 ")
+    assert done[2, 0].error == ""
+
+
+def test_a_choice_is_kept_to(url):
+    asked = request(
+        1,
+        payload={"messages": [{"role": "user", "content": "Yes or no?"}]},
+        structured_outputs={"choice": ["yes", "no"]},
+    )
+    (completion,) = ask(url, asked).values()
+    assert completion.text in ("yes", "no")
+
+
+def test_a_model_that_the_server_has_not_ends_the_backend(url):
+    with pytest.raises(EndpointError, match="takes no request: 404 "):
+        ask(url, request(1), model="another")
