@@ -38,6 +38,7 @@ class PromptTokenizer(Protocol):
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokens = "escape",
     ) -> Encoded:
         """Return a prompt of messages."""

@@ -66,6 +66,11 @@ class BatchOptions:
                 f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
                 "it themselves; leave it out"
             )
+        if self.stage.backend.kind == "openai":
+            raise ConfigError(
+                f"{self.where}: the backend 'openai' sends rows to an endpoint that has the Batch "
+                "API itself, or answers datasets; take another backend for batch files"
+            )
         # what else is wrong with them is told here, before anything is read
         stage = {"model": self.stage.model, **self._of_stage}
         Job.from_mapping({"source": "s", "sink": "t", **self.job, "stage": stage}, where=self.where)
@@ -80,7 +85,9 @@ class BatchOptions:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the model."""
-        return Tokenizer.load(find_model(self.stage))
+        folder = find_model(self.stage)
+        assert folder is not None, "only an endpoint has no folder"
+        return Tokenizer.load(folder)
 
     @cached_property
     def rules(self) -> BodyRules:

@@ -58,8 +58,15 @@ class EndpointTokenizer:
             return Encoded(triples(text), payload=payload)
         return self._inner.read(text, special_tokens="allow")._replace(payload=payload)
 
-    def read_chat(self, messages: object, **_: object) -> Encoded:
+    def read_chat(
+        self, messages: object, *, row_options: Mapping[str, Any] | None = None, **_: object
+    ) -> Encoded:
         """Return a prompt of messages; `check_endpoint` refuses options of the template."""
+        if row_options:
+            raise InvalidPrompt(
+                f"options of the chat template ({', '.join(row_options)}) cannot be sent to an "
+                "endpoint, which renders messages itself"
+            )
         checked = check_messages(messages)
         payload = _json({"messages": checked})
         if self._inner is None or not self._inner.has_chat_template:

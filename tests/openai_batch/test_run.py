@@ -169,3 +169,9 @@ def test_command_writes_answers_and_errors(chat_model, tmp_path):
 def test_options_that_a_batch_file_says_itself_are_refused(job):
     with pytest.raises(ConfigError, match="no option of a batch"):
         BatchOptions(job=job)
+
+
+def test_an_endpoint_is_no_engine_for_batch_files():
+    backend = {"kind": "openai", "options": {"base_url": "http://localhost:1/v1"}}
+    with pytest.raises(ConfigError, match="take another backend for batch files"):
+        BatchOptions(job={"stage": {"model": "m", "backend": backend}})

@@ -179,3 +179,9 @@ def test_answers_are_told_apart_by_what_decides_them():
     assert of() == of(max_concurrency=3, timeout_s=5.0, price_per_million_output_tokens=1.0)
     assert of() != of(extra_body={"reasoning_effort": "low"})
     assert of() != of(model="another")
+
+
+def test_options_of_a_template_that_a_row_brings_are_an_error_of_the_row():
+    tokenizer = EndpointTokenizer(openai_options({"base_url": URL}))
+    with pytest.raises(InvalidPrompt, match=r"\(tools\) cannot be sent to an endpoint"):
+        tokenizer.read_chat([{"role": "user", "content": "a"}], row_options={"tools": [{}]})
