@@ -116,6 +116,13 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return bool(self._tokenizer.chat_template)
 
+    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
+        """Return whether the chat template says `name` anywhere, as it must to read an option."""
+        if chat_template is None and not self.has_chat_template:
+            return False
+        tools = [{}] if name == "tools" else None
+        return name in str(self._tokenizer.get_chat_template(chat_template, tools))
+
     def count_special(self, text: str) -> int:
         """Return how many special tokens stand in `text` as plain characters."""
         return self._special.count(text)
@@ -157,6 +164,7 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokensMode = "escape",
     ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
@@ -168,6 +176,8 @@ class Tokenizer:
             messages: of one row, in the form of OpenAI's chat API, text only.
             chat_template: in place of the model's own; part of the job, never of a row.
             chat_template_kwargs: options of the template, such as `enable_thinking`.
+            row_options: such options that come with the row, such as its tools; they win, and
+                their texts are read as those of messages.
             special_tokens: "escape" keeps control tokens to the template.
 
         Raises:
@@ -184,9 +194,13 @@ class Tokenizer:
         for name in _RESERVED_OPTIONS:
             if name in options:
                 raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
+            if name in (row_options or {}):
+                raise InvalidPrompt(f"{name!r} is not an option of a chat template")
         checked = check_messages(messages)
         if not self._can_take_parts(chat_template, checked):
             checked = join_parts(checked)
+        # last, as a message, so that nothing is done with the one that is not with the other
+        checked = [*checked, {"role": "", **(row_options or {})}]
         fast = self._fast
         is_escaped = special_tokens == "escape"
         found = self._count_special(checked, may_spread=not is_escaped)
@@ -194,6 +208,8 @@ class Tokenizer:
         if is_escaped:
             fast = self._special.escaping
             checked = map_texts(checked, self._special.mark)
+        *checked, of_row = checked
+        options |= {name: value for name, value in of_row.items() if name != "role"}
         rendered = self._render(checked, chat_template, options)
         if is_escaped:
             rendered = self._special.protect(rendered)

@@ -61,8 +61,9 @@ def referenced_columns(config: StageConfig) -> list[str]:
     if config.tokenized_prompt is not None:
         names.append(config.tokenized_prompt)
     names.extend(config.overrides.values())
-    if config.sampling_column is not None:
-        names.append(config.sampling_column)
+    for name in (config.sampling_column, config.chat_template_kwargs_column):
+        if name is not None:
+            names.append(name)
     if config.id_column is not None:
         names.append(config.id_column)
     return list(dict.fromkeys(names))

@@ -32,6 +32,7 @@ def LLMStage(  # noqa: N802 - it returns a class
     chat: Chat = "auto",
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs_column: str | None = None,
     special_tokens: SpecialTokens = "escape",
     on_error: OnError = "row",
     on_too_long: OnTooLong = "error",
@@ -65,6 +66,8 @@ def LLMStage(  # noqa: N802 - it returns a class
         chat: make `prompt` a user message; "auto" does where the model has a chat template.
         chat_template: in place of the model's own.
         chat_template_kwargs: options of the chat template, such as enable_thinking.
+        chat_template_kwargs_column: a column of JSON objects with such options per row, such as
+            tools; they win over those of the stage. Read beside a column of messages.
         special_tokens: "escape" makes special tokens in the data plain text.
         on_error: "row" turns a failure into `__inference_error__`; "raise" ends the job.
         on_too_long: what to do with a prompt that leaves no room in the context: "error",

@@ -59,6 +59,7 @@ class StageConfig:
     chat: Chat = "auto"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs_column: str | None = None
     special_tokens: SpecialTokens = "escape"
     on_error: OnError = "row"
     on_too_long: OnTooLong = "error"
@@ -179,6 +180,11 @@ def _check_inputs(config: StageConfig) -> None:
         raise ConfigError("system needs a chat template; leave chat=False out")
     if config.messages is not None and config.chat is False:
         raise ConfigError("messages need a chat template; leave chat=False out")
+    if config.chat_template_kwargs_column is not None and not isinstance(config.messages, str):
+        raise ConfigError(
+            "chat_template_kwargs_column is read beside a column of messages; set messages to the "
+            "name of one"
+        )
 
 
 def _check_chat_template(text: object) -> None:

@@ -124,7 +124,7 @@ class PromptReader:
     def _from_messages(self, table: pa.Table) -> list[Prompt]:
         messages = self._config.messages
         if isinstance(messages, str):
-            return _each(python_values(column_of(table, messages)), self._encode_messages)
+            return self._from_column(table, messages)
         if callable(messages):
             make = messages
             return _each(python_rows(table), lambda row: self._encode_messages(make(row)))
@@ -138,6 +138,19 @@ class PromptReader:
                 [{**m, "content": t.render(row)} for m, t in templates], own
             ),
         )
+
+    def _from_column(self, table: pa.Table, name: str) -> list[Prompt]:
+        values = python_values(column_of(table, name))
+        options = self._config.chat_template_kwargs_column
+        if options is None:
+            return _each(values, self._encode_messages)
+
+        def encode(row: tuple[Any, Any]) -> Encoded:
+            messages, own = row
+            return self._encode_messages(messages, template_options=_parse_options(own))
+
+        rows = zip(values, python_values(column_of(table, options)), strict=True)
+        return _each((next((v for v in row if isinstance(v, Exception)), row) for row in rows), encode)
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
         return _each(python_values(column_of(table, name)), self._check_ids)
@@ -162,7 +175,13 @@ class PromptReader:
             )
         return Encoded(whole.astype(np.int32))
 
-    def _encode_messages(self, messages: Any, own: int = 0) -> Encoded:  # noqa: ANN401 - data of a row
+    def _encode_messages(
+        self,
+        messages: Any,  # noqa: ANN401 - data of a row
+        own: int = 0,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Encoded:
         """Return the prompt of messages; `own` special tokens in them are the job's."""
         config = self._config
         if isinstance(messages, str):
@@ -176,6 +195,7 @@ class PromptReader:
             messages,
             chat_template=config.chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
+            row_options=template_options,
             special_tokens=config.special_tokens,
         ).without(own)
 
@@ -185,6 +205,18 @@ def _parse_messages(text: str) -> object:
         return json.loads(text)
     except ValueError as error:
         raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
+
+
+def _parse_options(value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - data of a row
+    if value is None or value == "":
+        return {}
+    try:
+        options = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise InvalidPrompt(f"options of the chat template are no JSON: {error}") from error
+    if not isinstance(options, Mapping):
+        raise InvalidPrompt(f"options of the chat template are no JSON object: {value!r}")
+    return {name: option for name, option in options.items() if option is not None}
 
 
 def fit_prompt(

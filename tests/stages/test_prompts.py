@@ -183,3 +183,37 @@ def test_texts_of_every_layout_are_prompts_and_pass_through(model, kind):
 def test_column_that_can_be_no_prompt_is_refused_with_the_way_out(model):
     with pytest.raises(ConfigError, match=r"column 'text' is of type binary.* cast it to string"):
         answer(local(fake_stage(model, prompt="{text}")), pa.table({"text": [b"a"]}))
+
+
+TOOLS_TEMPLATE = "{{ tools[0].name if tools else 'none' }}:{{ messages[0].content }}"
+
+
+def asked_with_options(chat_model, *options):
+    stage = local(
+        fake_stage(
+            chat_model,
+            messages="m",
+            chat_template=TOOLS_TEMPLATE,
+            chat_template_kwargs={"tools": [{"name": "of the stage"}]},
+            chat_template_kwargs_column="options",
+        )
+    )
+    messages = [[{"role": "user", "content": "a"}]] * len(options)
+    table = answer(stage, pa.table({"m": messages, "options": list(options)}))
+    return [bytes(ids) if max(ids) < 256 else ids for ids in prompts_asked(stage)], errors(table)
+
+
+def test_options_of_the_chat_template_come_from_a_column_and_win(chat_model):
+    asked, _ = asked_with_options(chat_model, '{"tools": [{"name": "own"}]}', None)
+    assert asked == [b"own:a", b"of the stage:a"]
+
+
+def test_special_tokens_in_options_of_a_row_are_text(chat_model):
+    asked, _ = asked_with_options(chat_model, '{"tools": [{"name": "<|eos|>"}]}')
+    assert asked == [b"<|eos|>:a"]
+
+
+@pytest.mark.parametrize("options", ["[1]", "{", '{"chat_template": "x"}'])
+def test_bad_options_of_a_row_are_its_error(chat_model, options):
+    _, found = asked_with_options(chat_model, options, "{}")
+    assert [error.partition(":")[0] for error in found] == ["InvalidPrompt", ""]
