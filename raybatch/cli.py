@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import raybatch
+from raybatch.batch_commands import BatchFlags, add_batch_commands, run_batch_file
 from raybatch.bench_commands import add_bench_commands
 from raybatch.cluster_commands import add_cluster_commands
 from raybatch.errors import ConfigError, RaybatchError
@@ -86,8 +87,26 @@ def run(
     allow_error_rows: Annotated[
         bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
     ] = False,
+    openai: Annotated[
+        bool, typer.Option("--openai", help="The file is a batch file as OpenAI defines it.")
+    ] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="With --openai: file for the answers.")
+    ] = None,
+    errors: Annotated[
+        str | None, typer.Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
+    ] = None,
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="With --openai: a further name for the model.")
+    ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
+    if openai:
+        batch = BatchFlags(out=out, errors=errors, names=tuple(model_name or ()))
+        counts = run_batch_file(flags, batch, start_ray=_start_ray)
+        raise typer.Exit(0 if counts.exit_code() == 2 and allow_error_rows else counts.exit_code())
+    if out is not None or errors is not None or model_name:
+        raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
     note = with_model(flags.mapping)
     job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     from raybatch.progress import ProgressPrinter  # slow to load, and a wrong option needs none
@@ -207,6 +226,7 @@ def ordered(
 add_cluster_commands(app)
 add_bench_commands(app)
 add_output_commands(app)
+add_batch_commands(app)
 
 
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:

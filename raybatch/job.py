@@ -1,7 +1,7 @@
 """One run over a dataset: files in, one stage, Parquet out, and a report from the output."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -192,13 +192,20 @@ class Job:
         """
         return cls.from_mapping(read_job_file(path), where=path)
 
-    def run(self, *, progress: ProgressCallback | ProgressPrinter | None = None) -> RunReport:
+    def run(
+        self,
+        *,
+        progress: ProgressCallback | ProgressPrinter | None = None,
+        ending: Callable[[], str | None] | None = None,
+    ) -> RunReport:
         """Read, generate, write, and count what was written.
 
         Args:
             progress: called about every second with the state of the pool and the number of
                 rows; None, or a printer of one's own, shows a panel on a terminal and log lines
                 elsewhere.
+            ending: called about every second; a text that it returns ends the run early, as a
+                limit does, and is the reason that the report tells.
 
         Returns:
             The report, which also lies below the sink.
@@ -208,7 +215,7 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        return self._run(self._scan(), clock, progress)
+        return self._run(self._scan(), clock, progress, ending)
 
     def retry_errors(
         self,
@@ -255,6 +262,7 @@ class Job:
         source: Source,
         clock: RunClock,
         progress: ProgressCallback | ProgressPrinter | None,
+        ending: Callable[[], str | None] | None = None,
     ) -> RunReport:
         self._check(source, self.config.stage.output)
         check_outside(self.config.sink, self.config.source)
@@ -264,7 +272,9 @@ class Job:
             source_paths={part.path for part in source.slices},
         )
         check_order(self.config)
-        run = JobRun(config=self.config, stage=self._stage, source=source, clock=clock)
+        run = JobRun(
+            config=self.config, stage=self._stage, source=source, clock=clock, ending=ending
+        )
         if self.config.output_order == "input":
             return OrderedRun(run=run).execute(progress)
         return run.execute(progress)

@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,14 @@ import yaml
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.options import StageConfig
 
-__all__ = ["JobFlags", "job_mapping", "parse_settings", "with_job_flags", "with_model"]
+__all__ = [
+    "JobFlags",
+    "job_mapping",
+    "nested_options",
+    "parse_settings",
+    "with_job_flags",
+    "with_model",
+]
 
 DEMO_MODEL = "demo"
 _DEMO_NOTE = (
@@ -46,22 +54,30 @@ JOB_OPTIONS = (
 _STAGE_OPTIONS = frozenset({"seed", *(field.name for field in fields(StageConfig))})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """What the flags of a job and its file come to.
+    """The flags of a job, and the file beside them.
 
     Args:
-        mapping: options of the job.
+        job_file: YAML, or a batch file; None where there is none.
+        options: of the flags, by dotted names.
         where: what they are called in messages.
     """
 
-    mapping: dict[str, Any]
+    job_file: str | None
+    options: Mapping[str, Any]
     where: str
+
+    @cached_property
+    def mapping(self) -> dict[str, Any]:
+        """Return the options of the job; raise ConfigError where nothing names a source."""
+        return job_mapping(self.job_file, self.options)
 
 
 def read_job_flags(
     job_file: Annotated[
-        str | None, typer.Argument(help="YAML job file; the options below win over it.")
+        str | None,
+        typer.Argument(help="YAML job file, below the options here; with --openai the batch file."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--input", help="Parquet, JSONL, Arrow: a file, folder or glob.")
@@ -99,7 +115,7 @@ def read_job_flags(
         typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
     ] = None,
 ) -> dict[str, Any]:
-    """Return the options of a job; the parameters are the flags of every command on one."""
+    """Return options by dotted names; the parameters are the flags of every command on a job."""
     flags = {
         "source": source,
         "sink": sink,
@@ -117,7 +133,7 @@ def read_job_flags(
         "extend": extend or None,
     }
     given = {path: value for path, value in flags.items() if value is not None}
-    return job_mapping(job_file, {**given, **parse_settings(settings or [])})
+    return {**given, **parse_settings(settings or [])}
 
 
 def with_job_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -128,8 +144,9 @@ def with_job_flags(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_flags(**values: Any) -> None:  # noqa: ANN401
         of_job = {name: values.pop(name) for name in flags}
-        where = of_job["job_file"] or f"raybatch {command.__name__}"
-        command(JobFlags(mapping=read_job_flags(**of_job), where=where), **values)
+        job_file, options = of_job["job_file"], read_job_flags(**of_job)
+        where = job_file or f"raybatch {command.__name__}"
+        command(JobFlags(job_file=job_file, options=options, where=where), **values)
 
     taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags.values(), *own)]
     with_flags.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
@@ -143,6 +160,18 @@ def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, A
     Raises:
         ConfigError: the file cannot be read, or nothing names a source.
     """
+    mapping = nested_options(job_file, options)
+    if job_file is None and "source" not in mapping:
+        raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
+    return mapping
+
+
+def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `job_mapping` does, for commands that name their files in other ways.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     mapping: dict[str, Any] = {}
     if job_file is not None:
         from raybatch.job_config import read_job_file  # slow to load
@@ -150,8 +179,6 @@ def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, A
         mapping = read_job_file(job_file)
     for path, value in options.items():
         _put(mapping, path, value)
-    if job_file is None and "source" not in mapping:
-        raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
     return mapping
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,12 +66,14 @@ class JobRun:
         stage: what it runs.
         source: rows to read.
         clock: began with the run.
+        ending: says why the run has to end early, if it has to; called about every second.
     """
 
     config: JobConfig
     stage: type[StageFeeder]
     source: Source
     clock: RunClock
+    ending: Callable[[], str | None] | None = None
 
     def described(self) -> PlannedRun:
         """Return what the run is about, with what decides the answers."""
@@ -101,7 +103,7 @@ class JobRun:
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
         rows_resumed = self._rows_done(store, plans) if plans else 0
-        limits = LimitWatch(self.config.limits, before)
+        limits = LimitWatch(self.config.limits, before, ending=self.ending)
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
                 planned = self._execute(part, schema, progress, recorder, limits)

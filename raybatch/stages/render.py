@@ -150,7 +150,9 @@ class PromptReader:
             return self._encode_messages(messages, template_options=_parse_options(own))
 
         rows = zip(values, python_values(column_of(table, options)), strict=True)
-        return _each((next((v for v in row if isinstance(v, Exception)), row) for row in rows), encode)
+        return _each(
+            (next((v for v in row if isinstance(v, Exception)), row) for row in rows), encode
+        )
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
         return _each(python_values(column_of(table, name)), self._check_ids)

@@ -39,13 +39,21 @@ class LimitWatch:
     Args:
         limits: of the run.
         before: state of the pool when the run began.
+        ending: asked beside the limits; a text that it returns ends the run as a limit does.
 
     Attributes:
         reason: why the run is being stopped; None while it is not.
     """
 
-    def __init__(self, limits: LimitConfig, before: PoolStats) -> None:
+    def __init__(
+        self,
+        limits: LimitConfig,
+        before: PoolStats,
+        *,
+        ending: Callable[[], str | None] | None = None,
+    ) -> None:
         self._limits = limits
+        self._ending = ending
         self._before = before
         self._began_s = time.monotonic()
         self._earlier = self._spent = Spent()
@@ -86,6 +94,8 @@ class LimitWatch:
         if self.reason is not None:
             return None
         self.reason = reason_to_stop(self._limits, self._spent)
+        if self.reason is None and self._ending is not None:
+            self.reason = self._ending()
         if self.reason is not None:
             logger.warning(
                 "no more units are begun, and the same job started again goes on: %s", self.reason

@@ -1,0 +1,71 @@
+"""The commands of the command line on batch files as OpenAI defines them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+from raybatch.errors import ConfigError
+from raybatch.job_flags import JobFlags, nested_options, with_model
+
+if TYPE_CHECKING:
+    from raybatch.openai_batch.writing import BatchCounts
+
+__all__ = ["BatchFlags", "add_batch_commands", "run_batch_file"]
+
+
+class BatchFlags(NamedTuple):
+    """The flags of `run --openai` that no other run has.
+
+    Args:
+        out: file for the answers.
+        errors: file for the errors; None stands for one beside the answers.
+        names: further names of the model.
+    """
+
+    out: str | None
+    errors: str | None
+    names: tuple[str, ...]
+
+
+def add_batch_commands(app: typer.Typer) -> None:
+    """Give the command line its commands on batch files."""
+
+
+def run_batch_file(
+    flags: JobFlags, batch: BatchFlags, *, start_ray: Callable[[], None]
+) -> "BatchCounts":
+    """Answer a batch file and say what has become of it.
+
+    Raises:
+        ConfigError: an option is missing or wrong.
+    """
+    from raybatch.openai_batch.batch_options import BatchOptions  # slow to load
+    from raybatch.openai_batch.run import BatchRun
+    from raybatch.openai_batch.writing import BatchFiles
+    from raybatch.progress import ProgressPrinter
+
+    if flags.job_file is None:
+        raise ConfigError("nothing to run: name the batch file, as in `run in.jsonl --openai`")
+    if batch.out is None:
+        raise ConfigError("--out is missing; name the file for the answers, as in -o out.jsonl")
+    errors = batch.errors or f"{batch.out.removesuffix('.jsonl')}.errors.jsonl"
+    _check_distinct(flags.job_file, batch.out, errors)
+    mapping = nested_options(None, flags.options)
+    note = with_model(mapping)
+    is_overwrite = bool(mapping.pop("overwrite", False))
+    options = BatchOptions(job=mapping, names=batch.names, where="raybatch run --openai")
+    folder = f"{batch.out}.raybatch"
+    run = BatchRun(files=BatchFiles(flags.job_file, batch.out, errors, folder), options=options)
+    counts = run.run(progress=ProgressPrinter(note=note), prepare=start_ray, overwrite=is_overwrite)
+    typer.echo(counts.to_text())
+    if counts.stopped:
+        typer.echo("the same command goes on there", err=True)
+    else:
+        typer.echo(f"answers: {batch.out}\nerrors: {errors}", err=True)
+    return counts
+
+
+def _check_distinct(*paths: str) -> None:
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"input, answers and errors must be three files, got {', '.join(paths)}")

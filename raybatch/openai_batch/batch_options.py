@@ -1,0 +1,169 @@
+"""From the options of a batch to what its requests may ask, and to a job for each form of them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from raybatch.engine.tokenizer import Tokenizer
+from raybatch.errors import ConfigError
+from raybatch.job import Job
+from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
+from raybatch.openai_batch.conversion import FormRows
+from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.prepare import find_model, max_model_len
+from raybatch.types import Sampling
+
+__all__ = ["BatchOptions", "model_names"]
+
+# where nothing says how long an answer can be
+_UNKNOWN_ANSWER_TOKENS = 16_384
+# what a batch file says for itself
+_TAKEN_OF_STAGE = (
+    "prompt",
+    "messages",
+    "tokenized_prompt",
+    "system",
+    "id_column",
+    "overrides",
+    "sampling_column",
+    "chat",
+    "chat_template_kwargs_column",
+    "output_prefix",
+)
+_TAKEN_OF_JOB = ("source", "sink", "output_order", "columns", "partition_by", "extend", "overwrite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Options of the jobs that answer a batch, without what a batch file says for itself.
+
+    Args:
+        job: as in a job file.
+        names: further names by which requests may call the model.
+        endpoint: the only one that requests may ask; None takes all that there are.
+        where: what the options are called in messages.
+
+    Raises:
+        ConfigError: an option is unknown, wrong, or said by the batch file itself.
+    """
+
+    job: Mapping[str, Any]
+    names: tuple[str, ...] = ()
+    endpoint: str | None = None
+    where: str = "batch"
+
+    def __post_init__(self) -> None:
+        given = [
+            *(name for name in _TAKEN_OF_JOB if name in self.job),
+            *(f"stage.{name}" for name in _TAKEN_OF_STAGE if name in self._of_stage),
+            *(f"stage.sampling.{name}" for name in ("n", "logprobs") if name in self._sampling),
+        ]
+        if given:
+            raise ConfigError(
+                f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
+                "it themselves; leave it out"
+            )
+        # what else is wrong with them is told here, before anything is read
+        stage = {"model": self.stage.model, **self._of_stage}
+        Job.from_mapping({"source": "s", "sink": "t", **self.job, "stage": stage}, where=self.where)
+
+    @cached_property
+    def stage(self) -> StageConfig:
+        """Return the options of the stage that all jobs share."""
+        options = {name: value for name, value in self._of_stage.items() if name != "model"}
+        model = self._of_stage.get("model", "demo")
+        return build_stage_config(model, options, where=f"{self.where}: stage")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the model."""
+        return Tokenizer.load(find_model(self.stage))
+
+    @cached_property
+    def rules(self) -> BodyRules:
+        """Return what requests may ask."""
+        template = self.stage.chat_template
+        return BodyRules(
+            names=model_names(self.stage.model, self.names),
+            endpoint=self.endpoint,
+            reads_tools=self.tokenizer.template_reads("tools", chat_template=template),
+            reads_reasoning_effort=self.tokenizer.template_reads(
+                "reasoning_effort", chat_template=template
+            ),
+            chat=self._defaults(is_chat=True),
+            completions=self._defaults(is_chat=False),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the rules, by which a later run sees that they are the same."""
+        text = json.dumps(asdict(self.rules), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def job_of(self, rows: FormRows, *, source: str, sink: str) -> Job:
+        """Return the job that answers the rows of one form."""
+        form = rows.form
+        is_chat = form.kind == "messages"
+        sampling = replace(
+            self.rules.chat if is_chat else self.rules.completions,
+            n=form.num_samples,
+            logprobs=rows.num_logprobs if form.has_logprobs else None,
+        )
+        prompts: dict[str, Any] = {
+            "messages": {
+                "messages": "messages",
+                "chat_template_kwargs_column": "template_options",
+            },
+            "prompt": {"prompt": "{prompt}", "chat": False},
+            "tokens": {"tokenized_prompt": "tokens"},
+        }[form.kind]
+        stage = {
+            **self._of_stage,
+            "model": self.stage.model,
+            "sampling": sampling,
+            "sampling_column": "sampling",
+            "id_column": "id",
+            **prompts,
+        }
+        stage.pop("seed", None)  # it is in the sampling options
+        mapping = {
+            **self.job,
+            "source": source,
+            "sink": sink,
+            "output_order": "input",
+            "stage": stage,
+        }
+        return Job.from_mapping(mapping, where=self.where)
+
+    @property
+    def _of_stage(self) -> Mapping[str, Any]:
+        return self.job.get("stage") or {}
+
+    @property
+    def _sampling(self) -> Mapping[str, Any]:
+        given = self._of_stage.get("sampling") or {}
+        if isinstance(given, Sampling):
+            raise ConfigError(f"{self.where}: give sampling as a mapping, not as {given!r}")
+        return given
+
+    def _defaults(self, *, is_chat: bool) -> Sampling:
+        """Return the options of requests that say nothing: the user's, else those of OpenAI."""
+        sampling = self.stage.sampling
+        if "temperature" not in self._sampling:
+            sampling = replace(sampling, temperature=1.0)
+        if "max_tokens" in self._sampling:
+            return sampling
+        longest = COMPLETION_TOKENS
+        if is_chat:
+            found = max_model_len(self.stage, find_model(self.stage))
+            longest = _UNKNOWN_ANSWER_TOKENS if found is None else found
+        return replace(sampling, max_tokens=max(longest, sampling.min_tokens))
+
+
+def model_names(model: str, others: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names by which requests may call a model: as the job does, and its last step."""
+    last = model.rstrip("/").rpartition("/")[2]
+    return tuple(dict.fromkeys([*others, model, last]))

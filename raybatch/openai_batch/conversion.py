@@ -1,0 +1,288 @@
+"""From a batch file to Parquet: the rows of each form, and the lines that are refused."""
+
+import json
+import posixpath
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, NamedTuple, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raybatch.durable.protocols import Store
+from raybatch.errors import ConfigError
+from raybatch.openai_batch.bodies import BodyRules, read_request
+from raybatch.openai_batch.files import parquet_writer
+from raybatch.openai_batch.reading import InputId, Line, input_id, parse_line, read_lines
+from raybatch.openai_batch.refusal import Refusal
+from raybatch.openai_batch.requests import Asked, Form
+from raybatch.openai_batch.seen_ids import SeenIds
+from raybatch.stages.storage import store_of
+
+__all__ = ["RECORD", "ROWS_FILE", "Conversion", "FormRows", "convert", "read_conversion"]
+
+RECORD = "batch.json"
+ROWS_FILE = "part-000000.parquet"
+_LAYOUT = 1
+_LINES_AT_ONCE = 512
+_GROUP_ROWS, _GROUP_BYTES = 2048, 16 << 20
+
+_REFUSED = pa.schema([("line", pa.int64()), ("custom_id", pa.string()), ("refusal", pa.string())])
+_COMMON = (
+    ("id", pa.string()),
+    ("line", pa.int64()),
+    ("place", pa.int32()),
+    ("num_prompts", pa.int32()),
+    ("custom_id", pa.string()),
+    ("reply", pa.string()),
+    ("sampling", pa.string()),
+)
+_PROMPTS = {
+    "messages": [("messages", pa.string()), ("template_options", pa.string())],
+    "prompt": [("prompt", pa.string())],
+    "tokens": [("tokens", pa.list_(pa.int32()))],
+}
+
+
+class FormRows(NamedTuple):
+    """The rows of one form.
+
+    Args:
+        form: of them.
+        num_rows: how many there are.
+        num_logprobs: the most that one of them asks for.
+    """
+
+    form: Form
+    num_rows: int
+    num_logprobs: int
+
+
+class Conversion(NamedTuple):
+    """A batch file that has been converted.
+
+    Args:
+        input: which file it was.
+        rules: digest of the rules by which it was read.
+        folder: name of the folder with the rows, below that of the batch.
+        created: seconds since 1970.
+        num_lines: that are not blank.
+        num_refused: of them.
+        forms: of the others, at least one row each.
+    """
+
+    input: InputId
+    rules: str
+    folder: str
+    created: int
+    num_lines: int
+    num_refused: int
+    forms: tuple[FormRows, ...]
+
+    def to_json(self) -> bytes:
+        """Return it as the bytes of a record."""
+        return json.dumps({"layout": _LAYOUT, **self._asdict()}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Self:
+        """Return what `to_json` has written.
+
+        Raises:
+            ConfigError: it is nothing of that kind, or of another version.
+        """
+        try:
+            found = json.loads(data)
+            if found.pop("layout") != _LAYOUT:
+                raise ConfigError(f"{where} is of another version of raybatch; choose other files")
+            forms = tuple(FormRows(Form(*form), *rest) for form, *rest in found.pop("forms"))
+            return cls(**{**found, "input": InputId(*found["input"]), "forms": forms})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{where} is no record of a batch; choose other files") from error
+
+    @property
+    def refused_file(self) -> str:
+        """Return the file with the lines that are refused, below the batch's folder."""
+        return f"{self.folder}/refused.parquet"
+
+    def rows_file(self, form: Form) -> str:
+        """Return the file with the rows of a form, below the batch's folder."""
+        return f"{self.folder}/{form.name}/{ROWS_FILE}"
+
+
+def read_conversion(folder: str) -> Conversion | None:
+    """Return what has been converted in the folder of a batch; None where nothing has, wholly."""
+    store = store_of(folder)
+    if store.size(RECORD) is None:
+        return None
+    return Conversion.from_json(store.read(RECORD), where=posixpath.join(folder, RECORD))
+
+
+def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conversion:
+    """Write the requests of a batch file as rows, unless that has been done.
+
+    Memory: some hundred lines, and 24 bytes for each line before.
+
+    Args:
+        source: the batch file.
+        folder: of the batch.
+        rules: of its requests.
+        digest: of the rules.
+
+    Raises:
+        ConfigError: the file cannot be read, or the folder is that of another batch.
+    """
+    found, there = input_id(source), read_conversion(folder)
+    if there is None:
+        there = _convert(source, store_of(folder), folder, rules, (found, digest))
+    if there.input != found:
+        raise ConfigError(
+            f"{folder} belongs to another batch file than {source}, or the file has changed; "
+            "choose another output, or set --overwrite to begin again"
+        )
+    if there.rules != digest:
+        raise ConfigError(
+            f"{folder} was begun with other names, defaults or another chat template of the model; "
+            "restore them to go on, or set --overwrite to begin again"
+        )
+    return there
+
+
+def _convert(
+    source: str, store: Store, folder: str, rules: BodyRules, about: tuple[InputId, str]
+) -> Conversion:
+    name = f"requests-{uuid.uuid4().hex[:12]}"
+    with ExitStack() as stack:
+        rows = _Rows(stack, posixpath.join(folder, name))
+        for line, custom_id, asked in _requests(source, rules):
+            rows.add(line, custom_id, asked)
+        rows.flush()
+    made = Conversion(
+        *about, name, int(time.time()), rows.num_lines, rows.num_refused, rows.forms()
+    )
+    if store.create(RECORD, made.to_json()):
+        return made
+    # another run was there first, and its rows are those that count
+    return Conversion.from_json(store.read(RECORD), where=RECORD)
+
+
+def _requests(source: str, rules: BodyRules) -> Iterator[tuple[int, str | None, Asked | Refusal]]:
+    """Yield number, custom_id and request of each line, in order."""
+    seen, waiting = SeenIds(), read_lines(source)
+    while lines := list(islice(waiting, _LINES_AT_ONCE)):
+        parsed = [_parsed(line) for line in lines]
+        good = [i for i, found in enumerate(parsed) if not isinstance(found, Refusal)]
+        ids = [parsed[i]["custom_id"] for i in good]
+        earlier = dict(zip(good, seen.add(ids, [lines[i].number for i in good]), strict=True))
+        for i, (line, found) in enumerate(zip(lines, parsed, strict=True)):
+            if isinstance(found, Refusal):
+                yield line.number, None, found
+            else:
+                asked = _asked(found, rules, line.number, earlier[i])
+                yield line.number, found["custom_id"], asked
+
+
+def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusal
+    try:
+        return parse_line(line)
+    except Refusal as refusal:
+        return refusal
+
+
+def _asked(
+    request: Mapping[str, Any], rules: BodyRules, line: int, earlier: int | None
+) -> Asked | Refusal:
+    if earlier is not None:
+        return Refusal(
+            f"line {line}: custom_id {request['custom_id']!r} is that of line {earlier}; each "
+            "request of a batch needs its own",
+            code="duplicate_custom_id",
+            status=None,
+        )
+    try:
+        return read_request(request, rules)
+    except Refusal as refusal:
+        said = refusal.record()
+        return Refusal(**{**said, "message": f"line {line}: {refusal.message}"})
+
+
+class _Rows:
+    """Writes the rows of each form to a file of its own, and what is refused to another."""
+
+    def __init__(self, stack: ExitStack, folder: str) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._files: dict[Form, _RowFile] = {}
+        self._refused = self._open("refused.parquet", _REFUSED)
+        self.num_lines = self.num_refused = 0
+
+    def _open(self, name: str, schema: pa.Schema) -> "_RowFile":
+        path = posixpath.join(self._folder, name)
+        return _RowFile(self._stack.enter_context(parquet_writer(path, schema)), schema)
+
+    def add(self, line: int, custom_id: str | None, asked: Asked | Refusal) -> None:
+        self.num_lines += 1
+        if isinstance(asked, Refusal):
+            self.num_refused += 1
+            said = json.dumps(asked.record())
+            self._refused.add({"line": line, "custom_id": custom_id, "refusal": said}, len(said))
+            return
+        form = asked.form
+        if form not in self._files:
+            schema = pa.schema([*_COMMON, *_PROMPTS[form.kind]])
+            self._files[form] = self._open(f"{form.name}/{ROWS_FILE}", schema)
+        file = self._files[form]
+        file.num_logprobs = max(file.num_logprobs, asked.reply.num_logprobs or 0)
+        for place, prompt in enumerate(asked.prompts):
+            row = {
+                # the count goes first, so that no custom_id looks like the id of another's row
+                "id": f"{place}:{custom_id}",
+                "line": line,
+                "place": place,
+                "num_prompts": len(asked.prompts),
+                "custom_id": custom_id,
+                "reply": json.dumps(asked.reply),
+                "sampling": json.dumps(asked.sampling),
+                form.kind: prompt,
+            }
+            if form.kind == "messages" and asked.template_options:
+                row["template_options"] = json.dumps(asked.template_options)
+            file.add(row, len(prompt) * (4 if form.kind == "tokens" else 1))
+
+    def flush(self) -> None:
+        for file in (self._refused, *self._files.values()):
+            file.flush()
+
+    def forms(self) -> tuple[FormRows, ...]:
+        return tuple(
+            FormRows(form, file.num_rows, file.num_logprobs)
+            for form, file in sorted(self._files.items())
+        )
+
+
+class _RowFile:
+    """Rows on their way to one Parquet file, a row group at a time."""
+
+    def __init__(self, writer: pq.ParquetWriter, schema: pa.Schema) -> None:
+        self._writer = writer
+        self._schema = schema
+        self._rows: list[dict[str, Any]] = []
+        self._num_bytes = 0
+        self.num_rows = 0
+        self.num_logprobs = 0
+
+    def add(self, row: dict[str, Any], num_bytes: int) -> None:
+        self._rows.append(row)
+        self._num_bytes += num_bytes
+        self.num_rows += 1
+        if len(self._rows) >= _GROUP_ROWS or self._num_bytes >= _GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
+        self._rows, self._num_bytes = [], 0

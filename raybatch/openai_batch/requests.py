@@ -1,0 +1,64 @@
+"""What a line of a batch file asks, as plain records."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "Asked", "Form", "Reply"]
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+
+Kind = Literal["messages", "prompt", "tokens"]
+
+
+class Form(NamedTuple):
+    """What all rows of one job have in common, because a stage has one value for it.
+
+    Args:
+        kind: of the prompts, which is the name of their column.
+        num_samples: of each row.
+        has_logprobs: the rows ask for them.
+    """
+
+    kind: Kind
+    num_samples: int
+    has_logprobs: bool
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folders."""
+        logprobs = "-logprobs" if self.has_logprobs else ""
+        return f"{self.kind}-n{self.num_samples}{logprobs}"
+
+
+class Reply(NamedTuple):
+    """What the answer to a request must say, beside what the rows say.
+
+    Args:
+        endpoint: that was asked.
+        model: as the request names it.
+        num_logprobs: most likely tokens to tell per position; None tells nothing of any.
+    """
+
+    endpoint: str
+    model: str
+    num_logprobs: int | None = None
+
+
+class Asked(NamedTuple):
+    """A request that can be asked.
+
+    Args:
+        form: of its rows.
+        prompts: of each row, in the form's kind: JSON texts of messages, texts, or token ids.
+        sampling: options of the rows that differ from the defaults.
+        template_options: of the chat template.
+        reply: what the answer must say.
+    """
+
+    form: Form
+    prompts: Sequence[Any]
+    sampling: Mapping[str, Any]
+    template_options: Mapping[str, Any]
+    reply: Reply

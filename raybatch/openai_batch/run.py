@@ -1,0 +1,101 @@
+"""One batch from its file to its answers: a job for each form of requests, each resumable."""
+
+import posixpath
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raybatch.openai_batch.answering import AnswerWriter
+from raybatch.openai_batch.batch_options import BatchOptions
+from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion
+from raybatch.openai_batch.files import remove_folder
+from raybatch.openai_batch.logprobs import LogprobTexts
+from raybatch.openai_batch.refusal import Refusal, unexecuted
+from raybatch.openai_batch.writing import BatchCounts, BatchFiles, answers_of, write_answers
+from raybatch.progress import ProgressPrinter
+from raybatch.stages.pool_watch import ProgressCallback
+from raybatch.stages.storage import store_of
+
+__all__ = ["BatchRun"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRun:
+    """A batch file that is answered by jobs, in files that are there when all is done.
+
+    Args:
+        files: of the batch.
+        options: of its jobs.
+    """
+
+    files: BatchFiles
+    options: BatchOptions
+
+    def convert(self, *, overwrite: bool = False) -> Conversion:
+        """Read the batch file and write its requests as rows, unless that has been done.
+
+        Args:
+            overwrite: remove what an earlier run has left, and begin again.
+
+        Raises:
+            ConfigError: the file cannot be read, or the folder is that of another batch.
+        """
+        if overwrite and store_of(self.files.folder).size(RECORD) is not None:
+            read_conversion(self.files.folder)  # refuses a record of anything else
+            remove_folder(self.files.folder)
+        options = self.options
+        return convert(
+            self.files.source, self.files.folder, rules=options.rules, digest=options.digest
+        )
+
+    def run(
+        self,
+        *,
+        progress: ProgressCallback | ProgressPrinter | None = None,
+        ending: Callable[[], str | None] | None = None,
+        prepare: Callable[[], None] | None = None,
+        overwrite: bool = False,
+    ) -> BatchCounts:
+        """Answer every request that has no answer yet; write both files once all are done.
+
+        Args:
+            progress: of each job, see `Job.run`.
+            ending: asked about every second; a text ends the run early, as a limit does.
+            prepare: called before the first job, where there is one.
+            overwrite: see `convert`.
+
+        Raises:
+            ConfigError: found before any work starts, where it can be.
+        """
+        found = self.convert(overwrite=overwrite)
+        if found.forms and prepare is not None:
+            prepare()
+        for rows in found.forms:
+            source = posixpath.join(
+                self.files.folder, posixpath.dirname(found.rows_file(rows.form))
+            )
+            job = self.options.job_of(rows, source=source, sink=answers_of(self.files, rows))
+            report = job.run(progress=progress, ending=ending)
+            if report.exit_code() == 1:
+                stopped = report.stopped or "the output of a job is not complete"
+                return BatchCounts(num_requests=found.num_lines, stopped=stopped)
+        return self._write(found, None)
+
+    def close(self, code: str) -> BatchCounts:
+        """Write both files of a batch that has ended early; what has no answer has an error.
+
+        Args:
+            code: of those errors, "batch_expired" or "batch_cancelled".
+
+        Raises:
+            ConfigError: a file cannot be read or written.
+        """
+        return self._write(self.convert(), unexecuted(code))
+
+    def _write(self, found: Conversion, missing: Refusal | None) -> BatchCounts:
+        has_logprobs = any(rows.form.has_logprobs for rows in found.forms)
+        writer = AnswerWriter(
+            name=f"{found.input.digest}-{found.created}",
+            created=found.created,
+            logprobs=LogprobTexts(self.options.tokenizer if has_logprobs else None),
+        )
+        return write_answers(self.files, found, writer, missing=missing)

@@ -1,0 +1,48 @@
+"""The tools of a chat request, as its chat template is shown them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from raybatch.openai_batch.refusal import Refusal
+
+__all__ = ["read_tools"]
+
+
+def read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
+    """Return the options of the chat template that tell it the tools.
+
+    Args:
+        body: of a chat request.
+        is_read: the template has a place for tools.
+
+    Raises:
+        Refusal: they are malformed, or the model must be held to one, or cannot be shown any.
+    """
+    tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise _refused("tools", "tools must be a list of functions with a name", "invalid_value")
+    if choice not in ("auto", "none"):
+        raise _refused(
+            "tool_choice",
+            f"tool_choice must be 'auto' or 'none', got {choice!r}; the backend of this job cannot "
+            "hold an answer to a call",
+        )
+    if not tools or choice == "none":
+        return {}
+    if not is_read:
+        raise _refused("tools", "the chat template of this model has no place for tools")
+    return {"tools": tools}
+
+
+def _is_tool(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return (
+        isinstance(tool, dict)
+        and tool.get("type") == "function"
+        and isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+    )
+
+
+def _refused(param: str, message: str, code: str = "unsupported_parameter") -> Refusal:
+    return Refusal(message, code=code, param=param)

@@ -1,0 +1,153 @@
+"""Writes the output file and the error file of a batch from the outputs of its jobs."""
+
+import heapq
+import json
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from raybatch.durable.layout import SUCCESS
+from raybatch.openai_batch.answering import ANSWER_COLUMNS, AnswerWriter, Written
+from raybatch.openai_batch.conversion import Conversion, FormRows
+from raybatch.openai_batch.files import parquet_rows, published
+from raybatch.openai_batch.output_rows import finished_rows, rows_so_far
+from raybatch.openai_batch.refusal import Refusal
+from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.stages.storage import store_of
+
+__all__ = ["BatchCounts", "BatchFiles", "answers_of", "write_answers"]
+
+_ASKED_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
+_PLACE = itemgetter("line", "place")
+
+
+class BatchFiles(NamedTuple):
+    """Where a batch lies.
+
+    Args:
+        source: the batch file.
+        output: file for the answers.
+        errors: file for the errors.
+        folder: for rows and outputs of jobs, which a later run goes on with.
+    """
+
+    source: str
+    output: str
+    errors: str
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchCounts:
+    """What has become of the requests of a batch.
+
+    Args:
+        num_requests: lines that are not blank.
+        num_completed: requests that have an answer.
+        num_failed: lines that have an error.
+        prompt_tokens: of requests with an answer.
+        generated_tokens: of requests with an answer.
+        stopped: why jobs have ended early; "" where none has.
+    """
+
+    num_requests: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    stopped: str = ""
+
+    def exit_code(self) -> int:
+        """Return 0 where every request has an answer, 2 where some have errors, 1 where not all."""
+        if self.num_completed + self.num_failed < self.num_requests:
+            return 1
+        return 2 if self.num_failed else 0
+
+    def to_text(self) -> str:
+        """Return it as a line for people."""
+        if self.stopped:
+            return f"{self.num_requests} requests, not all of them done: {self.stopped}"
+        return (
+            f"{self.num_requests} requests: {self.num_completed} answered, {self.num_failed} "
+            f"failed; {self.prompt_tokens} prompt tokens, {self.generated_tokens} generated"
+        )
+
+
+def answers_of(files: BatchFiles, rows: FormRows) -> str:
+    """Return the folder for the output of the job that answers the rows of one form."""
+    return posixpath.join(files.folder, "answers", rows.form.name)
+
+
+def write_answers(
+    files: BatchFiles, found: Conversion, writer: AnswerWriter, *, missing: Refusal | None = None
+) -> BatchCounts:
+    """Write both files, each line in the order of the requests.
+
+    Memory: flat.
+
+    Args:
+        files: of the batch.
+        found: its requests.
+        writer: of the lines.
+        missing: error of requests whose rows are not all there; None where they are.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    completed = failed = prompt_tokens = generated_tokens = 0
+    with published(files.output) as output, published(files.errors) as errors:
+        for written in _lines(files, found, writer, missing):
+            (errors if written.is_error else output).write(written.data)
+            completed += not written.is_error
+            failed += written.is_error
+            prompt_tokens += written.usage[0]
+            generated_tokens += written.usage[1]
+    return BatchCounts(
+        num_requests=found.num_lines,
+        num_completed=completed,
+        num_failed=failed,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=generated_tokens,
+    )
+
+
+def _lines(
+    files: BatchFiles, found: Conversion, writer: AnswerWriter, missing: Refusal | None
+) -> Iterator[Written]:
+    """Yield the line of each request, in the order of the input."""
+    path = posixpath.join(files.folder, found.refused_file)
+    refused = parquet_rows(path, ["line", "custom_id", "refusal"])
+    answers = [_rows(files, found, rows, is_whole=missing is None) for rows in found.forms]
+    key = itemgetter("line")
+    for line, group in groupby(heapq.merge(refused, *answers, key=key), key=key):
+        rows = list(group)
+        if "refusal" in rows[0]:
+            refusal = Refusal(**json.loads(rows[0]["refusal"]))
+            yield writer.refused(line, rows[0]["custom_id"], refusal)
+        elif missing is not None and any(ERROR_COLUMN not in row for row in rows):
+            yield writer.refused(line, rows[0]["custom_id"], missing)
+        else:
+            yield writer.answered(rows)
+
+
+def _rows(
+    files: BatchFiles, found: Conversion, rows: FormRows, *, is_whole: bool
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of one form; without an answer they are as they were asked."""
+    sink = answers_of(files, rows)
+    is_done = store_of(sink).size(SUCCESS) is not None
+    done = (finished_rows if is_done else rows_so_far)(sink, ANSWER_COLUMNS)
+    if is_whole:
+        yield from done
+        return
+    answer = next(done, None)
+    path = posixpath.join(files.folder, found.rows_file(rows.form))
+    for row in parquet_rows(path, _ASKED_COLUMNS):
+        if answer is not None and _PLACE(answer) == _PLACE(row):
+            yield answer
+            answer = next(done, None)
+        else:
+            yield row
