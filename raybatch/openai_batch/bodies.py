@@ -146,7 +146,9 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
         raise _bad("messages", "messages must be a list of at least one message")
     template = body.get("chat_template_kwargs", {})
     if not isinstance(template, dict):
-        raise _bad("chat_template_kwargs", f"must be an object, got {template!r}")
+        raise _bad(
+            "chat_template_kwargs", f"chat_template_kwargs must be an object, got {template!r}"
+        )
     if body.get("response_format", {"type": "text"}) != {"type": "text"}:
         raise _bad(
             "response_format",
@@ -202,7 +204,7 @@ def _prompts(prompt: object) -> tuple[Any, list[Any]]:
         if not all(map(_is_encodable, prompts)):
             raise _bad("prompt", "prompt holds half of a surrogate pair")
         return "prompt", prompts
-    ids = [prompts] if isinstance(prompts[0], int) else prompts
+    ids = [prompts] if isinstance(prompt, list) and isinstance(prompt[0], int) else prompts
     if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in ids):
         return "tokens", ids
     raise _bad("prompt", wanted)

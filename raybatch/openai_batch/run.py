@@ -10,7 +10,13 @@ from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_c
 from raybatch.openai_batch.files import remove_folder
 from raybatch.openai_batch.logprobs import LogprobTexts
 from raybatch.openai_batch.refusal import Refusal, unexecuted
-from raybatch.openai_batch.writing import BatchCounts, BatchFiles, answers_of, write_answers
+from raybatch.openai_batch.writing import (
+    BatchCounts,
+    BatchFiles,
+    answers_of,
+    is_done,
+    write_answers,
+)
 from raybatch.progress import ProgressPrinter
 from raybatch.stages.pool_watch import ProgressCallback
 from raybatch.stages.storage import store_of
@@ -60,14 +66,14 @@ class BatchRun:
         Args:
             progress: of each job, see `Job.run`.
             ending: asked about every second; a text ends the run early, as a limit does.
-            prepare: called before the first job, where there is one.
+            prepare: called before the first job, where one is not done.
             overwrite: see `convert`.
 
         Raises:
             ConfigError: found before any work starts, where it can be.
         """
         found = self.convert(overwrite=overwrite)
-        if found.forms and prepare is not None:
+        if prepare is not None and not all(is_done(self.files, rows) for rows in found.forms):
             prepare()
         for rows in found.forms:
             source = posixpath.join(

@@ -18,7 +18,7 @@ from raybatch.openai_batch.refusal import Refusal
 from raybatch.stages.schema import ERROR_COLUMN
 from raybatch.stages.storage import store_of
 
-__all__ = ["BatchCounts", "BatchFiles", "answers_of", "write_answers"]
+__all__ = ["BatchCounts", "BatchFiles", "answers_of", "is_done", "write_answers"]
 
 _ASKED_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
 _PLACE = itemgetter("line", "place")
@@ -81,6 +81,11 @@ def answers_of(files: BatchFiles, rows: FormRows) -> str:
     return posixpath.join(files.folder, "answers", rows.form.name)
 
 
+def is_done(files: BatchFiles, rows: FormRows) -> bool:
+    """Return whether the job that answers the rows of one form is complete."""
+    return store_of(answers_of(files, rows)).size(SUCCESS) is not None
+
+
 def write_answers(
     files: BatchFiles, found: Conversion, writer: AnswerWriter, *, missing: Refusal | None = None
 ) -> BatchCounts:
@@ -138,8 +143,8 @@ def _rows(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of one form; without an answer they are as they were asked."""
     sink = answers_of(files, rows)
-    is_done = store_of(sink).size(SUCCESS) is not None
-    done = (finished_rows if is_done else rows_so_far)(sink, ANSWER_COLUMNS)
+    read = finished_rows if is_done(files, rows) else rows_so_far
+    done = read(sink, ANSWER_COLUMNS)
     if is_whole:
         yield from done
         return

@@ -1,0 +1,152 @@
+"""From bodies to rows, and what is refused by the name of its key."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from raybatch.openai_batch.bodies import read_request
+from raybatch.openai_batch.refusal import Refusal
+from raybatch.openai_batch.requests import CHAT, Form, Reply
+from tests.openai_batch.support import RULES, chat, completion, line
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def asked(request, **rules):
+    return read_request(request, replace(RULES, **rules))
+
+
+def refused(request, **rules):
+    with pytest.raises(Refusal) as caught:
+        asked(request, **rules)
+    return caught.value
+
+
+def test_chat_request_becomes_one_row_of_messages():
+    found = asked(chat("a", temperature=0.5, stop="x", user="me", store=True, top_p=None))
+    assert found.form == Form("messages", 1, False)
+    assert [json.loads(text) for text in found.prompts] == [[{"role": "user", "content": "hello"}]]
+    assert found.sampling == {"temperature": 0.5, "stop": ["x"], "max_tokens": 4}
+    assert found.reply == Reply(CHAT, "m", None)
+
+
+def test_newer_name_of_the_output_length_wins():
+    assert asked(chat("a", max_completion_tokens=9)).sampling == {"max_tokens": 9}
+
+
+def test_samples_and_logprobs_decide_the_form():
+    found = asked(chat("a", n=3, logprobs=True, top_logprobs=2))
+    assert (found.form, found.reply.num_logprobs) == (Form("messages", 3, True), 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "prompts"),
+    [
+        ("a", "prompt", ["a"]),
+        (["a", "b"], "prompt", ["a", "b"]),
+        ([1, 2], "tokens", [[1, 2]]),
+        ([[1], [2, 3]], "tokens", [[1], [2, 3]]),
+    ],
+)
+def test_prompts_of_a_completion_are_rows(prompt, kind, prompts):
+    found = asked(completion("a", prompt))
+    assert (found.form.kind, found.prompts) == (kind, prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], [[]], [1, "a"], [True], [-1], [[1], 2], {}, 3, "\ud800"]
+)
+def test_prompts_of_no_form_are_refused(prompt):
+    assert refused(completion("a", prompt)).param == "prompt"
+
+
+def test_arguments_of_calls_are_objects_for_the_template():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    (text,) = asked(chat("a", messages=messages)).prompts
+    assert json.loads(text)[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+def test_tools_go_to_a_template_that_reads_them():
+    assert asked(chat("a", tools=[TOOL]), reads_tools=True).template_options == {"tools": [TOOL]}
+
+
+def test_tools_that_may_not_be_called_are_not_shown():
+    request = chat("a", tools=[TOOL], tool_choice="none")
+    assert asked(request, reads_tools=True).template_options == {}
+
+
+def test_tools_are_refused_where_no_template_reads_them():
+    found = refused(chat("a", tools=[TOOL]))
+    assert (found.param, found.code) == ("tools", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bogus", 1),
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("n", 0),
+        ("n", 1.5),
+        ("n", 1000),
+        ("max_tokens", 0),
+        ("max_tokens", 1 << 40),
+        ("top_logprobs", 2),
+        ("top_k", 10**30),
+        ("seed", 10**30),
+        ("stop_token_ids", [10**30]),
+        ("stop", [1]),
+        ("stream", True),
+        ("logit_bias", {"1": 5}),
+        ("logprobs", 3),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{}]),
+        ("tool_choice", "required"),
+        ("messages", []),
+        ("messages", "hello"),
+        ("chat_template_kwargs", []),
+    ],
+)
+def test_value_that_cannot_be_met_is_refused_by_its_key(key, value):
+    found = refused(chat("a", **{key: value}))
+    assert (found.param, found.status) == (key, 400)
+    assert key in found.message
+
+
+def test_unknown_key_has_a_suggestion():
+    assert "did you mean 'temperature'" in refused(chat("a", temperatur=1)).message
+
+
+@pytest.mark.parametrize("key", ["echo", "suffix", "best_of"])
+def test_options_of_old_completions_are_refused(key):
+    assert refused(completion("a", **{key: {"suffix": "x"}.get(key, 5)})).param == key
+
+
+def test_other_model_is_not_found():
+    found = refused(chat("a", model="gpt"))
+    assert (found.status, found.code, found.param) == (404, "model_not_found", "model")
+
+
+def test_embeddings_are_refused_by_name():
+    found = refused(line("a", "/v1/embeddings", {"model": "m", "input": "x"}))
+    assert "makes no embeddings" in found.message
+
+
+@pytest.mark.parametrize("url", ["/v1/nothing", None, 3])
+def test_unknown_url_is_refused(url):
+    assert refused(line("a", url, {})).param == "url"
+
+
+def test_line_for_another_endpoint_than_the_batch_is_refused():
+    assert refused(completion("a"), endpoint=CHAT).param == "url"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"method": "GET"}, "method"), ({"body": []}, "body"), ({"more": 1}, "more")],
+)
+def test_request_of_another_shape_is_refused(change, param):
+    assert refused({**chat("a"), **change}).param == param
