@@ -7,12 +7,13 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.stages.storage import told_as
 
-__all__ = ["parquet_rows", "parquet_writer", "published", "remove_folder"]
+__all__ = ["parquet_rows", "parquet_schema", "parquet_writer", "published", "remove_folder"]
 
 _ROWS_AT_ONCE = 256
 
@@ -61,6 +62,12 @@ def parquet_writer(path: str, schema: Any) -> Iterator[pq.ParquetWriter]:  # noq
     """Hand out a writer of a Parquet file, which is there when the context has ended."""
     with published(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         yield writer
+
+
+def parquet_schema(path: str) -> pa.Schema:
+    """Return the schema of a Parquet file."""
+    with told_as(f"{path} cannot be read"), fsspec.open(path, "rb") as file:
+        return pq.read_schema(file)
 
 
 def parquet_rows(path: str, columns: list[str]) -> Iterator[dict[str, Any]]:

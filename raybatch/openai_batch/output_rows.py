@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.layout import PLAN, PLAN_ORDER, SCHEMA, part_name
+from raybatch.durable.layout import PLAN, PLAN_ORDER, part_name
 from raybatch.openai_batch.files import parquet_rows
 from raybatch.stages.fingerprint import output_columns
 from raybatch.stages.plan.store import read_plans
@@ -34,7 +34,7 @@ def finished_rows(sink: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         yield from parquet_rows(path, columns)
 
 
-def rows_so_far(sink: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows_so_far(sink: str, columns: Sequence[str], *, asked: pa.Schema) -> Iterator[dict[str, Any]]:
     """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
 
     Memory: one unit and some thousand rows, and 24 bytes for every finished row.
@@ -42,11 +42,12 @@ def rows_so_far(sink: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     Args:
         sink: of the job.
         columns: to read, as far as they are there.
+        asked: schema of the rows that were asked.
     """
     folder = posixpath.join(sink, PLAN_ORDER)
-    if store_of(folder).size(PLAN) is None or store_of(folder).size(SCHEMA) is None:
+    if store_of(folder).size(PLAN) is None:
         return
-    units = _Units(folder)
+    units = _Units(folder, asked)
     keys = [units.keys(unit) for unit in range(units.num_units)]
     unit = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
     row = np.concatenate([np.arange(len(key)) for key in keys])
@@ -66,16 +67,18 @@ def rows_so_far(sink: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 class _Units:
     """The units of an output: those that are written, and finished rows of those that are not."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, asked: pa.Schema) -> None:
         self._store = store_of(folder)
         stored, *_ = read_plans(folder)
         self.num_units = stored.num_units
+        output = output_columns(stored.fingerprint)
+        assert output is not None, "a job on rows of a batch has a stage"
         self._writer = UnitWriter(
             sink=folder,
             store=self._store,
             stored=stored,
-            schema=pa.ipc.read_schema(pa.BufferReader(self._store.read(SCHEMA))),
-            output=output_columns(stored.fingerprint),
+            schema=pa.schema([*asked, *output.arrow()], metadata=asked.metadata),
+            output=output,
             attempt="reading",
         )
         self._table = lru_cache(maxsize=1)(self._read)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from raybatch.durable.layout import SUCCESS
 from raybatch.openai_batch.answering import ANSWER_COLUMNS, AnswerWriter, Written
 from raybatch.openai_batch.conversion import Conversion, FormRows
-from raybatch.openai_batch.files import parquet_rows, published
+from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
 from raybatch.openai_batch.output_rows import finished_rows, rows_so_far
 from raybatch.openai_batch.refusal import Refusal
 from raybatch.stages.schema import ERROR_COLUMN
@@ -143,13 +143,15 @@ def _rows(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of one form; without an answer they are as they were asked."""
     sink = answers_of(files, rows)
-    read = finished_rows if is_done(files, rows) else rows_so_far
-    done = read(sink, ANSWER_COLUMNS)
     if is_whole:
-        yield from done
+        yield from finished_rows(sink, ANSWER_COLUMNS)
         return
-    answer = next(done, None)
     path = posixpath.join(files.folder, found.rows_file(rows.form))
+    if is_done(files, rows):
+        done = finished_rows(sink, ANSWER_COLUMNS)
+    else:
+        done = rows_so_far(sink, ANSWER_COLUMNS, asked=parquet_schema(path))
+    answer = next(done, None)
     for row in parquet_rows(path, _ASKED_COLUMNS):
         if answer is not None and _PLACE(answer) == _PLACE(row):
             yield answer
