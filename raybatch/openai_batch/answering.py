@@ -39,12 +39,12 @@ class Written(NamedTuple):
     Args:
         data: with the end of the line.
         is_error: it belongs to the error file.
-        usage: prompt and generated tokens.
+        usage: prompt tokens, those of them that were cached, and generated tokens.
     """
 
     data: bytes
     is_error: bool
-    usage: tuple[int, int] = (0, 0)
+    usage: tuple[int, int, int] = (0, 0, 0)
 
 
 class _Sample(NamedTuple):
@@ -87,7 +87,9 @@ class AnswerWriter:
         line = self._line(
             first["line"], first["custom_id"], self._response(first["line"], 200, body)
         )
-        return Written(line, False, (usage["prompt_tokens"], usage["completion_tokens"]))
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        told = usage["prompt_tokens"], cached, usage["completion_tokens"]
+        return Written(line, False, told)
 
     def refused(self, line: int, custom_id: str | None, refusal: Refusal) -> Written:
         """Return the line of a request that has no answer."""

@@ -20,8 +20,11 @@ from raybatch.openai_batch.writing import (
 from raybatch.progress import ProgressPrinter
 from raybatch.stages.pool_watch import ProgressCallback
 from raybatch.stages.storage import store_of
+from raybatch.types import PoolStats
 
 __all__ = ["BatchRun"]
+
+RowWatch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,16 +60,16 @@ class BatchRun:
         self,
         *,
         progress: ProgressCallback | ProgressPrinter | None = None,
-        ending: Callable[[], str | None] | None = None,
         prepare: Callable[[], None] | None = None,
+        ending: Callable[[], str | None] | None = None,
         overwrite: bool = False,
     ) -> BatchCounts:
         """Answer every request that has no answer yet; write both files once all are done.
 
         Args:
             progress: of each job, see `Job.run`.
-            ending: asked about every second; a text ends the run early, as a limit does.
             prepare: called before the first job, where one is not done.
+            ending: see `answer`.
             overwrite: see `convert`.
 
         Raises:
@@ -75,15 +78,49 @@ class BatchRun:
         found = self.convert(overwrite=overwrite)
         if prepare is not None and not all(is_done(self.files, rows) for rows in found.forms):
             prepare()
+        stopped = self.answer(found, progress=progress, ending=ending)
+        if stopped:
+            return BatchCounts(num_requests=found.num_lines, stopped=stopped)
+        return self.finish(found)
+
+    def answer(
+        self,
+        found: Conversion,
+        *,
+        progress: ProgressCallback | ProgressPrinter | None = None,
+        ending: Callable[[], str | None] | None = None,
+        watch: RowWatch | None = None,
+    ) -> str:
+        """Run the jobs that are not done.
+
+        Args:
+            found: requests of the batch.
+            progress: of each job, see `Job.run`.
+            ending: asked about every second; a text ends the run early, as a limit does.
+            watch: called about every second with the rows that have an answer and those that
+                have an error, in place of `progress`.
+
+        Returns:
+            Why they have ended early; "" where they have not.
+        """
+        num_before = 0
         for rows in found.forms:
-            source = posixpath.join(
-                self.files.folder, posixpath.dirname(found.rows_file(rows.form))
-            )
+            folder = posixpath.dirname(found.rows_file(rows.form))
+            source = posixpath.join(self.files.folder, folder)
             job = self.options.job_of(rows, source=source, sink=answers_of(self.files, rows))
-            report = job.run(progress=progress, ending=ending)
+            callback = progress if watch is None else _telling(watch, num_before, rows.num_rows)
+            report = job.run(progress=callback, ending=ending)
             if report.exit_code() == 1:
-                stopped = report.stopped or "the output of a job is not complete"
-                return BatchCounts(num_requests=found.num_lines, stopped=stopped)
+                return report.stopped or "the output of a job is not complete"
+            num_before += rows.num_rows
+        return ""
+
+    def finish(self, found: Conversion) -> BatchCounts:
+        """Write both files of a batch whose jobs are all done.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
         return self._write(found, None)
 
     def close(self, code: str) -> BatchCounts:
@@ -105,3 +142,11 @@ class BatchRun:
             logprobs=LogprobTexts(self.options.tokenizer if has_logprobs else None),
         )
         return write_answers(self.files, found, writer, missing=missing)
+
+
+def _telling(watch: RowWatch, num_before: int, num_rows: int) -> ProgressCallback:
+    def tell(stats: PoolStats, num_to_do: int) -> None:
+        failed = sum(stats.errors.values())
+        watch(num_before + num_rows - num_to_do + stats.rows_done - failed, failed)
+
+    return tell

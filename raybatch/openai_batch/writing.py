@@ -49,6 +49,7 @@ class BatchCounts:
         num_completed: requests that have an answer.
         num_failed: lines that have an error.
         prompt_tokens: of requests with an answer.
+        cached_tokens: of these, those whose KV came from another request.
         generated_tokens: of requests with an answer.
         stopped: why jobs have ended early; "" where none has.
     """
@@ -57,6 +58,7 @@ class BatchCounts:
     num_completed: int = 0
     num_failed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     stopped: str = ""
 
@@ -72,7 +74,8 @@ class BatchCounts:
             return f"{self.num_requests} requests, not all of them done: {self.stopped}"
         return (
             f"{self.num_requests} requests: {self.num_completed} answered, {self.num_failed} "
-            f"failed; {self.prompt_tokens} prompt tokens, {self.generated_tokens} generated"
+            f"failed; {self.prompt_tokens} prompt tokens, "
+            f"{self.cached_tokens} of them cached, {self.generated_tokens} generated"
         )
 
 
@@ -102,20 +105,21 @@ def write_answers(
     Raises:
         ConfigError: a file cannot be written.
     """
-    completed = failed = prompt_tokens = generated_tokens = 0
+    completed = failed = 0
+    usage = [0, 0, 0]
     with published(files.output) as output, published(files.errors) as errors:
         for written in _lines(files, found, writer, missing):
             (errors if written.is_error else output).write(written.data)
             completed += not written.is_error
             failed += written.is_error
-            prompt_tokens += written.usage[0]
-            generated_tokens += written.usage[1]
+            usage = [total + more for total, more in zip(usage, written.usage, strict=True)]
     return BatchCounts(
         num_requests=found.num_lines,
         num_completed=completed,
         num_failed=failed,
-        prompt_tokens=prompt_tokens,
-        generated_tokens=generated_tokens,
+        prompt_tokens=usage[0],
+        cached_tokens=usage[1],
+        generated_tokens=usage[2],
     )
 
 

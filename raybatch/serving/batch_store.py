@@ -1,0 +1,226 @@
+"""Batches of the API: what was asked, whether it was cancelled, and what has become of it.
+
+batches/<id>/request.json   by whoever answers HTTP, once
+batches/<id>/cancel.json    by whoever answers HTTP, once
+batches/<id>/status.json    by the runner alone
+"""
+
+import json
+import posixpath
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from raybatch.serving.ids import BATCH, check_id, new_id
+from raybatch.serving.problems import Problem
+from raybatch.stages.storage import store_of
+
+__all__ = ["ENDED", "Batch", "BatchRequest", "BatchStatus", "BatchStore"]
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRequest:
+    """What a client asks for.
+
+    Args:
+        id: of the batch.
+        endpoint: of all its requests.
+        input_file_id: the batch file.
+        completion_window: as the client writes it.
+        created_at: seconds since 1970.
+        expires_at: the end of the window.
+        metadata: of the client.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchStatus:
+    """What has become of a batch; times are seconds since 1970.
+
+    Args:
+        status: of the API; "cancelling" is what one is that was cancelled and has not ended.
+        times: names of the API to times, such as in_progress_at.
+        output_file_id: file for the answers.
+        error_file_id: file for the errors.
+        has_output: there are answers.
+        has_errors: there are errors.
+        num_total: requests.
+        num_completed: of them.
+        num_failed: of them.
+        prompt_tokens: of requests with an answer.
+        cached_tokens: of these, those whose KV came from another request.
+        generated_tokens: of requests with an answer.
+        problem: why it has failed; "" where it has not.
+    """
+
+    status: str = "validating"
+    times: Mapping[str, int] = field(default_factory=dict)
+    output_file_id: str = ""
+    error_file_id: str = ""
+    has_output: bool = False
+    has_errors: bool = False
+    num_total: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    problem: str = ""
+
+    def now(self, status: str, **changes: Any) -> "BatchStatus":  # noqa: ANN401
+        """Return it in another state that it has entered at this moment."""
+        times = {**self.times, f"{status}_at": int(time.time())}
+        return replace(self, status=status, times=times, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """A batch as it is at some moment.
+
+    Args:
+        request: of the client.
+        status: of the runner.
+        cancelling_at: when it was cancelled; None where it was not.
+    """
+
+    request: BatchRequest
+    status: BatchStatus
+    cancelling_at: int | None = None
+
+    @property
+    def state(self) -> str:
+        """Return the status of the API."""
+        is_open = self.status.status not in ENDED
+        return "cancelling" if is_open and self.cancelling_at is not None else self.status.status
+
+    def view(self, model: str) -> dict[str, Any]:
+        """Return the object of the API."""
+        status, request = self.status, self.request
+        times = {
+            f"{name}_at": status.times.get(f"{name}_at")
+            for name in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")
+        }
+        errors = None
+        if status.problem:
+            told = {"code": "invalid_batch", "message": status.problem, "line": None, "param": None}
+            errors = {"object": "list", "data": [told]}
+        return {
+            **asdict(request),
+            **times,
+            "object": "batch",
+            "model": model,
+            "errors": errors,
+            "status": self.state,
+            "cancelling_at": self.cancelling_at,
+            "output_file_id": status.output_file_id if status.has_output else None,
+            "error_file_id": status.error_file_id if status.has_errors else None,
+            "request_counts": {
+                "total": status.num_total,
+                "completed": status.num_completed,
+                "failed": status.num_failed,
+            },
+            "usage": {
+                "input_tokens": status.prompt_tokens,
+                "output_tokens": status.generated_tokens,
+                "total_tokens": status.prompt_tokens + status.generated_tokens,
+                "input_tokens_details": {"cached_tokens": status.cached_tokens},
+                "output_tokens_details": {"reasoning_tokens": 0},
+            },
+        }
+
+
+class BatchStore:
+    """The batches below the folder of a server.
+
+    Args:
+        folder: of the server, local or a URI.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._store = store_of(folder)
+
+    def run_folder(self, batch_id: str) -> str:
+        """Return the folder for the rows and jobs of a batch."""
+        return posixpath.join(self._folder, "runs", check_id(batch_id, BATCH))
+
+    def add(
+        self,
+        *,
+        endpoint: str,
+        input_file_id: str,
+        completion_window: str,
+        window_s: int,
+        metadata: Mapping[str, str] | None,
+    ) -> Batch:
+        """Keep a new batch."""
+        now_s = time.time()
+        request = BatchRequest(
+            id=new_id(BATCH, now_s),
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=completion_window,
+            created_at=int(now_s),
+            expires_at=int(now_s) + window_s,
+            metadata=metadata,
+        )
+        self._store.create(_name(request.id, "request"), json.dumps(asdict(request)).encode())
+        return self.get(request.id)
+
+    def get(self, batch_id: str) -> Batch:
+        """Return a batch as it is now.
+
+        Raises:
+            Problem: there is none.
+        """
+        check_id(batch_id, BATCH)
+        request = self._read(batch_id, "request")
+        if request is None:
+            raise Problem("there is no such batch", status=404, param="id", code="not_found")
+        cancel = self._read(batch_id, "cancel")
+        return Batch(
+            request=BatchRequest(**request),
+            status=BatchStatus(**(self._read(batch_id, "status") or {})),
+            cancelling_at=None if cancel is None else cancel["cancelling_at"],
+        )
+
+    def ids(self) -> list[str]:
+        """Return the ids of all batches, the oldest first."""
+        names = self._store.names("batches")
+        return sorted(name.split("/")[1] for name in names if name.endswith("/request.json"))
+
+    def cancel(self, batch_id: str) -> None:
+        """Ask for the end of a batch; the first time counts."""
+        told = {"cancelling_at": int(time.time())}
+        self._store.create(_name(batch_id, "cancel"), json.dumps(told).encode())
+
+    def is_cancelled(self, batch_id: str) -> bool:
+        """Return whether the end of a batch was asked for."""
+        return self._store.size(_name(batch_id, "cancel")) is not None
+
+    def write(self, batch_id: str, status: BatchStatus) -> BatchStatus:
+        """Write what has become of a batch; for the runner alone."""
+        self._store.replace(_name(batch_id, "status"), json.dumps(asdict(status)).encode())
+        return status
+
+    def _read(self, batch_id: str, what: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads(self._store.read(_name(batch_id, what)))
+        except FileNotFoundError:
+            return None
+        return found
+
+
+def _name(batch_id: str, what: str) -> str:
+    return f"batches/{check_id(batch_id, BATCH)}/{what}.json"

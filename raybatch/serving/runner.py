@@ -1,0 +1,172 @@
+"""Takes batches one after another, and writes what becomes of each."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raybatch.errors import ConfigError, RaybatchError, error_text
+from raybatch.openai_batch.batch_options import BatchOptions
+from raybatch.openai_batch.conversion import Conversion
+from raybatch.openai_batch.run import BatchRun
+from raybatch.openai_batch.writing import BatchCounts, BatchFiles
+from raybatch.serving.batch_store import ENDED, Batch, BatchStatus, BatchStore
+from raybatch.serving.file_store import FileStore
+
+__all__ = ["BatchRunner"]
+
+logger = logging.getLogger(__name__)
+
+_WRITE_EVERY_S = 2.0
+_CANCELLED, _EXPIRED = "cancelled", "expired"
+_CODES = {_CANCELLED: "batch_cancelled", _EXPIRED: "batch_expired"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRunner:
+    """Runs the batches below the folder of a server.
+
+    Args:
+        folder: of the server.
+        job: options of every job, as in a job file.
+        names: further names of the model.
+        max_requests: of one batch.
+        is_ending: returns whether the server ends, which lets a batch end early and go on later.
+    """
+
+    folder: str
+    job: Mapping[str, Any]
+    names: tuple[str, ...] = ()
+    max_requests: int = 50_000
+    is_ending: Callable[[], bool] = field(default=lambda: False)
+
+    def step(self) -> bool:
+        """Run the oldest batch that has not ended; return whether there was one."""
+        store = BatchStore(self.folder)
+        for batch_id in store.ids():
+            if self.is_ending():
+                return False
+            batch = store.get(batch_id)
+            if batch.status.status not in ENDED:
+                _OneBatch(self, store, batch).run()
+                return True
+        return False
+
+
+class _OneBatch:
+    """One batch on its way through its states."""
+
+    def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch) -> None:
+        self._runner = runner
+        self._store = store
+        self._files = FileStore(runner.folder)
+        self._request = batch.request
+        self._status = batch.status
+        self._written_s = 0.0
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # of this batch, whatever it is; the next one may be fine
+            is_known = isinstance(error, RaybatchError)
+            logger.warning(
+                "batch %s failed: %s", self._request.id, error_text(error), exc_info=not is_known
+            )
+            self._enter("failed", problem=error_text(error))
+
+    def _run(self) -> None:
+        if not self._status.output_file_id:
+            self._keep(
+                replace(
+                    self._status,
+                    output_file_id=self._files.new_id(),
+                    error_file_id=self._files.new_id(),
+                )
+            )
+        batch = self._batch()
+        found = batch.convert()
+        self._check(found)
+        if self._status.status == "validating":
+            counts = {"num_total": found.num_lines, "num_failed": found.num_refused}
+            self._enter("in_progress", **counts)
+        reason = self._reason() or batch.answer(
+            found, ending=self._reason, watch=lambda *rows: self._watch(found, *rows)
+        )
+        if reason in _CODES:
+            self._end(reason, batch.close(_CODES[reason]))
+        elif reason:
+            logger.warning("batch %s goes on later: %s", self._request.id, reason)
+        else:
+            self._enter("finalizing")
+            self._end("completed", batch.finish(found))
+
+    def _batch(self) -> BatchRun:
+        runner, request, status = self._runner, self._request, self._status
+        files = BatchFiles(
+            source=self._files.path(request.input_file_id),
+            output=self._files.path(status.output_file_id),
+            errors=self._files.path(status.error_file_id),
+            folder=self._store.run_folder(request.id),
+        )
+        options = BatchOptions(
+            job=runner.job, names=runner.names, endpoint=request.endpoint, where="raybatch serve"
+        )
+        return BatchRun(files=files, options=options)
+
+    def _check(self, found: Conversion) -> None:
+        if not found.num_lines:
+            raise ConfigError("the input file holds no request")
+        if found.num_lines > self._runner.max_requests:
+            raise ConfigError(
+                f"the input file holds {found.num_lines} requests, {self._runner.max_requests} are "
+                "allowed; make several batches of it"
+            )
+
+    def _reason(self) -> str | None:
+        """Return why the batch has to end early."""
+        if self._store.is_cancelled(self._request.id):
+            return _CANCELLED
+        if time.time() >= self._request.expires_at:
+            return _EXPIRED
+        return "the server ends" if self._runner.is_ending() else None
+
+    def _watch(self, found: Conversion, num_answered: int, num_failed: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._written_s < _WRITE_EVERY_S:
+            return
+        self._written_s = now_s
+        # rows, of which requests with several prompts have several, so never more than there are
+        failed = min(found.num_refused + max(0, num_failed), found.num_lines)
+        completed = min(max(0, num_answered), found.num_lines - failed)
+        self._keep(replace(self._status, num_completed=completed, num_failed=failed))
+
+    def _end(self, state: str, counts: BatchCounts) -> None:
+        status = self._status
+        name = f"{self._request.id}_{{}}.jsonl"
+        for file_id, count, what in (
+            (status.output_file_id, counts.num_completed, "output"),
+            (status.error_file_id, counts.num_failed, "error"),
+        ):
+            if count:
+                self._files.register(file_id, filename=name.format(what), purpose="batch_output")
+            else:
+                self._files.remove(file_id)
+        self._enter(
+            state,
+            has_output=counts.num_completed > 0,
+            has_errors=counts.num_failed > 0,
+            num_total=counts.num_requests,
+            num_completed=counts.num_completed,
+            num_failed=counts.num_failed,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+        )
+
+    def _enter(self, state: str, **changes: Any) -> None:  # noqa: ANN401
+        logger.info("batch %s: %s", self._request.id, state)
+        self._keep(self._status.now(state, **changes))
+
+    def _keep(self, status: BatchStatus) -> None:
+        self._status = self._store.write(self._request.id, status)
