@@ -1,12 +1,13 @@
 """The commands of the command line on batch files as OpenAI defines them."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from raybatch.config import secret_of
 from raybatch.errors import ConfigError
-from raybatch.job_flags import JobFlags, nested_options, with_model
+from raybatch.job_flags import JobFlags, nested_options, with_job_flags, with_model
 
 if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
@@ -30,6 +31,51 @@ class BatchFlags(NamedTuple):
 
 def add_batch_commands(app: typer.Typer) -> None:
     """Give the command line its commands on batch files."""
+    app.command()(serve)
+
+
+@with_job_flags
+def serve(
+    flags: JobFlags,
+    folder: Annotated[str, typer.Option(help="For files, batches and outputs; a path or a URI.")],
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="By which requests may call the model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Of that address.")] = 8000,
+    key_variable: Annotated[
+        str, typer.Option(help="Variable of the environment with the API key.")
+    ] = "RAYBATCH_API_KEY",
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Let everyone in who reaches the address.")
+    ] = False,
+    max_file_mb: Annotated[int, typer.Option(min=1, help="Of an upload, in MiB.")] = 200,
+    max_requests: Annotated[int, typer.Option(min=1, help="Of one batch.")] = 50_000,
+) -> None:
+    """Serve the Files and Batches API of OpenAI; batches go on where a server has ended."""
+    from raybatch.serving.server import ServeOptions, serve_batches  # Ray is slow to load
+    from raybatch.stages.ray_context import start_ray
+
+    mapping = nested_options(flags.job_file, flags.options)
+    if note := with_model(mapping):
+        typer.echo(note, err=True)
+    key = "" if no_key else secret_of(key_variable)
+    if not key and not no_key:
+        raise ConfigError(
+            f"no API key: set the variable {key_variable}, or --no-key to let everyone in"
+        )
+    options = ServeOptions(
+        folder=folder,
+        job=mapping,
+        names=tuple(model_name or ()),
+        host=host,
+        port=port,
+        key=key,
+        max_file_bytes=max_file_mb << 20,
+        max_requests=max_requests,
+    )
+    start_ray()
+    serve_batches(options)
 
 
 def run_batch_file(

@@ -260,17 +260,6 @@ def _write_page(path: str, page: str) -> None:
 
 
 def _start_ray() -> None:
-    """Start or join Ray and keep what it says in its log files.
+    from raybatch.stages.ray_context import start_ray  # slow to load, and --help does without
 
-    What Ray and Ray Data say about every execution would drown the progress of the job; an error
-    that ends the job is told once, by `main`.
-    """
-    import ray.data  # slow to load, and --help does without
-
-    if not ray.is_initialized():
-        ray.init(logging_level=logging.ERROR)
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler) and not isinstance(
-            handler, logging.FileHandler
-        ):
-            handler.setLevel(logging.CRITICAL)
+    start_ray()

@@ -336,6 +336,11 @@ def armed_fault() -> str | None:
     return os.environ.get("RAYBATCH_FAULT") or None
 
 
+def secret_of(variable: str) -> str:
+    """Return what a variable of the environment holds, "" where there is none."""
+    return os.environ.get(variable, "").strip()
+
+
 def cache_dir() -> Path:
     """Return the folder for files that can be made again: downloads and prepared weights.
 

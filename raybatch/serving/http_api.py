@@ -3,8 +3,7 @@
 import hashlib
 import hmac
 import logging
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +17,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.serving.batch_store import ENDED, Batch, BatchStore
 from raybatch.serving.file_store import FileStore
+from raybatch.serving.http_values import (
+    checked_endpoint,
+    checked_metadata,
+    listed,
+    page_of,
+    window_seconds,
+)
 from raybatch.serving.problems import Problem
 
 __all__ = ["ApiConfig", "build_app"]
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
-_UNIT_S = {"m": 60, "h": 3600, "d": 86400}
-_MAX_WINDOW_S = 30 * 86400
 # around the content of an upload: borders, names and other fields
 _FORM_BYTES = 64 << 10
 _MAX_BODY_BYTES = 1 << 20
@@ -150,8 +152,9 @@ class _Api:
         if request.query_params.get("order") == "asc":
             found.reverse()
         purpose = request.query_params.get("purpose")
-        views = [record.view() for record in found if purpose in (None, record.purpose)]
-        return _page(request, views, default=10_000, most=10_000)
+        views = {record.id: record.view() for record in found if purpose in (None, record.purpose)}
+        ids, has_more = page_of(list(views), request.query_params, default=10_000, most=10_000)
+        return JSONResponse(listed([views[name] for name in ids], has_more=has_more))
 
     async def get_file(self, request: Request) -> Response:
         found = await run_in_threadpool(self._files.get, request.path_params["id"])
@@ -189,10 +192,10 @@ class _Api:
                 raise Problem(f"{key} is not supported", param=key, code="unknown_parameter")
         window = body.get("completion_window", "24h")
         options = {
-            "endpoint": _endpoint(body.get("endpoint")),
+            "endpoint": checked_endpoint(body.get("endpoint")),
             "completion_window": window,
-            "window_s": _window_s(window),
-            "metadata": _metadata(body.get("metadata")),
+            "window_s": window_seconds(window),
+            "metadata": checked_metadata(body.get("metadata")),
         }
         batch = await run_in_threadpool(self._add_batch, body.get("input_file_id"), options)
         return self._told(batch)
@@ -206,15 +209,10 @@ class _Api:
 
     async def list_batches(self, request: Request) -> Response:
         ids = await run_in_threadpool(self._batches.ids)
-        ids.reverse()
-        after, limit = request.query_params.get("after"), _limit(request, default=20, most=100)
-        if after is not None:
-            if after not in ids:
-                raise Problem("after names no batch", param="after")
-            ids = ids[ids.index(after) + 1 :]
-        found = [await run_in_threadpool(self._batches.get, name) for name in ids[:limit]]
+        page, has_more = page_of(ids[::-1], request.query_params, default=20, most=100)
+        found = [await run_in_threadpool(self._batches.get, name) for name in page]
         views = [batch.view(self._config.models[0]) for batch in found]
-        return JSONResponse(_listed(views, has_more=len(ids) > limit))
+        return JSONResponse(listed(views, has_more=has_more))
 
     async def get_batch(self, request: Request) -> Response:
         return self._told(await run_in_threadpool(self._batches.get, request.path_params["id"]))
@@ -234,7 +232,7 @@ class _Api:
         return self._batches.get(batch_id)
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse(_listed([self._model(name) for name in self._config.models]))
+        return JSONResponse(listed([self._model(name) for name in self._config.models]))
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -290,67 +288,3 @@ async def _json_body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Problem("the body must be a JSON object")
     return body
-
-
-def _endpoint(endpoint: object) -> str:
-    if endpoint == EMBEDDINGS:
-        raise Problem("the backend of this server makes no embeddings", param="endpoint")
-    if endpoint not in (CHAT, COMPLETIONS):
-        raise Problem(f"endpoint must be {CHAT} or {COMPLETIONS}", param="endpoint")
-    return str(endpoint)
-
-
-def _window_s(window: object) -> int:
-    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
-    seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
-    if not 0 < seconds <= _MAX_WINDOW_S:
-        raise Problem(
-            "completion_window must be a time of 30d at most, such as 24h",
-            param="completion_window",
-        )
-    return seconds
-
-
-def _metadata(value: object) -> dict[str, str] | None:
-    if value is None:
-        return None
-    is_good = (
-        isinstance(value, dict)
-        and len(value) <= 16
-        and all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in value.items())
-    )
-    if not is_good:
-        raise Problem(
-            "metadata must be up to 16 texts of 512 characters, with names of 64", param="metadata"
-        )
-    assert isinstance(value, dict), "it was looked at above"
-    return value
-
-
-def _limit(request: Request, *, default: int, most: int) -> int:
-    text = request.query_params.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise Problem(f"limit must be a whole number from 1 to {most}", param="limit")
-    return int(text)
-
-
-def _page(
-    request: Request, views: Sequence[dict[str, Any]], *, default: int, most: int
-) -> Response:
-    limit, after = _limit(request, default=default, most=most), request.query_params.get("after")
-    if after is not None:
-        places = [i for i, view in enumerate(views) if view["id"] == after]
-        if not places:
-            raise Problem("after names nothing in the list", param="after")
-        views = views[places[0] + 1 :]
-    return JSONResponse(_listed(views[:limit], has_more=len(views) > limit))
-
-
-def _listed(views: Sequence[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": list(views),
-        "first_id": views[0]["id"] if views else None,
-        "last_id": views[-1]["id"] if views else None,
-        "has_more": has_more,
-    }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raybatch.errors import ConfigError, RaybatchError, error_text
+from raybatch.errors import CommitError, ConfigError, RaybatchError, error_text
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.run import BatchRun
@@ -73,7 +73,7 @@ class _OneBatch:
             logger.warning(
                 "batch %s failed: %s", self._request.id, error_text(error), exc_info=not is_known
             )
-            self._enter("failed", problem=error_text(error))
+            self._enter("failed", problem=str(error) if is_known else error_text(error))
 
     def _run(self) -> None:
         if not self._status.output_file_id:
@@ -95,8 +95,10 @@ class _OneBatch:
         )
         if reason in _CODES:
             self._end(reason, batch.close(_CODES[reason]))
+        elif reason and self._runner.is_ending():
+            logger.warning("batch %s goes on when the server is started", self._request.id)
         elif reason:
-            logger.warning("batch %s goes on later: %s", self._request.id, reason)
+            raise CommitError(reason)
         else:
             self._enter("finalizing")
             self._end("completed", batch.finish(found))

@@ -1,8 +1,11 @@
-"""How Ray Data runs what ends in units."""
+"""How Ray starts for a command, and how Ray Data runs what ends in units."""
 
+import logging
 from typing import Any
 
-__all__ = ["settle_context"]
+import ray
+
+__all__ = ["settle_context", "start_ray"]
 
 
 def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
@@ -14,3 +17,18 @@ def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
     context.raise_original_map_exception = True
     # Ray's own checkpoint would leave out rows that wait in the journal for the rest of their unit.
     context.checkpoint_config = None
+
+
+def start_ray() -> None:
+    """Start or join Ray and keep what it says in its log files.
+
+    What Ray and Ray Data say about every execution would drown the progress of the job; an error
+    that ends the job is told once, by who runs it.
+    """
+    if not ray.is_initialized():
+        ray.init(logging_level=logging.ERROR)
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(
+            handler, logging.FileHandler
+        ):
+            handler.setLevel(logging.CRITICAL)

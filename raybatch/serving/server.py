@@ -1,0 +1,188 @@
+"""A server: the HTTP API on Ray Serve, and the runner of its batches in a thread beside it."""
+
+import hashlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import ray
+
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.openai_batch.batch_options import BatchOptions, model_names
+from raybatch.serving.runner import BatchRunner
+from raybatch.stages.storage import store_of
+
+__all__ = ["ServeOptions", "serve_batches"]
+
+logger = logging.getLogger(__name__)
+
+_APP = "raybatch"
+_POLL_S = 0.5
+_MAX_REQUESTS_AT_ONCE = 256
+_MARKER = "server.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """What a server serves, and where.
+
+    Args:
+        folder: for files, batches and outputs, local or a URI; a server that is started with the
+            same one goes on there. One server at a time works on it.
+        job: options of the jobs, as in a job file.
+        names: further names of the model.
+        host: address that is listened on.
+        port: of it.
+        key: that clients must bring; "" lets everyone in.
+        max_file_bytes: of an upload.
+        max_requests: of a batch.
+    """
+
+    folder: str
+    job: Mapping[str, Any]
+    names: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str = ""
+    max_file_bytes: int = 200 << 20
+    max_requests: int = 50_000
+
+    def __post_init__(self) -> None:
+        # a wrong option is told before anything starts
+        BatchOptions(job=self.job, names=self.names, where="raybatch serve")
+        if "limits" in self.job:
+            raise ConfigError(
+                "raybatch serve: limits end a run early, and a batch has its completion window for "
+                "that; leave them out"
+            )
+        if not 0 < self.port < 1 << 16:
+            raise ConfigError(f"port must be from 1 to 65535, got {self.port!r}")
+        for name in ("max_file_bytes", "max_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+
+
+def serve_batches(options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one does not wait for the batch at work.
+
+    Ray runs already.
+
+    Raises:
+        ConfigError: the address is taken, or the folder cannot be used.
+        MissingDependency: Ray Serve is not installed.
+    """
+    ending = threading.Event()
+    runner = BatchRunner(
+        folder=options.folder,
+        job=options.job,
+        names=options.names,
+        max_requests=options.max_requests,
+        is_ending=ending.is_set,
+    )
+    thread = threading.Thread(target=_run, args=(runner, ending), name="batches", daemon=True)
+    with _signals(ending), served(options):
+        logger.info("serving http://%s:%d/v1", options.host, options.port)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_S)
+
+
+@contextmanager
+def served(options: ServeOptions) -> Iterator[None]:
+    """Answer HTTP on Ray Serve while the context lasts.
+
+    Raises:
+        ConfigError: the address is taken, or the folder cannot be used.
+        MissingDependency: Ray Serve is not installed.
+    """
+    try:
+        from ray import serve
+
+        from raybatch.serving.http_api import ApiConfig, build_app
+    except ImportError as error:
+        raise MissingDependency(
+            "raybatch serve needs Ray Serve: pip install 'raybatch[serve]'"
+        ) from error
+    _check_free(options.host, options.port)
+    created = int(time.time())
+    store_of(options.folder).create(_MARKER, b'{"layout": 1}')
+    digest = hashlib.sha256(options.key.encode()).hexdigest() if options.key else ""
+    model = BatchOptions(job=options.job).stage.model
+    app = build_app(
+        ApiConfig(
+            folder=options.folder,
+            # a path of this host is nobody's business
+            models=options.names or model_names(model, ())[-1:],
+            key_digest=digest,
+            max_file_bytes=options.max_file_bytes,
+            created_at=created,
+        )
+    )
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    where = {"host": options.host, "port": options.port}
+    serve.start(proxy_location="HeadOnly", http_options=where, logging_config=quiet)
+    deployment = serve.deployment(
+        name="api",
+        num_replicas=1,
+        max_ongoing_requests=_MAX_REQUESTS_AT_ONCE,
+        ray_actor_options={"num_cpus": 0, "resources": _this_host()},
+        logging_config=quiet,
+    )(serve.ingress(app)(type("Api", (), {})))
+    try:
+        serve.run(deployment.bind(), name=_APP, route_prefix="/")
+        yield
+    finally:
+        serve.shutdown()
+
+
+def _run(runner: BatchRunner, ending: threading.Event) -> None:
+    while not ending.is_set():
+        try:
+            is_idle = not runner.step()
+        except Exception:  # of the folder, which may be there again later
+            logger.exception("the batches cannot be read")
+            is_idle = True
+        if is_idle:
+            ending.wait(_POLL_S)
+
+
+@contextmanager
+def _signals(ending: threading.Event) -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if ending.is_set():
+            raise KeyboardInterrupt
+        ending.set()
+        logger.warning("the server ends; the batch at work keeps what is done and goes on later")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be listened on: {error}") from error
+
+
+def _this_host() -> dict[str, float]:
+    """Return a resource that only the host of this process has, because the folder may be local."""
+    own = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == own:
+            names = [n for n in node["Resources"] if n.startswith("node:") and "__" not in n]
+            return dict.fromkeys(names[:1], 0.001)
+    return {}
