@@ -120,7 +120,7 @@ class Tokenizer:
         """Return whether the chat template says `name` anywhere, as it must to read an option."""
         if chat_template is None and not self.has_chat_template:
             return False
-        tools = [{}] if name == "tools" else None
+        tools: list[dict[str, Any]] | None = [{}] if name == "tools" else None
         return name in str(self._tokenizer.get_chat_template(chat_template, tools))
 
     def count_special(self, text: str) -> int:

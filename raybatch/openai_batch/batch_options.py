@@ -112,21 +112,21 @@ class BatchOptions:
             n=form.num_samples,
             logprobs=rows.num_logprobs if form.has_logprobs else None,
         )
-        prompts: dict[str, Any] = {
+        prompts: dict[str, dict[str, Any]] = {
             "messages": {
                 "messages": "messages",
                 "chat_template_kwargs_column": "template_options",
             },
             "prompt": {"prompt": "{prompt}", "chat": False},
             "tokens": {"tokenized_prompt": "tokens"},
-        }[form.kind]
-        stage = {
+        }
+        stage: dict[str, Any] = {
             **self._of_stage,
             "model": self.stage.model,
             "sampling": sampling,
             "sampling_column": "sampling",
             "id_column": "id",
-            **prompts,
+            **prompts[form.kind],
         }
         stage.pop("seed", None)  # it is in the sampling options
         mapping = {

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,8 +104,8 @@ class _Api:
                 return JSONResponse(problem.body(), problem.status)
             except Exception:  # clients are not told more than that
                 logger.exception("%s %s failed", request.method, request.url.path)
-                problem = Problem("the server could not do this", status=500, code="server_error")
-                return JSONResponse(problem.body(), 500)
+                unknown = Problem("the server could not do this", status=500, code="server_error")
+                return JSONResponse(unknown.body(), 500)
 
         return handle
 
@@ -136,7 +137,7 @@ class _Api:
                 record = await run_in_threadpool(
                     self._files.add,
                     upload.file,
-                    filename=(upload.filename or "batch.jsonl")[:255],
+                    filename=_last_step(upload.filename),
                     purpose="batch",
                 )
         except (MultiPartException, HTTPException, AssertionError) as error:
@@ -256,6 +257,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     problem = Problem("there is no such operation", status=status, code="not_found")
     return JSONResponse(problem.body(), status)
+
+
+def _last_step(filename: str | None) -> str:
+    """Return a name without folders, for clients that write files under the names they hear."""
+    return re.split(r"[/\\]", filename or "")[-1][:255] or "batch.jsonl"
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:

@@ -28,7 +28,7 @@ def checked_endpoint(endpoint: object) -> str:
         Problem: there is none of that name.
     """
     if endpoint == EMBEDDINGS:
-        raise Problem("the backend of this server makes no embeddings", param="endpoint")
+        raise Problem(f"endpoint {endpoint}: the backend makes no embeddings", param="endpoint")
     if endpoint not in (CHAT, COMPLETIONS):
         raise Problem(f"endpoint must be {CHAT} or {COMPLETIONS}", param="endpoint")
     return str(endpoint)

@@ -1,0 +1,123 @@
+"""What a server is told before anything starts, and what it keeps."""
+
+import io
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from raybatch.cli import app
+from raybatch.errors import ConfigError
+from raybatch.serving.batch_store import BatchStatus, BatchStore
+from raybatch.serving.file_store import FileStore
+from raybatch.serving.http_values import checked_metadata, page_of, window_seconds
+from raybatch.serving.ids import BATCH, FILE, check_id, new_id
+from raybatch.serving.problems import Problem
+from raybatch.serving.server import ServeOptions, _check_free
+
+
+def test_server_without_a_key_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAYBATCH_API_KEY", raising=False)
+    result = CliRunner().invoke(app, ["serve", "--folder", str(tmp_path)])
+    assert "no API key" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ({"limits": {"max_tokens": 5}}, "limits"),
+        ({"sink": "x"}, "'sink' is no option of a batch"),
+        ({"stage": {"prompt": "{a}"}}, r"stage\.prompt"),
+        ({"stage": {"pool": {"replica": 1}}}, "replica"),
+        ({"planned": True}, "planned"),
+    ],
+)
+def test_wrong_options_are_told_at_once(job, told):
+    with pytest.raises(ConfigError, match=told):
+        ServeOptions(folder="f", job=job)
+
+
+def test_address_that_is_taken_is_told():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ConfigError, match="cannot be listened on"):
+            _check_free(*other.getsockname())
+
+
+def test_ids_have_the_order_of_time_and_no_two_are_alike():
+    ids = [new_id(FILE, now_s) for now_s in (1.0, 1.5, 1.5, 1e9)]
+    assert [check_id(found, FILE) for found in ids] == ids
+    assert len(set(ids)) == 4
+    assert (ids[0], ids[-1]) == (min(ids), max(ids))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "file-", "file-../../etc", "batch_" + "0" * 32, "file-\u0660"]
+)
+def test_text_that_is_no_id_never_becomes_a_path(text):
+    with pytest.raises(Problem, match="no such file"):
+        check_id(text, FILE)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("24h", 86400), ("90m", 5400), ("7d", 604_800)])
+def test_windows_are_times(text, seconds):
+    assert window_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1h", "1.5h", "31d", "99999999h", 24, None])
+def test_windows_that_are_no_times_are_refused(text):
+    with pytest.raises(Problem, match="completion_window"):
+        window_seconds(text)
+
+
+@pytest.mark.parametrize(
+    "value", [[], "x", {"a": 1}, {"a" * 65: "x"}, {str(i): "" for i in range(17)}]
+)
+def test_metadata_that_are_more_than_texts_are_refused(value):
+    with pytest.raises(Problem, match="metadata"):
+        checked_metadata(value)
+
+
+def test_pages_follow_each_other():
+    ids = [str(i) for i in range(5)]
+    assert page_of(ids, {"limit": "2"}, default=20, most=100) == (["0", "1"], True)
+    assert page_of(ids, {"limit": "2", "after": "2"}, default=20, most=100) == (["3", "4"], False)
+
+
+@pytest.mark.parametrize(
+    "query", [{"limit": "0"}, {"limit": "x"}, {"limit": "101"}, {"after": "9"}]
+)
+def test_pages_that_are_nowhere_are_refused(query):
+    with pytest.raises(Problem):
+        page_of(["1"], query, default=20, most=100)
+
+
+def test_file_is_there_once_its_content_is(tmp_path):
+    files = FileStore(str(tmp_path))
+    record = files.add(io.BytesIO(b"x" * 3_000_000), filename="../a", purpose="batch")
+    assert (record.bytes, files.all()) == (3_000_000, [record])
+    assert sum(map(len, files.chunks(record.id))) == 3_000_000
+    files.remove(record.id)
+    assert (files.all(), list((tmp_path / "files").iterdir())) == ([], [])
+
+
+def test_batch_is_what_its_records_say(tmp_path):
+    store = BatchStore(str(tmp_path))
+    batch = store.add(
+        endpoint="/v1/completions",
+        input_file_id="f",
+        completion_window="1h",
+        window_s=3600,
+        metadata=None,
+    )
+    name = check_id(batch.request.id, BATCH)
+    assert (batch.state, batch.request.expires_at - batch.request.created_at) == (
+        "validating",
+        3600,
+    )
+    store.write(name, BatchStatus().now("in_progress", num_total=3))
+    store.cancel(name)
+    assert (store.get(name).state, store.ids()) == ("cancelling", [name])
+    store.write(name, BatchStatus().now("cancelled"))
+    assert BatchStore(str(tmp_path)).get(name).state == "cancelled"
