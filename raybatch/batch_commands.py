@@ -7,7 +7,7 @@ import typer
 
 from raybatch.config import secret_of
 from raybatch.errors import ConfigError
-from raybatch.job_flags import JobFlags, nested_options, with_job_flags, with_model
+from raybatch.job_flags import JobFlags, nested_options, parse_settings, with_job_flags, with_model
 
 if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
@@ -32,6 +32,77 @@ class BatchFlags(NamedTuple):
 def add_batch_commands(app: typer.Typer) -> None:
     """Give the command line its commands on batch files."""
     app.command()(serve)
+    batches = typer.Typer(
+        help="Make batch files of OpenAI, and read what has come of them.", no_args_is_help=True
+    )
+    batches.command()(to_batch)
+    batches.command()(from_batch)
+    app.add_typer(batches, name="openai")
+
+
+def to_batch(
+    source: Annotated[str, typer.Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Batch file; further ones get numbers.")],
+    model: Annotated[str, typer.Option(help="As requests name it.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
+    ] = None,
+    messages_column: Annotated[
+        str | None, typer.Option(help="Column of OpenAI messages, instead of --prompt.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of rows without one.")] = None,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    id_column: Annotated[
+        str | None, typer.Option(help="Column for custom_id; file and position by default.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Option of every request, such as max_tokens=100."),
+    ] = None,
+) -> None:
+    """Make batch files of a dataset, of 50,000 requests and 200 MB each at most."""
+    from raybatch.openai_batch.export import Export, export_rows  # slow to load
+
+    given = parse_settings(settings or [])
+    sampling = {name.removeprefix("stage."): value for name, value in given.items()}
+    found = export_rows(
+        Export(
+            source=source,
+            output=out,
+            model=model,
+            prompt=prompt,
+            messages=messages_column,
+            system=system,
+            endpoint=endpoint,
+            id_column=id_column,
+            sampling=sampling,
+        )
+    )
+    typer.echo(f"{found.num_requests} requests: {', '.join(found.files)}")
+    if found.num_left_out:
+        first = f"the first is {found.first_error}"
+        typer.echo(f"{found.num_left_out} rows left out, {first}", err=True)
+    raise typer.Exit(2 if found.num_left_out else 0)
+
+
+def from_batch(
+    files: Annotated[list[str], typer.Argument(help="Files of answers and of errors.")],
+    source: Annotated[str, typer.Option(help="The dataset that the batch was made of.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="New folder for Parquet.")],
+    id_column: Annotated[
+        str | None, typer.Option(help="Column of custom_id, as when the batch was made.")
+    ] = None,
+) -> None:
+    """Bring answers back to the rows of a dataset; exit code 2 where rows have none."""
+    from raybatch.openai_batch.collect import collect_answers
+
+    found = collect_answers(files, source=source, sink=out, id_column=id_column)
+    typer.echo(
+        f"{found.num_rows} rows: {found.num_answered} answered, {found.num_failed} failed: {out}"
+    )
+    if found.num_unknown:
+        typer.echo(f"{found.num_unknown} lines are about no row of {source}", err=True)
+    raise typer.Exit(2 if found.num_failed else 0)
 
 
 @with_job_flags

@@ -1,0 +1,214 @@
+"""Writes rows of a dataset as batch files, for any server that takes them."""
+
+import json
+import posixpath
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+
+from raybatch.engine.chat import check_messages
+from raybatch.engine.prompt_errors import InvalidPrompt, PromptError
+from raybatch.errors import ConfigError, did_you_mean, error_text
+from raybatch.openai_batch.files import published
+from raybatch.openai_batch.requests import CHAT, COMPLETIONS
+from raybatch.stages.batches import python_values
+from raybatch.stages.identity import column_row_ids
+from raybatch.stages.inputs import column_of
+from raybatch.stages.source import scan_source
+from raybatch.stages.template import PromptTemplate
+from raybatch.stages.unique_ids import check_unique_ids
+
+__all__ = ["Export", "Exported", "export_rows"]
+
+# what OpenAI takes in one file
+MAX_REQUESTS, MAX_BYTES = 50_000, 200_000_000
+_ROW_ID = "__rb_custom_id__"
+_SAMPLING = (
+    "temperature",
+    "max_tokens",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "n",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """Which rows become which requests.
+
+    Args:
+        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
+        output: the first batch file; further ones have a number before the ending.
+        model: as requests name it.
+        prompt: template of the user's message, or of the prompt of a completion.
+        messages: a column of messages, in place of `prompt`.
+        system: message before those of each row that has none.
+        endpoint: "chat" or "completions".
+        id_column: names the requests; without it they are named by file and position.
+        sampling: options of every request, as OpenAI calls them.
+        max_requests: of one file.
+        max_bytes: of one file.
+
+    Raises:
+        ConfigError: options that do not fit together.
+    """
+
+    source: str
+    output: str
+    model: str
+    prompt: str | None = None
+    messages: str | None = None
+    system: str | None = None
+    endpoint: str = "chat"
+    id_column: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_requests: int = MAX_REQUESTS
+    max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ConfigError("give one of --prompt and --messages-column")
+        if self.endpoint not in ("chat", "completions"):
+            raise ConfigError(f"endpoint must be chat or completions, got {self.endpoint!r}")
+        if self.endpoint == "completions" and (self.messages or self.system) is not None:
+            raise ConfigError("completions take a prompt alone; leave messages and system out")
+        for name in self.sampling:
+            if name not in _SAMPLING:
+                raise ConfigError(
+                    f"batch files have no option {name!r}{did_you_mean(name, _SAMPLING)}; they "
+                    f"have {', '.join(_SAMPLING)}"
+                )
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    Args:
+        files: batch files, in order.
+        num_requests: in all of them.
+        num_left_out: rows that have no prompt.
+        first_error: of these; "" where there are none.
+    """
+
+    files: tuple[str, ...]
+    num_requests: int
+    num_left_out: int
+    first_error: str
+
+
+def export_rows(export: Export) -> Exported:
+    """Write the requests of a dataset, in its order, to as many files as they need.
+
+    Memory: a small table of rows.
+
+    Raises:
+        ConfigError: the source cannot be read, a column is missing, or ids are repeated.
+    """
+    num_requests = num_left_out = 0
+    first_error = ""
+    with _Files(export) as files:
+        for custom_id, asked in _asked(export):
+            if isinstance(asked, str):
+                num_left_out += 1
+                first_error = first_error or f"{custom_id}: {asked}"
+                continue
+            url = CHAT if export.endpoint == "chat" else COMPLETIONS
+            body = {"model": export.model, **asked, **export.sampling}
+            request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+            files.write(json.dumps(request).encode() + b"\n")
+            num_requests += 1
+    return Exported(tuple(files.names), num_requests, num_left_out, first_error)
+
+
+def _asked(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Yield id and prompt of each row, as keys of a body; a text is an error."""
+    source = scan_source(export.source)
+    if export.id_column is not None:
+        check_unique_ids(source, export.id_column)
+    row_id_column = _ROW_ID if export.id_column is None else None
+    for table in source.read(range(len(source.slices)), row_id_column=row_id_column):
+        column = column_of(table, row_id_column or export.id_column or "")
+        ids, errors = column_row_ids(column)
+        for custom_id, error, asked in zip(ids, errors, _prompts(export, table), strict=True):
+            yield custom_id or "", error or asked
+
+
+def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
+    if export.messages is not None:
+        for value in python_values(column_of(table, export.messages)):
+            try:
+                yield {"messages": _messages(value, export.system)}
+            except PromptError as error:
+                yield error_text(error)
+        return
+    assert export.prompt is not None, "an export has a prompt or messages"
+    texts, errors = PromptTemplate(export.prompt).render_column(table)
+    for text, error in zip(texts, errors, strict=True):
+        if text is None or error:
+            yield error
+        elif export.endpoint == "completions":
+            yield {"prompt": text}
+        else:
+            yield {"messages": _messages([{"role": "user", "content": text}], export.system)}
+
+
+def _messages(value: Any, system: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - of a row
+    if isinstance(value, Exception):
+        raise InvalidPrompt(str(value))
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
+    messages = check_messages(value)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+class _Files:
+    """Batch files, a new one where a line would be too many for the one before."""
+
+    def __init__(self, export: Export) -> None:
+        self._export = export
+        self._stack = ExitStack()
+        self._file: IO[bytes] | None = None
+        self._num_requests = self._num_bytes = 0
+        self.names: list[str] = []
+
+    def __enter__(self) -> "_Files":
+        self._open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def write(self, line: bytes) -> None:
+        is_full = self._num_requests >= self._export.max_requests
+        if is_full or (self._num_requests and self._num_bytes + len(line) > self._export.max_bytes):
+            self._stack.close()
+            self._open()
+        assert self._file is not None, "a context opens the first file"
+        self._file.write(line)
+        self._num_requests += 1
+        self._num_bytes += len(line)
+
+    def _open(self) -> None:
+        number, path = len(self.names) + 1, self._export.output
+        root, ending = posixpath.splitext(path)
+        name = path if number == 1 else f"{root}.{number}{ending}"
+        self._file = self._stack.enter_context(published(name))
+        self._num_requests = self._num_bytes = 0
+        self.names.append(name)

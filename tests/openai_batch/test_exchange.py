@@ -1,0 +1,170 @@
+"""Datasets to batch files, and answers back to datasets."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from raybatch.cli import app
+from raybatch.errors import ConfigError
+from raybatch.openai_batch.collect import collect_answers
+from raybatch.openai_batch.export import Export, export_rows
+from tests.openai_batch.support import read_file
+
+
+@pytest.fixture
+def source(tmp_path):
+    table = pa.table({"key": ["a", "b", "c", "d"], "text": ["w", None, "y", "z"]})
+    (tmp_path / "in").mkdir()
+    pq.write_table(table, tmp_path / "in" / "part.parquet")
+    return tmp_path / "in"
+
+
+def export(source, tmp_path, **options):
+    options = {"prompt": "say {text}", **options}
+    return export_rows(
+        Export(source=str(source), output=str(tmp_path / "b.jsonl"), model="gpt", **options)
+    )
+
+
+def answer(custom_id, *texts, reason="stop"):
+    choices = [
+        {"index": i, "message": {"content": text}, "finish_reason": reason}
+        for i, text in enumerate(texts)
+    ]
+    details = {"cached_tokens": 3}
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": details}
+    body = {"choices": choices[::-1], "usage": usage}
+    return {"custom_id": custom_id, "response": {"status_code": 200, "body": body}, "error": None}
+
+
+def collect(source, tmp_path, *lines, **options):
+    (tmp_path / "out.jsonl").write_text("".join(f"{json.dumps(found)}\n" for found in lines))
+    options = {"id_column": "key", **options}
+    found = collect_answers(
+        [str(tmp_path / "out.jsonl")], source=str(source), sink=str(tmp_path / "answers"), **options
+    )
+    return found, pq.read_table(tmp_path / "answers").to_pylist()
+
+
+def test_rows_become_requests_and_rows_without_a_prompt_are_counted(source, tmp_path):
+    found = export(source, tmp_path, system="s", sampling={"max_tokens": 3}, id_column="key")
+    lines = read_file(tmp_path / "b.jsonl")
+    assert (found.num_requests, found.num_left_out) == (3, 1)
+    assert found.first_error == "b: InvalidPrompt: column 'text' is null"
+    assert lines[0] == {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "model": "gpt",
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "say w"},
+            ],
+            "max_tokens": 3,
+        },
+    }
+
+
+def test_requests_are_named_by_file_and_position_without_an_id_column(source, tmp_path):
+    export(source, tmp_path)
+    ids = [line["custom_id"] for line in read_file(tmp_path / "b.jsonl")]
+    assert ids == ["part.parquet:0", "part.parquet:2", "part.parquet:3"]
+
+
+@pytest.mark.parametrize("limit", [{"max_requests": 2}, {"max_bytes": 400}], ids=str)
+def test_files_are_split_at_their_limits(source, tmp_path, limit):
+    found = export(source, tmp_path, **limit)
+    assert found.files == (str(tmp_path / "b.jsonl"), str(tmp_path / "b.2.jsonl"))
+    counts = [len(read_file(tmp_path / name)) for name in ("b.jsonl", "b.2.jsonl")]
+    assert counts == [2, 1]
+
+
+def test_messages_come_from_a_column(tmp_path):
+    messages = [[{"role": "user", "content": "x", "name": None}], []]
+    pq.write_table(pa.table({"m": messages}), tmp_path / "a.parquet")
+    found = export(tmp_path / "a.parquet", tmp_path, prompt=None, messages="m")
+    (line,) = read_file(tmp_path / "b.jsonl")
+    assert line["body"]["messages"] == [{"role": "user", "content": "x"}]
+    assert "messages is empty" in found.first_error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": None},
+        {"messages": "m"},
+        {"endpoint": "embeddings"},
+        {"endpoint": "completions", "system": "s"},
+        {"sampling": {"top_k": 3}},
+    ],
+    ids=str,
+)
+def test_options_that_no_batch_file_has_are_refused(source, tmp_path, options):
+    with pytest.raises(ConfigError):
+        export(source, tmp_path, **options)
+
+
+def test_answers_go_back_to_their_rows_in_the_order_of_the_source(source, tmp_path):
+    found, rows = collect(source, tmp_path, answer("c", "C", reason="length"), answer("a", "A"))
+    assert tuple(found) == (4, 2, 2, 0)
+    assert [row["generated_text"] for row in rows] == ["A", None, "C", None]
+    assert [row["finish_reason"] for row in rows] == ["stop", "error", "length", "error"]
+    assert [row["row_id"] for row in rows] == [row["key"] for row in rows] == ["a", "b", "c", "d"]
+    counts = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
+    assert [rows[0][name] for name in counts] == [5, 3, 2]
+
+
+def test_errors_go_back_to_their_rows(source, tmp_path):
+    body = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+    lines = [
+        {"custom_id": "a", "response": {"status_code": 400, "body": body}, "error": None},
+        {"custom_id": "b", "response": None, "error": {"code": "batch_expired", "message": "late"}},
+        {"custom_id": None, "response": None, "error": {"code": "x", "message": "y"}},
+    ]
+    found, rows = collect(source, tmp_path, *lines)
+    assert [row["__inference_error__"] for row in rows] == [
+        "PromptTooLong: too long",
+        "BatchError: batch_expired: late",
+        "BatchError: no line of the batch is about this row",
+        "BatchError: no line of the batch is about this row",
+    ]
+    assert found.num_unknown == 1
+
+
+def test_samples_become_lists(source, tmp_path):
+    _, rows = collect(source, tmp_path, answer("a", "x", "y"))
+    assert [row["generated_text"] for row in rows[:2]] == [["x", "y"], [None, None]]
+    assert rows[0]["finish_reason"] == ["stop", "stop"]
+
+
+def test_calls_of_tools_are_texts(source, tmp_path):
+    line = answer("a", None)
+    line["response"]["body"]["choices"][0]["message"]["tool_calls"] = [{"id": "1"}]
+    _, rows = collect(source, tmp_path, line)
+    assert json.loads(rows[0]["generated_text"]) == [{"id": "1"}]
+
+
+def test_lines_that_are_no_answers_are_refused_by_number(source, tmp_path):
+    with pytest.raises(ConfigError, match=r"out\.jsonl, line 2 is no line of answers"):
+        collect(source, tmp_path, answer("a", "A"), {"custom_id": "b"})
+
+
+def test_folder_with_files_is_refused(source, tmp_path):
+    collect(source, tmp_path)
+    with pytest.raises(ConfigError, match="holds files"):
+        collect(source, tmp_path)
+
+
+def test_commands_make_batches_and_read_them(source, tmp_path):
+    to = ["openai", "to-batch", str(source), "-o", str(tmp_path / "b.jsonl"), "--model", "m"]
+    made = CliRunner().invoke(app, [*to, "--prompt", "{text}", "--set", "max_tokens=5"])
+    assert (made.exit_code, read_file(tmp_path / "b.jsonl")[0]["body"]["max_tokens"]) == (2, 5)
+    ids = [line["custom_id"] for line in read_file(tmp_path / "b.jsonl")]
+    (tmp_path / "o.jsonl").write_text("".join(json.dumps(answer(i, i)) + "\n" for i in ids))
+    back = ["openai", "from-batch", str(tmp_path / "o.jsonl"), "--source", str(source)]
+    read = CliRunner().invoke(app, [*back, "-o", str(tmp_path / "answers")])
+    assert (read.exit_code, "4 rows: 3 answered, 1 failed" in read.output) == (2, True)
