@@ -7,7 +7,15 @@ import typer
 
 from raybatch.config import secret_of
 from raybatch.errors import ConfigError
-from raybatch.job_flags import JobFlags, nested_options, parse_settings, with_job_flags, with_model
+from raybatch.job_flags import (
+    MESSAGES_FLAG,
+    PROMPT_FLAG,
+    JobFlags,
+    nested_options,
+    parse_settings,
+    with_job_flags,
+    with_model,
+)
 
 if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
@@ -44,12 +52,8 @@ def to_batch(
     source: Annotated[str, typer.Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Batch file; further ones get numbers.")],
     model: Annotated[str, typer.Option(help="As requests name it.")],
-    prompt: Annotated[
-        str | None, typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
-    ] = None,
-    messages_column: Annotated[
-        str | None, typer.Option(help="Column of OpenAI messages, instead of --prompt.")
-    ] = None,
+    prompt: Annotated[str | None, PROMPT_FLAG] = None,
+    messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
     system: Annotated[str | None, typer.Option(help="System message of rows without one.")] = None,
     endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
     id_column: Annotated[

@@ -18,6 +18,8 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.options import StageConfig
 
 __all__ = [
+    "MESSAGES_FLAG",
+    "PROMPT_FLAG",
     "JobFlags",
     "job_mapping",
     "nested_options",
@@ -27,6 +29,8 @@ __all__ = [
 ]
 
 DEMO_MODEL = "demo"
+PROMPT_FLAG = typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
+MESSAGES_FLAG = typer.Option(help="Column of OpenAI messages, instead of --prompt.")
 _DEMO_NOTE = (
     "no --model given: taking the embedded demo model, which answers questions about the demo "
     "documents and nothing else"
@@ -86,12 +90,8 @@ def read_job_flags(
     model: Annotated[
         str | None, typer.Option(help="Checkpoint folder, hub id or URI; demo by default.")
     ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
-    ] = None,
-    messages_column: Annotated[
-        str | None, typer.Option(help="Column of OpenAI messages, instead of --prompt.")
-    ] = None,
+    prompt: Annotated[str | None, PROMPT_FLAG] = None,
+    messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate a row.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,

@@ -5,7 +5,6 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
@@ -113,7 +112,8 @@ def export_rows(export: Export) -> Exported:
     """
     num_requests = num_left_out = 0
     first_error = ""
-    with _Files(export) as files:
+    with ExitStack() as stack:
+        files = _Files(export, stack)
         for custom_id, asked in _asked(export):
             if isinstance(asked, str):
                 num_left_out += 1
@@ -149,10 +149,10 @@ def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
                 yield error_text(error)
         return
     assert export.prompt is not None, "an export has a prompt or messages"
-    texts, errors = PromptTemplate(export.prompt).render_column(table)
-    for text, error in zip(texts, errors, strict=True):
-        if text is None or error:
-            yield error
+    texts, problems = PromptTemplate(export.prompt).render_column(table)
+    for text, problem in zip(texts, problems, strict=True):
+        if text is None:
+            yield problem
         elif export.endpoint == "completions":
             yield {"prompt": text}
         else:
@@ -176,39 +176,26 @@ def _messages(value: Any, system: str | None) -> list[dict[str, Any]]:  # noqa: 
 class _Files:
     """Batch files, a new one where a line would be too many for the one before."""
 
-    def __init__(self, export: Export) -> None:
+    def __init__(self, export: Export, stack: ExitStack) -> None:
         self._export = export
-        self._stack = ExitStack()
-        self._file: IO[bytes] | None = None
+        self._stack = stack
         self._num_requests = self._num_bytes = 0
         self.names: list[str] = []
-
-    def __enter__(self) -> "_Files":
-        self._open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._file = self._open()
 
     def write(self, line: bytes) -> None:
         is_full = self._num_requests >= self._export.max_requests
         if is_full or (self._num_requests and self._num_bytes + len(line) > self._export.max_bytes):
             self._stack.close()
-            self._open()
-        assert self._file is not None, "a context opens the first file"
+            self._file = self._open()
+            self._num_requests = self._num_bytes = 0
         self._file.write(line)
         self._num_requests += 1
         self._num_bytes += len(line)
 
-    def _open(self) -> None:
+    def _open(self) -> IO[bytes]:
         number, path = len(self.names) + 1, self._export.output
         root, ending = posixpath.splitext(path)
         name = path if number == 1 else f"{root}.{number}{ending}"
-        self._file = self._stack.enter_context(published(name))
-        self._num_requests = self._num_bytes = 0
         self.names.append(name)
+        return self._stack.enter_context(published(name))

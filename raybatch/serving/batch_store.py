@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.ids import BATCH, check_id, new_id
 from raybatch.serving.problems import Problem
 from raybatch.stages.storage import store_of
@@ -51,16 +52,9 @@ class BatchStatus:
     Args:
         status: of the API; "cancelling" is what one is that was cancelled and has not ended.
         times: names of the API to times, such as in_progress_at.
-        output_file_id: file for the answers.
-        error_file_id: file for the errors.
-        has_output: there are answers.
-        has_errors: there are errors.
-        num_total: requests.
-        num_completed: of them.
-        num_failed: of them.
-        prompt_tokens: of requests with an answer.
-        cached_tokens: of these, those whose KV came from another request.
-        generated_tokens: of requests with an answer.
+        output_file_id: file for the answers, once there are any.
+        error_file_id: file for the errors, once there are any.
+        counts: of requests and tokens.
         problem: why it has failed; "" where it has not.
     """
 
@@ -68,14 +62,7 @@ class BatchStatus:
     times: Mapping[str, int] = field(default_factory=dict)
     output_file_id: str = ""
     error_file_id: str = ""
-    has_output: bool = False
-    has_errors: bool = False
-    num_total: int = 0
-    num_completed: int = 0
-    num_failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
+    counts: BatchCounts = field(default_factory=BatchCounts)
     problem: str = ""
 
     def now(self, status: str, **changes: Any) -> "BatchStatus":  # noqa: ANN401
@@ -106,7 +93,10 @@ class Batch:
 
     def view(self, model: str) -> dict[str, Any]:
         """Return the object of the API."""
-        status, request = self.status, self.request
+        status, request, counts = self.status, self.request, self.status.counts
+        # files come with the end, and not with a failure
+        has_files = status.status in ENDED and status.status != "failed"
+        has_output, has_errors = has_files and counts.num_completed, has_files and counts.num_failed
         times = {
             f"{name}_at": status.times.get(f"{name}_at")
             for name in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")
@@ -123,18 +113,18 @@ class Batch:
             "errors": errors,
             "status": self.state,
             "cancelling_at": self.cancelling_at,
-            "output_file_id": status.output_file_id if status.has_output else None,
-            "error_file_id": status.error_file_id if status.has_errors else None,
+            "output_file_id": status.output_file_id if has_output else None,
+            "error_file_id": status.error_file_id if has_errors else None,
             "request_counts": {
-                "total": status.num_total,
-                "completed": status.num_completed,
-                "failed": status.num_failed,
+                "total": counts.num_requests,
+                "completed": counts.num_completed,
+                "failed": counts.num_failed,
             },
             "usage": {
-                "input_tokens": status.prompt_tokens,
-                "output_tokens": status.generated_tokens,
-                "total_tokens": status.prompt_tokens + status.generated_tokens,
-                "input_tokens_details": {"cached_tokens": status.cached_tokens},
+                "input_tokens": counts.prompt_tokens,
+                "output_tokens": counts.generated_tokens,
+                "total_tokens": counts.prompt_tokens + counts.generated_tokens,
+                "input_tokens_details": {"cached_tokens": counts.cached_tokens},
                 "output_tokens_details": {"reasoning_tokens": 0},
             },
         }
@@ -191,7 +181,7 @@ class BatchStore:
         cancel = self._read(batch_id, "cancel")
         return Batch(
             request=BatchRequest(**request),
-            status=BatchStatus(**(self._read(batch_id, "status") or {})),
+            status=_status(self._read(batch_id, "status") or {}),
             cancelling_at=None if cancel is None else cancel["cancelling_at"],
         )
 
@@ -220,6 +210,10 @@ class BatchStore:
         except FileNotFoundError:
             return None
         return found
+
+
+def _status(found: Mapping[str, Any]) -> BatchStatus:
+    return BatchStatus(**{**found, "counts": BatchCounts(**found.get("counts", {}))})
 
 
 def _name(batch_id: str, what: str) -> str:

@@ -88,8 +88,8 @@ class _OneBatch:
         found = batch.convert()
         self._check(found)
         if self._status.status == "validating":
-            counts = {"num_total": found.num_lines, "num_failed": found.num_refused}
-            self._enter("in_progress", **counts)
+            counts = BatchCounts(num_requests=found.num_lines, num_failed=found.num_refused)
+            self._enter("in_progress", counts=counts)
         reason = self._reason() or batch.answer(
             found, ending=self._reason, watch=lambda *rows: self._watch(found, *rows)
         )
@@ -141,7 +141,8 @@ class _OneBatch:
         # rows, of which requests with several prompts have several, so never more than there are
         failed = min(found.num_refused + max(0, num_failed), found.num_lines)
         completed = min(max(0, num_answered), found.num_lines - failed)
-        self._keep(replace(self._status, num_completed=completed, num_failed=failed))
+        counts = replace(self._status.counts, num_completed=completed, num_failed=failed)
+        self._keep(replace(self._status, counts=counts))
 
     def _end(self, state: str, counts: BatchCounts) -> None:
         status = self._status
@@ -154,17 +155,7 @@ class _OneBatch:
                 self._files.register(file_id, filename=name.format(what), purpose="batch_output")
             else:
                 self._files.remove(file_id)
-        self._enter(
-            state,
-            has_output=counts.num_completed > 0,
-            has_errors=counts.num_failed > 0,
-            num_total=counts.num_requests,
-            num_completed=counts.num_completed,
-            num_failed=counts.num_failed,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            generated_tokens=counts.generated_tokens,
-        )
+        self._enter(state, counts=counts)
 
     def _enter(self, state: str, **changes: Any) -> None:  # noqa: ANN401
         logger.info("batch %s: %s", self._request.id, state)

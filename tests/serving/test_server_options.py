@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from raybatch.cli import app
 from raybatch.errors import ConfigError
+from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.batch_store import BatchStatus, BatchStore
 from raybatch.serving.file_store import FileStore
 from raybatch.serving.http_values import checked_metadata, page_of, window_seconds
@@ -116,7 +117,8 @@ def test_batch_is_what_its_records_say(tmp_path):
         "validating",
         3600,
     )
-    store.write(name, BatchStatus().now("in_progress", num_total=3))
+    store.write(name, BatchStatus().now("in_progress", counts=BatchCounts(num_requests=3)))
+    assert store.get(name).view("m")["request_counts"] == {"total": 3, "completed": 0, "failed": 0}
     store.cancel(name)
     assert (store.get(name).state, store.ids()) == ("cancelling", [name])
     store.write(name, BatchStatus().now("cancelled"))
