@@ -67,8 +67,8 @@ def to_batch(
     """Make batch files of a dataset, of 50,000 requests and 200 MB each at most."""
     from raybatch.openai_batch.export import Export, export_rows  # slow to load
 
-    given = parse_settings(settings or [])
-    sampling = {name.removeprefix("stage."): value for name, value in given.items()}
+    given = parse_settings([f"sampling.{setting}" for setting in settings or []])
+    sampling = {name.removeprefix("stage.sampling."): value for name, value in given.items()}
     found = export_rows(
         Export(
             source=source,

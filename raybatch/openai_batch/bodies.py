@@ -8,7 +8,7 @@ from typing import Any
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.openai_batch.refusal import Refusal
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Asked, Form, Reply
-from raybatch.openai_batch.tool_options import read_tools
+from raybatch.openai_batch.tool_options import read_tools, with_parsed_calls
 from raybatch.types import Sampling
 
 __all__ = ["BodyRules", "read_request"]
@@ -35,6 +35,7 @@ _PASSED = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "structured_outputs",
 )
 # they change no answer
 _IGNORED = (
@@ -149,12 +150,6 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
         raise _bad(
             "chat_template_kwargs", f"chat_template_kwargs must be an object, got {template!r}"
         )
-    if body.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise _bad(
-            "response_format",
-            "the backend of this job cannot hold an answer to a format; leave response_format out",
-            "unsupported_parameter",
-        )
     template = {**template, **read_tools(body, is_read=rules.reads_tools)}
     if (effort := body.get("reasoning_effort")) is not None and rules.reads_reasoning_effort:
         template["reasoning_effort"] = effort
@@ -167,7 +162,7 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
         raise _bad("top_logprobs", "top_logprobs needs logprobs=true")
     return Asked(
         form=Form("messages", _num_samples(body), has_logprobs),
-        prompts=[json.dumps([_with_parsed_calls(message) for message in messages])],
+        prompts=[json.dumps([with_parsed_calls(message) for message in messages])],
         sampling=sampling,
         template_options=template,
         reply=Reply(CHAT, body["model"], num_logprobs if has_logprobs else None),
@@ -234,6 +229,8 @@ def _check_keys(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
 def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the options of a body that are options of a row; raise Refusal for a bad value."""
     found = {name: body[name] for name in _PASSED if name in body}
+    if (constraint := _format(body.get("response_format"))) is not None:
+        found["structured_outputs"] = constraint
     if isinstance(found.get("stop"), str):
         found["stop"] = [found["stop"]]
     ids = found.get("stop_token_ids", [])
@@ -257,6 +254,22 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
         raise Refusal(message, code="invalid_value", param=named) from None
 
 
+def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
+    """Return what a response format says of an answer; None where that is nothing."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    about = wanted.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
+        raise _bad(
+            "response_format",
+            "response_format must have the type text, json_object, or json_schema with its schema",
+        )
+    return {"json": about["schema"]}
+
+
 def _num_samples(body: Mapping[str, Any]) -> int:
     return _whole(body, "n", 1, MAX_SAMPLES, default=1)
 
@@ -273,25 +286,6 @@ def _whole(body: Mapping[str, Any], key: str, least: int, most: int, *, default:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise _bad(key, f"{key} must be a whole number from {least} to {most}, got {value!r}")
     return value
-
-
-def _with_parsed_calls(message: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Return a message with the arguments of its calls as objects, as templates expect them."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
-
-
-def _with_parsed_arguments(call: Any) -> Any:  # noqa: ANN401
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _bad(param: str, message: str, code: str = "invalid_value") -> Refusal:

@@ -1,11 +1,12 @@
-"""The tools of a chat request, as its chat template is shown them."""
+"""Tools and their calls in a chat request, as the chat template is shown them."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from raybatch.openai_batch.refusal import Refusal
 
-__all__ = ["read_tools"]
+__all__ = ["read_tools", "with_parsed_calls"]
 
 
 def read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
@@ -32,6 +33,25 @@ def read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
     if not is_read:
         raise _refused("tools", "the chat template of this model has no place for tools")
     return {"tools": tools}
+
+
+def with_parsed_calls(message: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a message with the arguments of its calls as objects, as templates expect them."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:  # noqa: ANN401
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _is_tool(tool: object) -> bool:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from raybatch.errors import CommitError, ConfigError, RaybatchError, error_text
@@ -23,7 +23,6 @@ _CANCELLED, _EXPIRED = "cancelled", "expired"
 _CODES = {_CANCELLED: "batch_cancelled", _EXPIRED: "batch_expired"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class BatchRunner:
     """Runs the batches below the folder of a server.
 
@@ -35,11 +34,22 @@ class BatchRunner:
         is_ending: returns whether the server ends, which lets a batch end early and go on later.
     """
 
-    folder: str
-    job: Mapping[str, Any]
-    names: tuple[str, ...] = ()
-    max_requests: int = 50_000
-    is_ending: Callable[[], bool] = field(default=lambda: False)
+    def __init__(
+        self,
+        folder: str,
+        *,
+        job: Mapping[str, Any],
+        names: tuple[str, ...] = (),
+        max_requests: int = 50_000,
+        is_ending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.folder = folder
+        self.job = job
+        self.names = names
+        self.max_requests = max_requests
+        self.is_ending = is_ending
+        # they do not change any more, and there may be many
+        self._ended: set[str] = set()
 
     def step(self) -> bool:
         """Run the oldest batch that has not ended; return whether there was one."""
@@ -47,10 +57,13 @@ class BatchRunner:
         for batch_id in store.ids():
             if self.is_ending():
                 return False
+            if batch_id in self._ended:
+                continue
             batch = store.get(batch_id)
             if batch.status.status not in ENDED:
                 _OneBatch(self, store, batch).run()
                 return True
+            self._ended.add(batch_id)
         return False
 
 

@@ -24,7 +24,7 @@ __all__ = ["ServeOptions", "serve_batches"]
 logger = logging.getLogger(__name__)
 
 _APP = "raybatch"
-_POLL_S = 0.5
+_POLL_S = 1.0
 _MAX_REQUESTS_AT_ONCE = 256
 _MARKER = "server.json"
 
@@ -80,7 +80,7 @@ def serve_batches(options: ServeOptions) -> None:
     """
     ending = threading.Event()
     runner = BatchRunner(
-        folder=options.folder,
+        options.folder,
         job=options.job,
         names=options.names,
         max_requests=options.max_requests,

@@ -221,6 +221,14 @@ def test_template_options_reach_the_template(tmp_path):
     assert tokenizer.decode(ids) == "fast"
 
 
+def test_template_tells_which_options_it_reads(tmp_path):
+    tokenizer = load("bpe", tmp_path)
+    template = "{{ tools }}{{ mode }}"
+    names = ("tools", "mode", "other")
+    found = [tokenizer.template_reads(name, chat_template=template) for name in names]
+    assert found == [True, True, False]
+
+
 def test_null_keys_of_an_arrow_struct_count_as_absent(tmp_path):
     tokenizer = load("bpe", tmp_path)
     template = "{{ 'name' in messages[0] }}"

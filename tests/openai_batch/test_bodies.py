@@ -83,6 +83,23 @@ def test_tools_are_refused_where_no_template_reads_them():
 
 
 @pytest.mark.parametrize(
+    ("wanted", "constraint"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"json_object": True}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+            {"json": {"type": "object"}},
+        ),
+    ],
+    ids=str,
+)
+def test_formats_are_constraints_of_the_answer(wanted, constraint):
+    found = asked(chat("a", response_format=wanted))
+    assert found.sampling.get("structured_outputs") == constraint
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("bogus", 1),
@@ -102,7 +119,10 @@ def test_tools_are_refused_where_no_template_reads_them():
         ("stream", True),
         ("logit_bias", {"1": 5}),
         ("logprobs", 3),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", "json"),
+        ("structured_outputs", {"xml": "x"}),
         ("tools", [{}]),
         ("tool_choice", "required"),
         ("messages", []),

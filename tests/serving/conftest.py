@@ -45,9 +45,7 @@ def free_port() -> int:
 def running(folder: Path, job: dict[str, Any], **options: Any) -> Iterator[None]:
     """Run the batches of a folder in a thread until the context ends."""
     ending = threading.Event()
-    runner = BatchRunner(
-        folder=str(folder), job=job, names=("m",), is_ending=ending.is_set, **options
-    )
+    runner = BatchRunner(str(folder), job=job, names=("m",), is_ending=ending.is_set, **options)
 
     def run() -> None:
         while not ending.is_set():

@@ -49,3 +49,10 @@ def test_rows_that_a_wave_repaired_are_no_errors(failed, is_stopped):
     waves = WavesSoFar(again=PoolStats(), rows_written=10, rows_failed=failed)
     stats = PoolStats(rows_done=10, errors={"ReplicaCrash": 9})
     assert is_stopped == (limits.observe(stats, waves) is not None)
+
+
+def test_a_run_is_stopped_by_whoever_is_asked_beside_the_limits():
+    answers = iter([None, "cancelled", "cancelled"])
+    limits = LimitWatch(LimitConfig(), PoolStats(), ending=lambda: next(answers))
+    found = [limits.observe(PoolStats()) for _ in range(3)]
+    assert (found, limits.reason) == ([None, "cancelled", None], "cancelled")
