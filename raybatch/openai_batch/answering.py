@@ -21,7 +21,6 @@ ANSWER_COLUMNS = [
     "custom_id",
     "reply",
     "generated_text",
-    "generated_tokens",
     "num_input_tokens",
     "num_generated_tokens",
     "num_cached_tokens",
@@ -49,7 +48,6 @@ class Written(NamedTuple):
 
 class _Sample(NamedTuple):
     text: str
-    token_ids: Sequence[int]
     reason: str
     logprobs: Any
 
@@ -142,7 +140,7 @@ class AnswerWriter:
 
 
 def _samples(row: Mapping[str, Any]) -> list[_Sample]:
-    columns = ("generated_text", "generated_tokens", "finish_reason", "logprobs")
+    columns = ("generated_text", "finish_reason", "logprobs")
     values = [row.get(name) for name in columns]
     if not isinstance(row["generated_text"], list):
         values = [[value] for value in values]

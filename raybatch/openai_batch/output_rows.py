@@ -95,6 +95,7 @@ class _Units:
     def _read(self, unit: int, columns: Sequence[str]) -> pa.Table:
         if self._writer.receipt_of(unit) is None:
             table = self._writer.journal_of(unit)
-        else:
-            table = pq.ParquetFile(pa.BufferReader(self._store.read(part_name(unit)))).read()
-        return table.select([name for name in columns if name in table.column_names])
+            return table.select([name for name in columns if name in table.column_names])
+        file = pq.ParquetFile(pa.BufferReader(self._store.read(part_name(unit))))
+        known = file.schema_arrow.names
+        return file.read([name for name in columns if name in known], use_threads=False)

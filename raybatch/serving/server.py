@@ -24,6 +24,8 @@ __all__ = ["ServeOptions", "serve_batches"]
 logger = logging.getLogger(__name__)
 
 _APP = "raybatch"
+# as Ray Serve calls it
+_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 _POLL_S = 1.0
 _MAX_REQUESTS_AT_ONCE = 256
 _MARKER = "server.json"
@@ -110,6 +112,7 @@ def served(options: ServeOptions) -> Iterator[None]:
         raise MissingDependency(
             "raybatch serve needs Ray Serve: pip install 'raybatch[serve]'"
         ) from error
+    _end_leftovers(serve)
     _check_free(options.host, options.port)
     created = int(time.time())
     store_of(options.folder).create(_MARKER, b'{"layout": 1}')
@@ -167,6 +170,23 @@ def _signals(ending: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _end_leftovers(serve: Any) -> None:  # noqa: ANN401 - the module of Ray Serve
+    """End what a server that has died has left running on this Ray, and nothing else.
+
+    Raises:
+        ConfigError: Ray Serve has other applications, and it listens on one address for all.
+    """
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    if _CONTROLLER not in {actor["name"] for actor in actors}:
+        return
+    if others := sorted(set(serve.status().applications) - {_APP}):
+        raise ConfigError(
+            f"Ray Serve runs on this Ray already, with {', '.join(others)}; start the server on a "
+            "Ray of its own, as with RAY_ADDRESS=local"
+        )
+    serve.shutdown()
 
 
 def _check_free(host: str, port: int) -> None:

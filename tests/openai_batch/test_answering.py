@@ -31,7 +31,6 @@ def row(line=3, place=0, endpoint=CHAT, num_logprobs=None, **values):
         "custom_id": "c",
         "reply": json.dumps(Reply(endpoint, "m", num_logprobs)),
         "generated_text": "hi",
-        "generated_tokens": [8, 9, 0],
         "num_input_tokens": 5,
         "num_generated_tokens": 3,
         "num_cached_tokens": 4,
@@ -69,7 +68,7 @@ def test_chat_answer_has_the_shape_of_openai():
 
 
 def test_samples_of_several_prompts_are_choices_in_order():
-    samples = {"generated_tokens": [[1], [2]], "num_generated_tokens": [1, 1]}
+    samples = {"num_generated_tokens": [1, 1]}
     rows = [
         row(place=p, endpoint=COMPLETIONS, generated_text=texts, finish_reason=["stop", "length"])
         | samples
