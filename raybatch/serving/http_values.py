@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raybatch.errors import encodable
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.serving.problems import Problem
 
@@ -56,7 +57,7 @@ def checked_metadata(value: object) -> dict[str, str] | None:
         return None
     if isinstance(value, dict) and len(value) <= 16:
         texts = value.items()
-        if all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in texts):
+        if all(_is_text(k, 64) and _is_text(v, 512) for k, v in texts):
             return value
     raise Problem(
         "metadata must be up to 16 texts of 512 characters, with names of 64", param="metadata"
@@ -102,3 +103,10 @@ def listed(views: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dic
         "last_id": views[-1]["id"] if views else None,
         "has_more": has_more,
     }
+
+
+def _is_text(value: object, max_chars: int) -> bool:
+    """Return whether a value is a short text that can be written."""
+    if not isinstance(value, str) or len(value) > max_chars:
+        return False
+    return encodable(value) == value

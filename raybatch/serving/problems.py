@@ -29,7 +29,7 @@ class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes i
     ) -> None:
         super().__init__(encodable(message))
         self.status = status
-        self.param = param
+        self.param = param if param is None else encodable(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_windows_that_are_no_times_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    "value", [[], "x", {"a": 1}, {"a" * 65: "x"}, {str(i): "" for i in range(17)}]
+    "value", [[], "x", {"a": 1}, {"a": "\ud800"}, {"a" * 65: "x"}, {str(i): "" for i in range(17)}]
 )
 def test_metadata_that_are_more_than_texts_are_refused(value):
     with pytest.raises(Problem, match="metadata"):
