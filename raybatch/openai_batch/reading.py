@@ -10,11 +10,14 @@ import fsspec
 
 from raybatch.openai_batch.refusal import Refusal
 from raybatch.stages.file_errors import safe_text
+from raybatch.stages.json_lines import nesting_depth
 from raybatch.stages.storage import told_as
 
 __all__ = ["InputId", "Line", "input_id", "parse_line", "read_lines"]
 
 MAX_LINE_BYTES = 64 << 20
+# far from what JSON readers of Python bear, wherever in a job they are called
+MAX_DEPTH = 100
 _CHUNK_BYTES = 8 << 20
 _KEYS = ("custom_id", "method", "url", "body")
 
@@ -91,11 +94,13 @@ def parse_line(line: Line) -> dict[str, Any]:
     where = f"line {line.number}"
     if line.data is None:
         raise _malformed(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
+    brackets = line.data.count(b"[") + line.data.count(b"{")
+    if brackets > MAX_DEPTH and nesting_depth(line.data) > MAX_DEPTH:
+        raise _malformed(f"{where} is nested deeper than {MAX_DEPTH} levels")
     try:
         found = json.loads(line.data)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise _malformed(f"{where} is not valid JSON: {reason}") from None
+    except ValueError as error:
+        raise _malformed(f"{where} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise _malformed(f"{where} is no JSON object; a request is one with {', '.join(_KEYS)}")
     custom_id = found.get("custom_id")

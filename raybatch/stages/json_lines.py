@@ -77,7 +77,7 @@ def _count_lines(path: str, data: bytes) -> int:
         if not (line.startswith(b"{") and line.endswith(b"}")):
             number = len(data[: match.start()].splitlines()) + 1
             raise _broken(path, number, match.group(), "no JSON object")
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(line) > MAX_DEPTH:
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
             number = len(data[: match.start()].splitlines()) + 1
             reason = f"nested deeper than {MAX_DEPTH} levels"
             raise _broken(path, number, match.group(), reason)
@@ -85,7 +85,7 @@ def _count_lines(path: str, data: bytes) -> int:
     return num_lines
 
 
-def _depth(line: bytes) -> int:
+def nesting_depth(line: bytes) -> int:
     """Return how deep the brackets outside of texts are nested."""
     brackets = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
     opened = np.isin(brackets, _OPENING).astype(np.int64) - np.isin(brackets, _CLOSING)

@@ -41,7 +41,7 @@ def test_missing_file_is_a_config_error(tmp_path):
     ("data", "told"),
     [
         (b"{", "not valid JSON"),
-        (b"[" * 100_000, "nested too deep"),
+        (b"[" * 101 + b"]" * 101, "nested deeper than 100"),
         (b"[1]", "no JSON object"),
         (b"{}", "custom_id must be a text"),
         (b'{"custom_id": 3}', "custom_id must be a text"),
