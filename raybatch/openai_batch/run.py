@@ -1,5 +1,6 @@
 """One batch from its file to its answers: a job for each form of requests, each resumable."""
 
+import logging
 import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from raybatch.stages.storage import store_of
 from raybatch.types import PoolStats
 
 __all__ = ["BatchRun"]
+
+logger = logging.getLogger(__name__)
 
 RowWatch = Callable[[int, int], None]
 
@@ -104,6 +107,8 @@ class BatchRun:
             Why they have ended early; "" where they have not.
         """
         num_before = 0
+        for rows in found.forms:
+            logger.info("%d rows to answer: %s", rows.num_rows, rows.form.name)
         for rows in found.forms:
             folder = posixpath.dirname(found.rows_file(rows.form))
             source = posixpath.join(self.files.folder, folder)
