@@ -27,8 +27,10 @@ def start_ray() -> None:
     """
     if not ray.is_initialized():
         ray.init(logging_level=logging.ERROR)
+    others = logging.getLogger().handlers
     for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler) and not isinstance(
+        is_console = isinstance(handler, logging.StreamHandler) and not isinstance(
             handler, logging.FileHandler
-        ):
+        )
+        if is_console and handler not in others:
             handler.setLevel(logging.CRITICAL)

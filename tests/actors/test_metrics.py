@@ -69,7 +69,8 @@ def counters(**values):
 def test_series_have_the_documented_names(registry):
     PoolMetrics(registry)
     ReplicaMetrics(1, registry)
-    gauges = {f"raybatch_{n}" for n in ("kv_usage_ratio", "running_requests", "waiting_requests")}
+    of_engines = ("kv_usage_ratio", "running_requests", "waiting_requests", "endpoint_concurrency")
+    gauges = {f"raybatch_{name}" for name in of_engines}
     assert COUNTERS | gauges | {"raybatch_unit_seconds"} == registry.names
 
 

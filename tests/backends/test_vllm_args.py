@@ -108,7 +108,7 @@ def test_a_job_remembers_the_options_that_decide_answers_alone():
         quantization="fp8", gpu_memory_utilization=0.5, tensor_parallel_size=2, hf_token="secret"
     )
     options = {"engine_kwargs": {"quantization": "fp8"}}
-    assert answering_options(backend) == {"kind": "vllm", "options": options}
+    assert answering_options(backend, "m") == {"kind": "vllm", "options": options}
 
 
 def test_a_host_without_vllm_is_told_what_to_install(monkeypatch):
