@@ -56,8 +56,7 @@ def LLMStage(  # noqa: N802 - it returns a class
     Args:
         model: checkpoint folder, hub id or URI; "demo" is the embedded model.
         prompt: template with columns in braces, such as "{document} Q: {question}".
-        messages: a column of OpenAI messages, a function of the row (a dict) that returns them, or
-            messages whose contents are templates.
+        messages: a column of OpenAI messages, a function of the row, or messages with templates.
         tokenized_prompt: a column of token ids.
         system: system message put before the messages of each row that has none.
         sampling: options that decide the tokens.
@@ -67,12 +66,10 @@ def LLMStage(  # noqa: N802 - it returns a class
         chat: make `prompt` a user message; "auto" does where the model has a chat template.
         chat_template: in place of the model's own.
         chat_template_kwargs: options of the chat template, such as enable_thinking.
-        chat_template_kwargs_column: a column of JSON objects with such options per row, such as
-            tools; they win over those of the stage. Read beside a column of messages.
+        chat_template_kwargs_column: such options per row, as JSON; read beside `messages`.
         special_tokens: "escape" makes special tokens in the data plain text.
         on_error: "row" turns a failure into `__inference_error__`; "raise" ends the job.
-        on_too_long: what to do with a prompt that leaves no room in the context: "error",
-            "truncate_left", "truncate_right" or "drop" (an empty row with reason "filtered").
+        on_too_long: for prompts over the context: "error", "truncate_left", "truncate_right", "drop".
         output_prefix: put before every output column, for a second stage over the same rows.
         dedup: generate identical greedy prompts of a row batch once, and give the result to all.
         max_row_bytes: a row whose columns take more becomes an error row.
