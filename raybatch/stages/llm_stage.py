@@ -69,7 +69,7 @@ def LLMStage(  # noqa: N802 - it returns a class
         chat_template_kwargs_column: such options per row, as JSON; read beside `messages`.
         special_tokens: "escape" makes special tokens in the data plain text.
         on_error: "row" turns a failure into `__inference_error__`; "raise" ends the job.
-        on_too_long: for prompts over the context: "error", "truncate_left", "truncate_right", "drop".
+        on_too_long: "error", "truncate_left", "truncate_right" or "drop", for too long prompts.
         output_prefix: put before every output column, for a second stage over the same rows.
         dedup: generate identical greedy prompts of a row batch once, and give the result to all.
         max_row_bytes: a row whose columns take more becomes an error row.
