@@ -7,11 +7,12 @@ of the pool. It can fail in every way in which an engine can.
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens
 from raybatch.backends.fake_options import FakeOptions, log_finished, mark_start
 from raybatch.backends.intake import Intake
+from raybatch.engine.completions import completion_of
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
@@ -208,12 +209,7 @@ class FakeBackend:
 
 
 def _completion(sequence: _Sequence) -> Completion:
-    return Completion(
-        request_id=sequence.key[0],
-        sample_idx=sequence.key[1],
-        token_ids=sequence.answer.tokens,
-        finish_reason=sequence.answer.finish_reason,
-        stop_reason=sequence.answer.stop_reason,
-        # the prompt counts once per request
-        num_cached_tokens=0 if sequence.key[1] else sequence.num_cached_tokens,
-    )
+    answer = sequence.answer
+    num_cached_tokens = sequence.num_cached_tokens
+    state = replace(sequence.state, token_ids=answer.tokens, num_cached_tokens=num_cached_tokens)
+    return completion_of(state, answer.finish_reason, answer.stop_reason)

@@ -21,6 +21,7 @@ from raybatch.backends.intake import Intake
 from raybatch.backends.transformers_model import HubModel
 from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.engine.completions import completion_of
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.grammars import GrammarSlots
 from raybatch.engine.lazy_tokenizer import LazyTokenizer
@@ -32,7 +33,6 @@ from raybatch.engine.stopping import StopChecker
 from raybatch.types import (
     Capacity,
     Completion,
-    FinishReason,
     ReplicaStats,
     Request,
     SequenceState,
@@ -176,7 +176,7 @@ class TransformersBackend:
             num_tokens = running[i].num_tokens
             error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
             self._leave(int(slots[i]))
-            completions.append(_completion(running[i], "error", error=error))
+            completions.append(completion_of(_state(running[i]), "error", error=error))
         good = np.flatnonzero(result.is_finite)
         for i in good.tolist():
             token_id = int(result.token_ids[i])
@@ -190,7 +190,7 @@ class TransformersBackend:
             slots[good], result.token_ids[good], num_generated[good] + 1, ends
         )
         for slot, reason, stop_reason in finished:
-            completions.append(_completion(self._leave(slot), reason, stop_reason))
+            completions.append(completion_of(_state(self._leave(slot)), reason, stop_reason))
         return completions
 
     def _start(self, slot: int, state: SequenceState, is_begun: bool) -> None:
@@ -279,24 +279,4 @@ def _state(running: _Running) -> SequenceState:
         token_ids=np.array(running.tokens, np.int32),
         num_cached_tokens=running.num_cached_tokens,
         logprobs=None if running.logprobs is None else tuple(running.logprobs),
-    )
-
-
-def _completion(
-    running: _Running,
-    reason: FinishReason,
-    stop_reason: str | int | None = None,
-    *,
-    error: str = "",
-) -> Completion:
-    state = _state(running)
-    return Completion(
-        request_id=state.request.request_id,
-        sample_idx=state.sample_idx,
-        token_ids=state.token_ids,
-        finish_reason=reason,
-        stop_reason=stop_reason,
-        num_cached_tokens=0 if state.sample_idx else state.num_cached_tokens,
-        logprobs=state.logprobs,
-        error=error,
     )

@@ -25,6 +25,7 @@ from raybatch.backends.vllm_sequence import (
     VllmSequence,
 )
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.completions import completion_of
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.row_checks import RowLimits
 from raybatch.errors import error_text
@@ -184,7 +185,7 @@ class VllmBackend:
                 self._engine.add(sequence.key, tokens.tolist(), params)
             except RequestRefused as error:
                 state = sequence.state(None)
-                refused.append(sequence.completion(state, "error", None, error_text(error)))
+                refused.append(completion_of(state, "error", error=error_text(error)))
             else:
                 self._inside[sequence.key] = sequence
         return refused
@@ -207,14 +208,14 @@ class VllmBackend:
         if not answer.is_finite:
             num_tokens = len(sequence.request.prompt_token_ids) + len(state.token_ids)
             error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
-            return sequence.completion(state, "error", None, error)
+            return completion_of(state, "error", error=error)
         reason = _REASONS.get(answer.finish_reason)
         if reason is None:
             error = f"VllmError: vLLM ended the request with {answer.finish_reason!r}"
-            return sequence.completion(state, "error", None, error)
+            return completion_of(state, "error", error=error)
         if stop in self._eos_token_ids and stop not in sequence.request.sampling.stop_token_ids:
             stop = None
-        return sequence.completion(state, reason, stop, "")
+        return completion_of(state, reason, stop)
 
     def _count(self, sequence: VllmSequence, progress: Progress) -> None:
         self._num_generated_tokens += len(progress.token_ids)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.types import Completion, FinishReason, Request, SequenceState, TokenIds
+from raybatch.types import Request, SequenceState, TokenIds
 
 __all__ = [
     "NO_TOKENS",
@@ -85,20 +85,4 @@ class VllmSequence:
             token_ids=tokens,
             num_cached_tokens=num_cached,
             logprobs=None if self.request.sampling.logprobs is None else tuple(logprobs),
-        )
-
-    def completion(
-        self, state: SequenceState, reason: FinishReason, stop: str | int | None, error: str
-    ) -> Completion:
-        """Return what came out."""
-        return Completion(
-            request_id=self.request.request_id,
-            sample_idx=self.sample_idx,
-            token_ids=state.token_ids,
-            finish_reason=reason,
-            stop_reason=stop,
-            # the other samples take the prompt from the first one, which is no other request
-            num_cached_tokens=0 if self.sample_idx else state.num_cached_tokens,
-            logprobs=state.logprobs,
-            error=error,
         )

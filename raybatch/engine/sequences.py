@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.block_users import BlockUsers
+from raybatch.engine.completions import completion_of
 from raybatch.engine.groups import PrefixGroup
 from raybatch.types import Completion, FinishReason, Request, SequenceState, TokenIds
 
@@ -73,17 +74,7 @@ class Sequence:
         self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
     ) -> Completion:
         """Return what came out, for a sequence that does not run any more."""
-        return Completion(
-            request_id=self.request.request_id,
-            sample_idx=self.sample_idx,
-            token_ids=self.token_ids,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            # the other samples take the prompt from the first one, which is no other request
-            num_cached_tokens=0 if self.sample_idx else self.num_cached_tokens,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs),
-            error=error,
-        )
+        return completion_of(self.state(), reason, stop_reason, error=error)
 
     def state(self) -> SequenceState:
         """Return what another engine needs to go on, for a sequence that does not run."""
