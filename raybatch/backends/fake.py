@@ -6,12 +6,12 @@ of the pool. It can fail in every way in which an engine can.
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens
 from raybatch.backends.fake_options import FakeOptions, log_finished, mark_start
-from raybatch.backends.intake import Intake
+from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.engine.completions import completion_of
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
@@ -31,7 +31,7 @@ class _Sequence:
         return self.state.request.request_id, self.state.sample_idx
 
 
-class FakeBackend:
+class FakeBackend(IntakeBackend):
     """Follows the `Backend` protocol with answers that `fake_tokens` predicts."""
 
     def __init__(self, options: FakeOptions) -> None:
@@ -41,7 +41,7 @@ class FakeBackend:
             raise RuntimeError("the fake backend was told to fail its start")
         self._options = options
         self._step_s = options.slow_step_s if start < options.num_slow_starts else options.step_s
-        self._intake = Intake(self._find_failure)
+        super().__init__(self._find_failure)
         self._running: dict[tuple[int, int], _Sequence] = {}
         # step at which sequences end, so that a step costs nothing per running sequence
         self._ending: dict[int, list[_Sequence]] = {}
@@ -61,9 +61,6 @@ class FakeBackend:
             block_size=16,
         )
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._intake.submit(requests)
-
     def poll(self) -> list[Completion]:
         if not self._intake.num_open:
             return []
@@ -73,16 +70,6 @@ class FakeBackend:
         log_finished(self._options.finished_log, len(finished))
         self._engine_s += time.perf_counter() - began
         return finished
-
-    def num_unfinished(self) -> int:
-        return self._intake.num_open
-
-    def drain(self) -> list[Request]:
-        return self._intake.drain()
-
-    def abort(self, request_ids: Collection[int]) -> None:
-        self.export(request_ids)
-        self._intake.forget(request_ids)
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
@@ -101,9 +88,6 @@ class FakeBackend:
             self._ending[sequence.end_step].remove(sequence)
             states.append(self._exported(sequence))
         return self._intake.withdraw(request_ids, states)
-
-    def restore(self, states: Sequence[SequenceState]) -> None:
-        self._intake.restore(states)
 
     def stats(self) -> ReplicaStats:
         return ReplicaStats(

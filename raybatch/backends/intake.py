@@ -1,5 +1,6 @@
 """What a backend keeps of its requests: those that wait, and those that have samples to come."""
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from raybatch.types import Completion, Request, SequenceState
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "IntakeBackend"]
 
 
 class Intake:
@@ -123,3 +124,33 @@ class Intake:
         self._num_open[request_id] -= 1
         if not self._num_open[request_id]:
             del self._num_open[request_id]
+
+
+class IntakeBackend(ABC):
+    """What backends with an intake have in common of the `Backend` protocol.
+
+    Args:
+        check: as `Intake` takes it.
+    """
+
+    def __init__(self, check: Callable[[SequenceState], Completion | None]) -> None:
+        self._intake = Intake(check)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._intake.submit(requests)
+
+    def num_unfinished(self) -> int:
+        return self._intake.num_open
+
+    def drain(self) -> list[Request]:
+        return self._intake.drain()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        self.export(request_ids)
+        self._intake.forget(request_ids)
+
+    @abstractmethod
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]: ...
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        self._intake.restore(states)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from raybatch.backends.intake import Intake
+from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.backends.transformers_model import HubModel
 from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
@@ -34,7 +34,6 @@ from raybatch.types import (
     Capacity,
     Completion,
     ReplicaStats,
-    Request,
     SequenceState,
     TokenIds,
 )
@@ -62,7 +61,7 @@ class _Running:
         return len(self.state.request.prompt_token_ids) + len(self.tokens)
 
 
-class TransformersBackend:
+class TransformersBackend(IntakeBackend):
     """Follows the `Backend` protocol over a model of transformers.
 
     Args:
@@ -89,7 +88,7 @@ class TransformersBackend:
             kv_tokens=max_num_seqs * model.max_model_len,
         )
         self._rules = FinishRules(max_num_seqs, model.eos_token_ids, stop_checker)
-        self._intake = Intake(self._find_failure)
+        super().__init__(self._find_failure)
         # by slot
         self._running: dict[int, _Running] = {}
         self._prefixes: OrderedDict[int, tuple[TokenIds, Any]] = OrderedDict()
@@ -103,9 +102,6 @@ class TransformersBackend:
             block_size=1,
         )
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._intake.submit(requests)
-
     def poll(self) -> list[Completion]:
         if not self._intake.num_open:
             return []
@@ -114,16 +110,6 @@ class TransformersBackend:
         completions = self._intake.close(self._run_step() if has_work else [])
         self._count(engine_s=time.perf_counter() - began)
         return completions
-
-    def num_unfinished(self) -> int:
-        return self._intake.num_open
-
-    def drain(self) -> list[Request]:
-        return self._intake.drain()
-
-    def abort(self, request_ids: Collection[int]) -> None:
-        self.export(request_ids)
-        self._intake.forget(request_ids)
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
@@ -138,9 +124,6 @@ class TransformersBackend:
         slots = [s for s, r in self._running.items() if r.state.request.request_id in wanted]
         states = [_state(self._leave(slot)) for slot in slots]
         return self._intake.withdraw(request_ids, states)
-
-    def restore(self, states: Sequence[SequenceState]) -> None:
-        self._intake.restore(states)
 
     def stats(self) -> ReplicaStats:
         held = sum(running.num_tokens for running in self._running.values())

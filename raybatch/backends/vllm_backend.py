@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raybatch.backends.intake import Intake
+from raybatch.backends.intake import IntakeBackend
 from raybatch.backends.vllm_args import engine_args, vllm_options
 from raybatch.backends.vllm_sampling import can_resume, sampling_params
 from raybatch.backends.vllm_sequence import (
@@ -72,7 +72,7 @@ class InnerEngine(Protocol):
     def close(self) -> None: ...
 
 
-class VllmBackend:
+class VllmBackend(IntakeBackend):
     """Follows the `Backend` protocol over vLLM.
 
     Each sample of a row is a request of its own with its own seed, so that it does not depend on
@@ -93,7 +93,7 @@ class VllmBackend:
         self._eos_token_ids = engine.eos_token_ids()
         max_num_seqs = self._capacity.max_num_seqs
         self._max_inside = max_num_seqs + max(1, int(max_num_seqs * _LEAD_FRACTION))
-        self._intake = Intake(self._limits.find_failure)
+        super().__init__(self._limits.find_failure)
         self._inside: dict[str, VllmSequence] = {}
         self._keys = count(1)
         self._num_steps = 0
@@ -106,15 +106,12 @@ class VllmBackend:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._intake.submit(requests)
-
     def restore(self, states: Sequence[SequenceState]) -> None:
         """Go on with exported sequences, before those that have not started.
 
         Those whose answer would differ if they went on from their tokens begin anew.
         """
-        self._intake.restore(states)
+        super().restore(states)
 
     def poll(self) -> list[Completion]:
         began = time.perf_counter()
@@ -126,17 +123,10 @@ class VllmBackend:
         self._engine_s += time.perf_counter() - began
         return told
 
-    def num_unfinished(self) -> int:
-        return self._intake.num_open
-
     def drain(self) -> list[Request]:
         unstarted = [s for s in self._inside.values() if not self._has_started(s)]
         self._intake.put_back(self._recall(unstarted))
-        return self._intake.drain()
-
-    def abort(self, request_ids: Collection[int]) -> None:
-        self.export(request_ids)
-        self._intake.forget(request_ids)
+        return super().drain()
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
