@@ -12,6 +12,8 @@ import torch
 
 from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import EngineConfig
+from raybatch.engine.limits import check_max_model_len, pick_device
+from raybatch.engine.model_config import merge_eos
 from raybatch.errors import ConfigError, error_text
 from raybatch.types import TokenIds
 
@@ -63,7 +65,7 @@ class HubModel:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        device = _pick_device(config)
+        device = pick_device(config)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         dtype: Any = config.dtype
@@ -81,7 +83,9 @@ class HubModel:
             raise ConfigError(f"transformers cannot load {path}: {error_text(error)}") from error
         model.to(device).eval()
         logger.info("%s loaded as %s on %s", type(model).__name__, model.dtype, device)
-        return cls(model, _max_model_len(model, config, path))
+        own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
+        check_max_model_len(config, own, path.name)
+        return cls(model, config.max_model_len or own)
 
     @torch.inference_mode()
     def forward(self, token_ids: TokenIds, cache: Any) -> tuple[torch.Tensor, Any]:  # noqa: ANN401
@@ -100,32 +104,6 @@ class HubModel:
         return found.logits[0, -1].float(), found[self._cache_name]
 
 
-def _pick_device(config: EngineConfig) -> torch.device:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device {name!r} is not a device: {error}") from error
-
-
-def _max_model_len(model: Any, config: EngineConfig, path: Path) -> int:  # noqa: ANN401
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if config.max_model_len is None:
-        return int(own or _NO_LIMIT)
-    if own is not None and config.max_model_len > own:
-        raise ConfigError(
-            f"engine.max_model_len is {config.max_model_len}, but {path.name} was made for {own} "
-            "tokens; lower it or leave it out"
-        )
-    return config.max_model_len
-
-
 def _eos_token_ids(model: Any) -> tuple[int, ...]:  # noqa: ANN401
-    ids: set[int] = set()
-    for config in (model.config.get_text_config(), model.generation_config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            ids.update(found if isinstance(found, list) else [found])
-    return tuple(sorted(ids))
+    sources = (model.config.get_text_config(), model.generation_config)
+    return merge_eos(*(getattr(source, "eos_token_id", None) for source in sources))

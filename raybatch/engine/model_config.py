@@ -144,7 +144,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         rope=rope,
         windows=_read_windows(config, architecture, num_layers),
         moe=_read_moe(config, architecture, num_layers),
-        eos_token_ids=_merge_eos(config.get("eos_token_id"), generation.get("eos_token_id")),
+        eos_token_ids=merge_eos(config.get("eos_token_id"), generation.get("eos_token_id")),
         max_model_len=max_positions,
         dtype=_read_dtype(config),
     )
@@ -262,7 +262,8 @@ def _read_moe(config: _Config, architecture: str, num_layers: int) -> MoeSpec | 
     )
 
 
-def _merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
+def merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
+    """Return the end tokens that any of several configs names, ascending."""
     ids: set[int] = set()
     for source in sources:
         if source is not None:

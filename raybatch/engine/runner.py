@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import sys
-from pathlib import Path
 
 import torch
 
@@ -11,11 +10,11 @@ from raybatch.config import EngineConfig
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache, allocate_kv_cache, num_blocks_for
+from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.weights import load_weights
-from raybatch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +50,8 @@ class ModelRunner:
         """
         path = resolve_model(source)
         spec = read_model_spec(path)
-        _check_max_model_len(config, spec, path)
-        device = _pick_device(config)
+        check_max_model_len(config, spec.max_model_len, path.name)
+        device = pick_device(config)
         _set_up_process(config, device)
         dtype = _pick_dtype(config, spec, device)
         weights = load_weights(path, spec, dtype=dtype, device=device)
@@ -80,23 +79,6 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens."""
         return self._decoder.forward(batch, self.cache)
-
-
-def _check_max_model_len(config: EngineConfig, spec: ModelSpec, path: Path) -> None:
-    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"engine.max_model_len is {config.max_model_len}, but {path.name} was made for "
-            f"{spec.max_model_len} tokens; lower it or leave it out"
-        )
-
-
-def _pick_device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device {config.device!r} is not a device: {error}") from error
 
 
 def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
