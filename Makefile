@@ -27,7 +27,7 @@ test-fast: $(VENV)/.installed-dev  ## run the tests that need neither a Ray clus
 	$(BIN)/python -m pytest -m "not gpu and not ray and not slow and not vllm" $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm $(or $(ARGS),tests/backends)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm $(or $(ARGS),tests/backends tests/migration)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check .

@@ -108,6 +108,17 @@ def say(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
+def outputs(config: PeerConfig) -> list[str]:
+    """Return a folder for each time that a job is to run."""
+    folder, times = config.options["output"], config.options.get("times", 1)
+    return [folder, *(f"{folder}-{number}" for number in range(1, times))]
+
+
+def say_runs(answers: TextIO, runs: Sequence[dict[str, float]], packages: Iterable[str]) -> None:
+    """Answer with what each time of a job took; the first one has its window beside it."""
+    say(answers, {"versions": versions(packages), "runs": list(runs), **runs[0]})
+
+
 def serve(start: Callable[[PeerConfig], PeerEngine], packages: Iterable[str]) -> None:
     """Load the engine of this process's config and answer commands until stdin ends.
 

@@ -5,11 +5,12 @@ Variants: "engine", "engine-plan" and "engine-plan-multi", and the same of "job"
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer_loop import Answer, PeerConfig, read_config, say, serve, take_stdout, versions
+from peer_loop import Answer, PeerConfig, outputs, read_config, say_runs, serve, take_stdout
 from workloads_e2e import TokenRequest
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class NativeEngine:
 
     def generate(self, requests: Sequence[TokenRequest]) -> Answer:
         plan = self._plan(requests)
+        before = self._backend.stats()
         self._backend.submit(native_requests(requests, plan))
         token_ids: list[list[int]] = [[] for _ in requests]
         cached_tokens = 0
@@ -85,9 +87,9 @@ class NativeEngine:
             token_ids=token_ids,
             counters={
                 "cached_tokens": cached_tokens,
-                "preemptions": stats.num_preemptions,
-                "recomputed_tokens": stats.num_recomputed_tokens,
-                "steps": stats.num_steps,
+                "preemptions": stats.num_preemptions - before.num_preemptions,
+                "recomputed_tokens": stats.num_recomputed_tokens - before.num_recomputed_tokens,
+                "steps": stats.num_steps - before.num_steps,
                 "kv_tokens": self._backend.capacity().kv_tokens,
                 **({"plan_s": plan.plan_s} if plan else {}),
             },
@@ -133,26 +135,35 @@ def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "l
 
 def run_job(
     config: PeerConfig, engine: "EngineConfig", backend: "BackendConfig | None" = None
-) -> float:
-    """Run the job that the config's options name; returns the seconds that its engines worked."""
+) -> list[dict[str, float]]:
+    """Run the job that the config's options name, as often as they say, in one driver.
+
+    Returns for each time its seconds, and those that its engines worked.
+    """
     import ray
 
     from raybatch import Job, LLMStage, PoolConfig, Sampling
 
+    began = time.perf_counter()
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    stage = LLMStage(
-        config.model,
-        tokenized_prompt="tokenized_prompt",
-        sampling=Sampling(ignore_eos=True),
-        overrides={"max_tokens": "output_len"},
-        engine=engine,
-        backend=backend,
-        pool=PoolConfig(replicas=config.options["replicas"]),
-    )
-    plan = plan_config(config.variant) or "off"
-    report = Job(config.options["input"], config.options["output"], stage, plan=plan).run()
+    runs = []
+    for output in outputs(config):
+        stage = LLMStage(
+            config.model,
+            tokenized_prompt="tokenized_prompt",
+            sampling=Sampling(ignore_eos=True),
+            overrides={"max_tokens": "output_len"},
+            engine=engine,
+            backend=backend,
+            pool=PoolConfig(replicas=config.options["replicas"]),
+        )
+        plan = plan_config(config.variant) or "off"
+        report = Job(config.options["input"], output, stage, plan=plan).run()
+        ended = time.perf_counter()
+        runs.append({"wall_s": ended - began, "window_s": report.engines_s})
+        began = ended
     ray.shutdown()
-    return report.engines_s
+    return runs
 
 
 def main() -> None:
@@ -162,8 +173,7 @@ def main() -> None:
         serve(NativeEngine, PACKAGES)
         return
     answers = take_stdout()
-    window_s = run_job(config, engine_config(config))
-    say(answers, {"versions": versions(PACKAGES), "window_s": window_s})
+    say_runs(answers, run_job(config, engine_config(config)), PACKAGES)
 
 
 if __name__ == "__main__":

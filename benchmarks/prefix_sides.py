@@ -62,6 +62,13 @@ SIDES = {
         kind="job",
         block_size=VLLM_BLOCK_SIZE,
     ),
+    "raybatch-vllm-job": Side(
+        venv="vllm",
+        script="peer_raybatch_vllm.py",
+        variant="job-eager",
+        kind="job",
+        block_size=VLLM_BLOCK_SIZE,
+    ),
     "raybatch-job-plan": Side(
         venv="raybatch", script="peer_raybatch.py", variant="job-plan", kind="job"
     ),
@@ -70,6 +77,13 @@ SIDES = {
         venv="vllm",
         script="peer_raydata_llm.py",
         variant="eager",
+        kind="job",
+        block_size=VLLM_BLOCK_SIZE,
+    ),
+    "raydata-llm-default": Side(
+        venv="vllm",
+        script="peer_raydata_llm.py",
+        variant="default",
         kind="job",
         block_size=VLLM_BLOCK_SIZE,
     ),

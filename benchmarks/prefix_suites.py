@@ -58,7 +58,9 @@ ZERO = classes("zero share", (256, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
 W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_len=8)
 DOCS = classes("docs", (16, 16, 512, 16, 8))
-WORKLOADS = {w.name: w for w in (W1, w1(2), w1(4), w1(64), ZERO, W2, W10, DOCS)}
+# outputs with a heavy tail, and nothing shared
+W4 = Workload(name="W4", kind="tail", num_requests=512, prompt_len=32, output_len=6)
+WORKLOADS = {w.name: w for w in (W1, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)}
 
 
 def _on(sides: Sequence[str], *orders: PromptOrder, replicas: int = 1) -> tuple[Contestant, ...]:
@@ -94,8 +96,17 @@ EVERY_JOB = (
 SAME_ENGINE = _on(["raybatch-vllm-plan"], "shuffled") + _on(
     ["raybatch-vllm", "vllm-compiled"], "shuffled", "sorted"
 )
-SAME_ENGINE_JOBS = _on(["raybatch-vllm-job-plan"], "shuffled") + _on(
-    ["raydata-llm"], "shuffled", "sorted"
+SAME_ENGINE_CONTROL = _on(["raybatch-vllm-plan", "raybatch-vllm", "vllm-compiled"], "shuffled")
+SAME_ENGINE_JOBS = (
+    _on(["raybatch-vllm-job-plan"], "shuffled")
+    + _on(["raydata-llm"], "shuffled", "sorted")
+    + _on(["raydata-llm-default"], "shuffled")
+)
+SAME_ENGINE_PAIRS = _on(["raybatch-vllm-job-plan"], "shuffled", replicas=2) + _on(
+    ["raydata-llm"], "shuffled", "sorted", replicas=2
+)
+SAME_ENGINE_CONTROL_JOBS = _on(
+    ["raybatch-vllm-job-plan", "raybatch-vllm-job", "raydata-llm"], "shuffled"
 )
 REPLICAS = (1, 2, 4)
 
@@ -157,8 +168,12 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
     "vllm": (
         _trial(W1, 25, SAME_ENGINE),
         _trial(DOCS, 25, SAME_ENGINE),
-        _trial(ZERO, 25, SAME_ENGINE, 5),
-        _trial(W1, 25, SAME_ENGINE_JOBS),
+        _trial(ZERO, 25, SAME_ENGINE_CONTROL, 5),
+        _trial(W4, 400, SAME_ENGINE_CONTROL),
+        _trial(W1, 25, SAME_ENGINE_JOBS + SAME_ENGINE_PAIRS),
+        _trial(DOCS, 25, SAME_ENGINE_JOBS),
+        _trial(ZERO, 25, SAME_ENGINE_CONTROL_JOBS),
+        _trial(W4, 400, SAME_ENGINE_JOBS + SAME_ENGINE_PAIRS),
     ),
     "full": (
         *(

@@ -55,7 +55,7 @@ def to_batch(
     prompt: Annotated[str | None, PROMPT_FLAG] = None,
     messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
     system: Annotated[str | None, typer.Option(help="System message of rows without one.")] = None,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    endpoint: Annotated[str, typer.Option(help="chat, completions or embeddings.")] = "chat",
     id_column: Annotated[
         str | None, typer.Option(help="Column for custom_id; file and position by default.")
     ] = None,

@@ -36,11 +36,11 @@ from raybatch.stages.partition_values import check_partition_values
 from raybatch.stages.plan.sidecar import check_expected
 from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
-from raybatch.stages.prepare import check_model
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, check_place, prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
+from raybatch.stages.stage_model import check_model
 from raybatch.stages.storage import is_below
 from raybatch.stages.unique_ids import check_unique_ids
 

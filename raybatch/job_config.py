@@ -91,6 +91,7 @@ class JobConfig:
         check_choice(self, "schema_policy", get_args(SchemaPolicy))
         check_choice(self, "output_order", get_args(OutputOrder))
         check_min(self, "max_row_group_bytes", 1)
+        self._check_task()
         if not isinstance(self.skip_bad_files, bool):
             raise ConfigError(
                 f"JobConfig.skip_bad_files must be true or false, got {self.skip_bad_files!r}"
@@ -107,6 +108,20 @@ class JobConfig:
                 f"JobConfig.columns must name each column once, and at least one, got "
                 f"{list(self.columns)!r}; leave it out to take all"
             )
+
+    def _check_task(self) -> None:
+        if self.stage.task == "generate":
+            return
+        for name, is_set in (
+            ("waves", bool(self.waves)),
+            ("plan.lengths", self.plan.lengths == "probe"),
+            ("plan.expected_tokens_column", self.plan.expected_tokens_column is not None),
+        ):
+            if is_set:
+                raise ConfigError(
+                    f"{name} is about generated tokens, and task {self.stage.task!r} generates "
+                    "none; leave it out"
+                )
 
     def check_columns(self) -> None:
         """Raise ConfigError where `columns` leaves out a column that an option names."""

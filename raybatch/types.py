@@ -9,12 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
+from raybatch.parsed_text import ParsedText
 from raybatch.structured_outputs import structured_text
 
 FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
+# what is made of a prompt: text, or numbers by pooling the states of its tokens
+Task = Literal["generate", "embed", "classify", "score"]
 
 TokenIds = npt.NDArray[np.int32]
+Vector = npt.NDArray[np.float32]
 
+# as `max_tokens`: more than any context holds, so that the context alone bounds the output
+UNBOUNDED_TOKENS = 1 << 30
 # options of `Sampling` by type; those that may be None are whole numbers
 WHOLE_OPTIONS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
 OPTIONAL_OPTIONS = ("top_k", "logprobs")
@@ -183,6 +189,7 @@ class Completion:
         num_cached_tokens: prompt tokens whose KV came from another request; counted once per
             request, so 0 for the samples after the first.
         text: set by backends that detokenize themselves; None leaves it to the stage.
+        vector: what a pooling task made of the prompt; None where tokens are generated.
         logprobs: per generated token a pair (token ids, log probabilities), the sampled token
             first; None unless asked for.
         error: "" for a good completion, else "Type: message".
@@ -190,6 +197,7 @@ class Completion:
             the cost it is told with the first sample of a request.
         num_generated_tokens: where the backend knows more than `token_ids` says.
         cost: of the request, in the currency of the backend's prices; None where it has none.
+        parsed: what `text` is without; None where nothing was looked for.
     """
 
     request_id: int
@@ -199,11 +207,13 @@ class Completion:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     text: str | None = None
+    vector: Vector | None = None
     logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
     error: str = ""
     num_input_tokens: int | None = None
     num_generated_tokens: int | None = None
     cost: float | None = None
+    parsed: ParsedText | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,3 +60,17 @@ def test_an_option_that_is_missing_is_named():
 def test_limits_that_count_are_whole_numbers(limit):
     with pytest.raises(ConfigError, match=f"{next(iter(limit))} must be a whole number"):
         LimitConfig(**limit)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accelerator_type": 1}, "accelerator_type must be a name such as H100, got 1"),
+        ({"resources": {"GPU": 1}}, "'GPU' has an option of its own, num_gpus_per_replica"),
+        ({"resources": {"fast": -1}}, "'fast' must be a number of at least 0, got -1"),
+        ({"runtime_env": "env.yaml"}, "runtime_env must be a mapping"),
+    ],
+)
+def test_what_engines_reserve_is_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        PoolConfig(**options)

@@ -12,7 +12,12 @@ import ray
 from raybatch.errors import ReplicaError
 from raybatch.job import Job
 from raybatch.stages.llm_stage import LLMStage
-from tests.backends.endpoint_server import EndpointServer, expected_text, prompt_ids
+from tests.backends.endpoint_server import (
+    EndpointServer,
+    expected_embedding,
+    expected_text,
+    prompt_ids,
+)
 from tests.stages.support import local_ray, write_parquet
 
 KEY = "k3y-of-the-tests-0f9a1b"
@@ -229,3 +234,22 @@ def test_a_job_file_names_an_endpoint(tmp_path, server):
         (body,) = [body for body in server.asked if body["prompt"] == row["text"]]
         assert row["generated_text"][0] == expected_text(body)
         assert row["num_generated_tokens"] == [2, 2]
+
+
+def test_a_job_makes_embeddings_at_an_endpoint(tmp_path, server):
+    texts = [f"text {i}" for i in range(8)]
+    write_parquet(tmp_path / "in" / "0.parquet", pa.table({"text": texts}))
+    options = {"base_url": server.url, **PRICES}
+    stage = LLMStage(
+        "served",
+        task="embed",
+        prompt="{text}",
+        pooling={"dimensions": 5},
+        backend={"kind": "openai", "options": options},
+        pool={"max_start_failures": 1},
+    )
+    report = Job(tmp_path / "in", tmp_path / "out", stage).run()
+    rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
+    expected = {t: expected_embedding({"input": t, "dimensions": 5}).tolist() for t in texts}
+    assert {row["text"]: row["embeddings"] for row in rows} == expected
+    assert report.cost == sum(len(text) for text in texts)

@@ -10,7 +10,7 @@ from raybatch.errors import ConfigError
 from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
 from raybatch.stages.row_functions import Postprocess, Preprocess
 from raybatch.stages.schema import ERROR_COLUMN
-from raybatch.types import Sampling
+from raybatch.types import UNBOUNDED_TOKENS, Sampling
 from tests.stages.support import answer, local, local_ray, make_tokenizer
 
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stage_of(**options):
-    config = vLLMEngineProcessorConfig(model_source="m", **options)
+    config = ProcessorConfig(model_source="m", **options)
     return build_processor(config).get_stage_by_name("LLMStage")
 
 
@@ -51,6 +51,13 @@ def test_engine_options_with_an_equivalent_are_taken_over():
 @pytest.mark.parametrize(("concurrency", "replicas"), [(3, 3), ((1, 4), 4), (None, None)])
 def test_concurrency_becomes_replicas(concurrency, replicas):
     assert stage_of(concurrency=concurrency).config.pool.replicas == replicas
+
+
+@pytest.mark.parametrize("toggle", [True, False, None, {"enabled": True}], ids=str)
+def test_vllm_reads_images_of_rows_with_and_without_a_stage_for_them(toggle):
+    stage = stage_of(backend="vllm", prepare_multimodal_stage=toggle)
+    assert stage.config.conventional_images == "multimodal_data"
+    assert stage_of().config.conventional_images is None
 
 
 def test_vllm_gets_all_options_of_the_engine():
@@ -93,6 +100,20 @@ def test_options_without_effect_are_named_in_one_line(caplog):
     assert line.endswith("batch_size, max_concurrent_batches, engine_kwargs.enforce_eager")
 
 
+def test_a_pool_and_an_option_may_say_the_same():
+    assert stage_of(pool={"replicas": 2}, concurrency=2).config.pool.replicas == 2
+
+
+def test_stages_without_effect_are_named(caplog):
+    caplog.set_level(logging.INFO, logger="raybatch")
+    options = {"enabled": True, "model_config_kwargs": {"a": 1}}
+    stage_of(backend="vllm", detokenize_stage=False, prepare_multimodal_stage=options)
+    (line,) = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
+    assert line.endswith(
+        "prepare_multimodal_stage.model_config_kwargs, detokenize_stage, prepare_multimodal_stage"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -104,17 +125,52 @@ def test_options_without_effect_are_named_in_one_line(caplog):
             {"backend": "vllm", "engine_kwargs": {"quantisation": "x"}},
             "did you mean 'quantization'",
         ),
-        ({"task_type": "embed"}, "task_type must be 'generate'"),
+        ({"task_type": "embed"}, "native backend generates text; .* needs backend='vllm'"),
+        ({"task_type": "embedd", "backend": "vllm"}, "did you mean 'embed'"),
         ({"concurrency": 0}, "concurrency must be"),
         ({"concurrency": (3, 2)}, "concurrency must be"),
         ({"chat_template_stage": {"chat_templat": "x"}}, "did you mean 'chat_template'"),
-        ({"prepare_multimodal_stage": True}, "prepare_multimodal_stage is not supported"),
-        ({"dynamic_lora_loading_path": "x"}, "dynamic_lora_loading_path is not supported"),
+        ({"prepare_multimodal_stage": True}, "prepare_multimodal_stage needs backend='vllm'"),
+        ({"prepare_multimodal_stage": {"enabled": True}}, "needs backend='vllm'"),
+        ({"dynamic_lora_loading_path": "x"}, "needs backend='vllm' and enable_lora"),
+        ({"should_continue_on_error": "no"}, "must be true or false, got 'no'"),
+        ({"batch_size": "a"}, "batch_size must be a whole number, got 'a'"),
+        ({"pool": {"replicas": 8}, "concurrency": 2}, "pool.replicas is 8, and .* says 2"),
     ],
 )
 def test_wrong_option_fails_at_construction(options, message):
     with pytest.raises(ConfigError, match=message):
         ProcessorConfig(model_source="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preprocess": "x"}, "preprocess must be a function of the row, got 'x'"),
+        ({"postprocess_map_kwargs": "x"}, "postprocess_map_kwargs must be a mapping, got 'x'"),
+        ({"builder_kwargs": {"chat_template_kwargs": 5}}, "must be a mapping, got 5"),
+    ],
+    ids=["function", "map", "template"],
+)
+def test_what_a_processor_cannot_be_built_with_is_told(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_processor(ProcessorConfig(model_source="m"), **options)
+
+
+def test_rows_that_are_no_dataset_are_told():
+    with pytest.raises(ConfigError, match=r"got list; make one of rows with ray\.data\.from_items"):
+        build_processor(ProcessorConfig(model_source="m"))([{"prompt": "a"}])
+
+
+def test_no_bound_of_the_output_may_be_said_for_all_rows():
+    assert stage_of(sampling={"max_tokens": None}).config.sampling.max_tokens == UNBOUNDED_TOKENS
+
+
+def test_an_option_of_vllms_server_has_no_effect(caplog):
+    caplog.set_level(logging.INFO, logger="raybatch")
+    stage = stage_of(backend="vllm", engine_kwargs={"enable_log_requests": False})
+    assert stage.config.backend.options["engine_kwargs"] == {}
+    assert "engine_kwargs.enable_log_requests" in caplog.text
 
 
 def test_builder_knows_only_the_chat_template_options():
@@ -169,6 +225,20 @@ def test_rows_that_all_fail_in_preprocess_need_no_prompt(model):
     ]
 
 
+def test_engines_that_keep_all_cpus_but_one_leave_that_to_the_next_execution(model):
+    with local_ray(num_cpus=2):
+        bundle = {"CPU": int(ray.cluster_resources()["CPU"]) - 1}
+        config = ProcessorConfig(
+            model_source=str(model),
+            backend="fake",
+            concurrency=1,
+            placement_group_config={"bundles": [bundle]},
+        )
+        processor = build_processor(config, lambda row: {"prompt": "a"})
+        found = [processor(ray.data.from_items([{"id": 0}])).count() for _ in range(2)]
+    assert found == [1, 1]
+
+
 @pytest.fixture(scope="module")
 def processed(model) -> list[dict]:
     def preprocess(row):
@@ -205,3 +275,16 @@ def test_failures_of_both_functions_are_rows(processed):
         {"id": 1, "num": None, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'"},
         {"id": 2, "num": None, ERROR_COLUMN: "PostprocessError: ValueError: no answer"},
     ]
+
+
+def test_adapters_are_named_by_the_column_model():
+    options = {"backend": "vllm", "engine_kwargs": {"enable_lora": True}}
+    config = stage_of(**options, dynamic_lora_loading_path="s3://b/adapters").config
+    assert (config.lora_column, config.lora_path) == ("model", "s3://b/adapters")
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "score"])
+def test_pooling_tasks_have_options_per_row_and_no_sampling(task):
+    config = stage_of(backend="vllm", task_type=task).config
+    assert (config.task, config.pooling_column) == (task, "pooling_params")
+    assert (config.sampling_column, config.query is None) == (None, task != "score")

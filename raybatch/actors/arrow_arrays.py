@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.errors import ConfigError
-from raybatch.types import TokenIds
+from raybatch.types import TokenIds, Vector
 
 Offsets = npt.NDArray[np.int64]
 
@@ -59,3 +59,28 @@ def split_lists(lists: pa.ListArray) -> list[TokenIds]:
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     bounds = offsets_of(lengths).tolist()
     return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
+    """Return the vectors of many rows as one list array; None becomes null."""
+    given = [vector for vector in vectors if vector is not None]
+    if not given:
+        return pa.nulls(len(vectors), pa.list_(pa.float32()))
+    lengths = np.fromiter((0 if v is None else len(v) for v in vectors), np.int32, len(vectors))
+    offsets = offsets_of(lengths)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ConfigError(f"the vectors of a row batch hold {offsets[-1]} numbers; ask fewer rows")
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)),
+        pa.array(np.concatenate(given).astype(np.float32, copy=False)),
+        mask=pa.array([vector is None for vector in vectors], pa.bool_()),
+    )
+
+
+def split_vectors(lists: pa.ListArray) -> list[Vector | None]:
+    """Return the vectors as views of one flat array; None where there is none."""
+    flat = flat_values(lists, np.dtype(np.float32))
+    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    bounds = itertools.pairwise(offsets_of(lengths).tolist())
+    is_valid = lists.is_valid().to_pylist()
+    return [flat[a:b] if valid else None for (a, b), valid in zip(bounds, is_valid, strict=True)]

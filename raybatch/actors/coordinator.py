@@ -14,8 +14,10 @@ from ray.exceptions import ObjectLostError, RayActorError
 
 from raybatch.actors.assignments import make_assignments
 from raybatch.actors.counters import ClientCounters
-from raybatch.actors.crew import Crew, CrewPlan, Member
+from raybatch.actors.crew import Crew, Member
+from raybatch.actors.crew_plan import CrewPlan
 from raybatch.actors.inbox import Inbox, OpenBatch
+from raybatch.actors.making_room import RoomSeeker, has_reserved
 from raybatch.actors.metrics import PoolMetrics
 from raybatch.actors.queue import RowQueue
 from raybatch.actors.records import (
@@ -33,6 +35,8 @@ from raybatch.types import PoolStats, ReplicaStats
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5
+# engines that were idle for so long make room for others that wait
+_GIVE_AFTER_S = 10.0
 
 _Pull = tuple[Room, asyncio.Future[list[Assignment] | None]]
 
@@ -63,6 +67,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
+        self._room = RoomSeeker(spec.pool, plan)
         self._not_worth_asking: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -220,6 +225,14 @@ class Coordinator:
             self._ticking.cancel()
         await self._stop_crew()
 
+    async def make_room(self) -> bool:
+        """End replicas that are idle and hold what others wait for; return whether there were."""
+        is_idle = not len(self._inbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
+        if not is_idle or not self._crew.members or not has_reserved(self._pool, self._plan):
+            return False
+        await self._stop_crew()
+        return True
+
     async def _answer(self, batch: OpenBatch) -> Answer:
         answer = await self._inbox.answer(batch, self._wait_s)
         if not self._inbox:
@@ -317,7 +330,7 @@ class Coordinator:
             self._queue.release(member.replica_id)
             return False
         loss = self._queue.lose(member.replica_id)
-        verdict = self._inbox.note_loss(loss)
+        verdict = self._inbox.note_loss(loss, member.cause)
         if verdict:
             self._inbox.fail(member.rank, f"{verdict}; the last death: {cause}")
         self._dispatch()
@@ -350,6 +363,9 @@ class Coordinator:
             self._dispatch()
             self._update_metrics()
             now = time.monotonic()
+            # a pool without rows needs no more engines than it has
+            if len(self._inbox) and self._room.is_due(self._crew.waits_s(now), now):
+                self._spawn(self._room.seek())
             if len(self._inbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:

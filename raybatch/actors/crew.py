@@ -12,8 +12,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from raybatch.actors.crew_plan import CrewPlan, asked_of_ray
 from raybatch.actors.records import PoolSpec
 from raybatch.actors.replica import Replica
+from raybatch.actors.reserving import Reserved, reserve
 from raybatch.actors.starts import StartLedger
 from raybatch.errors import encodable, error_text
 from raybatch.types import ReplicaStats
@@ -30,28 +32,13 @@ class Member:
     replica_id: int
     rank: int
     actor: ActorHandle
+    reserved: Reserved
     pid: int | None = None
     is_ready: bool = False
     num_finished_rows: int = 0
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     cause: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CrewPlan:
-    """How many replicas, and what Ray reserves for each.
-
-    Args:
-        num_replicas: ranks of the pool.
-        num_cpus: logical CPUs of one replica.
-        num_gpus: GPUs of one replica.
-        num_engines_on_host: replicas that share a host, as far as the driver can tell.
-    """
-
-    num_replicas: int
-    num_cpus: float
-    num_gpus: float
-    num_engines_on_host: int
+    made_s: float = field(default_factory=time.monotonic)
 
 
 class Crew:
@@ -104,6 +91,10 @@ class Crew:
         self._tasks.clear()
         self._is_stopping = False
 
+    def waits_s(self, now: float) -> float:
+        """Return for how long a replica has been waiting for what Ray is to reserve; 0 for none."""
+        return max((now - m.made_s for m in self.members.values() if m.pid is None), default=0.0)
+
     def busy_s(self) -> float:
         """Return the seconds that engines of this pool spent in steps, dead ones included."""
         return self.past_busy_s + sum(m.stats.engine_s for m in self.members.values())
@@ -139,18 +130,13 @@ class Crew:
     def _make(self, rank: int) -> Member:
         replica_id = next(self._ids)
         self.ledger.begin(rank, time.monotonic())
-        actor = (
-            ray.remote(Replica)
-            .options(
-                num_cpus=self._plan.num_cpus,
-                num_gpus=self._plan.num_gpus,
-                max_restarts=0,
-                max_concurrency=64,
-                scheduling_strategy="SPREAD",
-            )
-            .remote(self._spec, replica_id)
+        pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(self):x}"
+        reserved = reserve(self._plan, self._spec.pool, name=f"{pool_name}-{rank}")
+        actor = reserved.start(
+            Replica, self._spec, replica_id, scheduling_strategy="SPREAD", max_concurrency=64
         )
-        member = self.members[replica_id] = Member(replica_id=replica_id, rank=rank, actor=actor)
+        member = Member(replica_id=replica_id, rank=rank, actor=actor, reserved=reserved)
+        self.members[replica_id] = member
         return member
 
     async def _start(self, member: Member) -> str:
@@ -163,7 +149,7 @@ class Crew:
         except TimeoutError:
             return (
                 f"the start took longer than start_timeout_s={timeout_s} (one replica asks for "
-                f"{self._plan.num_cpus} CPUs and {self._plan.num_gpus} GPUs)"
+                f"{asked_of_ray(self._plan, self._spec.pool)})"
             )
         except RayError as error:
             return _summary(error)
@@ -184,7 +170,7 @@ class Crew:
         self.past_busy_s += member.stats.engine_s
         del self.members[member.replica_id]
         self.ledger.stopped(member.rank)
-        ray.kill(member.actor, no_restart=True)
+        member.reserved.end(member.actor)
 
 
 def _summary(error: RayError) -> str:

@@ -258,8 +258,12 @@ class Inbox:
             return None
         return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
 
-    def note_loss(self, loss: Loss) -> str:
+    def note_loss(self, loss: Loss, cause: str = "") -> str:
         """Answer the rows that are given up with an error each, and tell who waits for others.
+
+        Args:
+            loss: rows that an engine had when it died.
+            cause: what it said of its end, "" for nothing.
 
         Returns:
             Why the engine must be broken, "" while rows may be the reason.
@@ -270,7 +274,7 @@ class Inbox:
         for poison in loss.poison:
             batch = self._open.get(poison.batch_id)
             if batch is not None:
-                error = crash_error(poison.num_crashes)
+                error = crash_error(poison.num_crashes, cause)
                 completion = Completion(request_id=poison.row, finish_reason="error", error=error)
                 rows = np.array([poison.row], np.int32)
                 self._keep(batch, rows, encode_completions(rows, [completion]))

@@ -2,6 +2,7 @@
 
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raybatch.actors.crew import CrewPlan
-from raybatch.actors.pool import plan_crew
+from raybatch.actors.crew_plan import CrewPlan, asked_of_ray, plan_crew
 from raybatch.actors.records import PoolSpec
+from raybatch.actors.reserving import reserve
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
 from raybatch.errors import MeasureError, encodable
 from raybatch.policy.cost_model import CostModel
@@ -62,7 +63,7 @@ def measure_pool(
     found = load_cost_model(path) if is_here else None
     if found is not None:
         return found
-    _check_free({"CPU": plan.num_cpus, "GPU": plan.num_gpus}, spec)
+    _check_free(plan.total(), spec)
     return _measure_in_actor(spec, plan, folder, timeout_s)
 
 
@@ -71,23 +72,20 @@ def _measure_in_actor(
 ) -> CostModel:
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + _MEASURE_S
-    actor = (
-        ray.remote(_Measurer)
-        .options(num_cpus=plan.num_cpus, num_gpus=plan.num_gpus, max_restarts=0)
-        .remote(spec)
-    )
+    reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
+    actor = reserved.start(_Measurer, spec)
     try:
         answer = ray.get(actor.measure.remote(plan.num_engines_on_host, folder), timeout=timeout_s)
     except GetTimeoutError as error:
         raise MeasureError(
             f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
-            f"{plan.num_cpus} CPUs and {plan.num_gpus} GPUs"
+            f"{asked_of_ray(plan, spec.pool)}"
         ) from error
     except RayError as error:
         raise MeasureError(f"{spec.model} could not be measured: {_last_line(error)}") from error
     finally:
         with suppress(RayError):
-            ray.kill(actor, no_restart=True)
+            reserved.end(actor)
     if isinstance(answer, str):
         raise MeasureError(answer)
     model: CostModel = answer

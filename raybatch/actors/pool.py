@@ -23,16 +23,15 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raybatch.actors.coordinator import Coordinator
-from raybatch.actors.crew import CrewPlan
+from raybatch.actors.crew_plan import plan_crew
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.watching import RowWatch, tell, with_news
 from raybatch.actors.wire import RESULT_SCHEMA, combine_results
-from raybatch.backends.options import gpus_of_engine
-from raybatch.errors import ConfigError, ReplicaError
+from raybatch.errors import ReplicaError
 from raybatch.types import PoolStats, Sampling
 
-__all__ = ["PoolHandle", "PoolSpec", "plan_crew", "release_pools"]
+__all__ = ["PoolHandle", "PoolSpec", "release_pools"]
 
 _NAME_PREFIX = "raybatch-pool"
 _MAX_CALLS = 10_000
@@ -331,52 +330,3 @@ def _end(coordinator: ActorHandle) -> None:
     except RayActorError:
         return
     ray.kill(coordinator, no_restart=True)
-
-
-def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
-    """Raise ConfigError where an engine would need the GPUs of several hosts."""
-    largest = max(gpus_of_hosts, default=0)
-    if num_gpus > largest:
-        raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
-            f"{largest:g}; an engine runs on one host: lower tensor_parallel_size and "
-            "pipeline_parallel_size, or pool.num_gpus_per_replica"
-        )
-
-
-def plan_crew(spec: PoolSpec) -> CrewPlan:
-    """Size the crew of a pool by the cluster as it is now.
-
-    Raises:
-        ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
-            of one engine.
-    """
-    pool = spec.pool
-    cluster_gpus = float(ray.cluster_resources().get("GPU", 0))
-    num_gpus = pool.num_gpus_per_replica
-    if num_gpus is None:
-        num_gpus = float(gpus_of_engine(spec.backend, spec.engine)) if cluster_gpus else 0.0
-    if pool.replicas is not None:
-        num_replicas = pool.replicas
-    elif spec.backend.kind == "openai":
-        # it waits for answers, and one has room for hundreds of them
-        num_replicas = 1
-    elif num_gpus:
-        num_replicas = max(1, int(cluster_gpus / num_gpus))
-    else:
-        num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    if 0 < num_gpus < 1 and spec.engine.kv_cache_bytes is None:
-        raise ConfigError(
-            f"pool.num_gpus_per_replica is {num_gpus}: engines that share a GPU each need "
-            "engine.kv_cache_bytes, or the first takes all the memory"
-        )
-    kind = "GPU" if num_gpus else "CPU"
-    hosts = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind)]
-    if num_gpus > 1:
-        check_hosts(num_gpus, [float(host["Resources"]["GPU"]) for host in hosts])
-    return CrewPlan(
-        num_replicas=num_replicas,
-        num_cpus=pool.num_cpus_per_replica,
-        num_gpus=num_gpus,
-        num_engines_on_host=-(-num_replicas // max(1, len(hosts))),
-    )

@@ -3,8 +3,10 @@
 import hashlib
 import uuid
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.arrow_arrays import flat_values, offsets_of, to_numpy, whole_array
@@ -17,6 +19,7 @@ from raybatch.actors.wire import (
     prompt_lengths,
 )
 from raybatch.config import EngineConfig
+from raybatch.payload import adapter_in
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks
 from raybatch.types import Sampling
 
@@ -55,7 +58,7 @@ def make_submission(
         max_new_tokens=max_new_tokens(table, samplings),
         expected_new_tokens=expected_new_tokens(table, samplings),
         groups=_of_client(_row_groups(table), client) if planned else None,
-        block_keys=_block_keys(table, engine.block_size_tokens) if has_keys else None,
+        block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
     )
 
 
@@ -76,8 +79,42 @@ def _row_groups(table: pa.Table) -> RowGroups:
     )
 
 
-def _block_keys(table: pa.Table, block_size: int) -> BlockKeys:
-    """Return the block keys of all prompts; linear in tokens."""
+class RowKeys(NamedTuple):
+    """What the rows of a request table can share.
+
+    Args:
+        blocks: rows of different adapters share nothing, and those with another payload are not
+            identical.
+        adapters: uint64 [R], what the adapter of each row is known by; 0 for none.
+    """
+
+    blocks: BlockKeys
+    adapters: npt.NDArray[np.uint64]
+
+
+def row_keys(table: pa.Table, block_size: int) -> RowKeys:
+    """Return the keys of all rows of a request table; linear in tokens and in payloads."""
     prompts = whole_array(table["prompt_token_ids"])
     tokens = flat_values(prompts, np.dtype(np.int32))
-    return hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)
+    keys = hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)
+    adapters, payloads = _salts_of(table["payload"])
+    return RowKeys(keys.salted(adapters, payloads), adapters)
+
+
+def _salts_of(
+    payloads: pa.ChunkedArray,
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return what each payload decides, as numbers: the KV of a prompt, and its result."""
+    if payloads.null_count == len(payloads):
+        return np.zeros(len(payloads), np.uint64), np.zeros(len(payloads), np.uint64)
+    texts = payloads.to_pylist()
+    salts = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
+    found = np.array([salts[text] for text in texts], np.uint64)
+    return found[:, 0], found[:, 1]
+
+
+def _digest(text: str | None) -> int:
+    if text is None:
+        return 0
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -17,12 +17,15 @@ from raybatch.actors.arrow_arrays import (
     flat_values,
     offsets_of,
     split_lists,
+    split_vectors,
     to_numpy,
     token_lists,
+    vector_lists,
     whole_array,
 )
 from raybatch.actors.records import RowGroups
 from raybatch.errors import ConfigError
+from raybatch.parsed_text import ParsedText
 from raybatch.types import Completion, FinishReason, Request, Sampling, TokenIds
 
 _Logprobs = tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...]
@@ -57,11 +60,14 @@ RESULT_SCHEMA = pa.schema(
         pa.field("num_cached_tokens", pa.int32(), nullable=False),
         pa.field("error", pa.string(), nullable=False),
         pa.field("text", pa.string()),
+        pa.field("vector", pa.list_(pa.float32())),
         pa.field("logprobs", LOGPROBS_TYPE),
         pa.field("attempts", pa.int32(), nullable=False),
         pa.field("num_input_tokens", pa.int32()),
         pa.field("num_generated_tokens", pa.int32()),
         pa.field("cost", pa.float64()),
+        # JSON, null for none
+        pa.field("parsed", pa.string()),
     ]
 )
 
@@ -232,11 +238,13 @@ def encode_completions(
         pa.array([c.num_cached_tokens for c in completions], pa.int32()),
         pa.array([c.error for c in completions], pa.string()),
         pa.array([c.text for c in completions], pa.string()),
+        vector_lists([c.vector for c in completions]),
         logprobs_array([c.logprobs for c in completions]),
         pa.array(np.ones(num, np.int32), pa.int32()),
         pa.array([c.num_input_tokens for c in completions], pa.int32()),
         pa.array([c.num_generated_tokens for c in completions], pa.int32()),
         pa.array([c.cost for c in completions], pa.float64()),
+        pa.array([c.parsed and c.parsed.to_json() for c in completions], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=RESULT_SCHEMA)
 
@@ -245,7 +253,9 @@ def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
     """Return result rows as completions whose `request_id` is the row index."""
     table = results if isinstance(results, pa.Table) else pa.Table.from_batches([results])
     tokens = split_lists(whole_array(table["token_ids"]))
-    columns = {name: table[name].to_pylist() for name in RESULT_SCHEMA.names if name != "token_ids"}
+    vectors = split_vectors(whole_array(table["vector"]))
+    lists = ("token_ids", "vector")
+    columns = {n: table[n].to_pylist() for n in RESULT_SCHEMA.names if n not in lists}
     return [
         Completion(
             request_id=columns["row"][i],
@@ -255,11 +265,13 @@ def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
             stop_reason=json.loads(columns["stop_reason"][i]),
             num_cached_tokens=columns["num_cached_tokens"][i],
             text=columns["text"][i],
+            vector=vectors[i],
             logprobs=logprobs_value(columns["logprobs"][i]),
             error=columns["error"][i],
             num_input_tokens=columns["num_input_tokens"][i],
             num_generated_tokens=columns["num_generated_tokens"][i],
             cost=columns["cost"][i],
+            parsed=None if (said := columns["parsed"][i]) is None else ParsedText.from_json(said),
         )
         for i in range(table.num_rows)
     ]
@@ -277,9 +289,15 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
     )
 
 
-def crash_error(num_crashes: int) -> str:
-    """Return the error of a row that is given up because engines died with it."""
-    return f"ReplicaCrash: the engine died {num_crashes} times with this row"
+def crash_error(num_crashes: int, cause: str = "") -> str:
+    """Return the error of a row that is given up because engines died with it.
+
+    Args:
+        num_crashes: deaths with this row.
+        cause: what the last engine said of its end, "" where it said nothing.
+    """
+    told = f"ReplicaCrash: the engine died {num_crashes} times with this row"
+    return f"{told}; the last time: {' '.join(cause.split())}" if cause else told
 
 
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:

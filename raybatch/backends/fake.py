@@ -9,13 +9,17 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens
+import numpy as np
+
+from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens, fake_vector
 from raybatch.backends.fake_options import FakeOptions, log_finished, mark_start
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.engine.completions import completion_of
-from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState, Task
 
 __all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
+
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +38,10 @@ class _Sequence:
 class FakeBackend(IntakeBackend):
     """Follows the `Backend` protocol with answers that `fake_tokens` predicts."""
 
-    def __init__(self, options: FakeOptions) -> None:
+    def __init__(self, options: FakeOptions, task: Task = "generate") -> None:
+        self._task = task
+        # what generates nothing may fill the context
+        self._max_len = options.max_model_len + (task != "generate")
         start = mark_start(options.marks_dir)
         time.sleep(options.start_s)
         if options.fail_start or start < options.num_failing_starts:
@@ -116,11 +123,19 @@ class FakeBackend(IntakeBackend):
             self._start(state, has_started=has_started)
         if self._step_s:
             time.sleep(self._step_s)
-        self._num_generated_tokens += len(self._running)
+        if self._task == "generate":
+            self._num_generated_tokens += len(self._running)
         ended = self._ending.pop(self._num_steps, [])
         for sequence in ended:
             del self._running[sequence.key]
-        return [_completion(sequence) for sequence in ended]
+        return [self._completion(sequence) for sequence in ended]
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        completion = _generated(sequence)
+        if self._task == "generate":
+            return completion
+        vector = fake_vector(sequence.state.request, self._task)
+        return replace(completion, token_ids=_NO_TOKENS, finish_reason="stop", vector=vector)
 
     def _start(self, state: SequenceState, *, has_started: bool) -> None:
         request, options = state.request, self._options
@@ -130,7 +145,7 @@ class FakeBackend(IntakeBackend):
         if options.raise_on is not None and options.raise_on in prompt:
             raise RuntimeError("the fake backend was told to break on this prompt")
         answer = fake_answer(
-            request, state.sample_idx, lengths=options.lengths, max_model_len=options.max_model_len
+            request, state.sample_idx, lengths=options.lengths, max_model_len=self._max_len
         )
         if has_started:
             num_cached = state.num_cached_tokens
@@ -175,7 +190,7 @@ class FakeBackend(IntakeBackend):
         num_tokens = len(prompt) + len(state.token_ids)
         if not len(prompt):
             return "EmptyPrompt: the prompt has no tokens"
-        if num_tokens >= options.max_model_len:
+        if num_tokens >= self._max_len:
             limit = options.max_model_len
             return f"PromptTooLong: {num_tokens} tokens, the model's limit is {limit}"
         if prompt.min() < 0:
@@ -192,7 +207,7 @@ class FakeBackend(IntakeBackend):
         return request.prefix_len if is_known else 0
 
 
-def _completion(sequence: _Sequence) -> Completion:
+def _generated(sequence: _Sequence) -> Completion:
     answer = sequence.answer
     num_cached_tokens = sequence.num_cached_tokens
     state = replace(sequence.state, token_ids=answer.tokens, num_cached_tokens=num_cached_tokens)

@@ -1,14 +1,19 @@
 """What the fake backend answers: a pure function of prompt, seed and options."""
 
+import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from raybatch.types import FinishReason, Request, Sampling, TokenIds
+from raybatch.payload import POOLING
+from raybatch.types import FinishReason, Request, Sampling, Task, TokenIds, Vector
 
 _VOCAB_SIZE = 256
+# numbers of one vector
+_SIZES: Mapping[Task, int] = {"embed": 8, "classify": 3, "score": 1}
 
 Lengths = Literal["max", "hash"]
 
@@ -57,3 +62,21 @@ def fake_tokens(
         num_tokens = max(sampling.min_tokens, 1 + code % num_tokens)
     positions = np.arange(num_tokens, dtype=np.int64)
     return ((code + positions * (2 * (code >> 16) + 1)) % _VOCAB_SIZE).astype(np.int32)
+
+
+def fake_vector(request: Request, task: Task) -> Vector:
+    """Return what the fake backend makes of a prompt for a pooling task.
+
+    Prompt, adapter and options decide it alone. Embeddings have length 1 and probabilities the sum
+    1, unless the row asks for bare numbers.
+    """
+    payload = json.dumps(request.payload, sort_keys=True).encode()
+    prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
+    code = zlib.crc32(payload, zlib.crc32(prompt.tobytes()))
+    options = request.payload.get(POOLING, {})
+    size = options.get("dimensions", _SIZES[task])
+    vector: Vector = np.random.default_rng(code).random(size, np.float32) + np.float32(0.1)
+    if options.get("use_activation") is False or task == "score":
+        return vector
+    length = np.linalg.norm(vector) if task == "embed" else vector.sum()
+    return np.asarray(vector / length, np.float32)

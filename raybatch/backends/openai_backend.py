@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from raybatch.backends.openai_body import BadAnswer, body_of, completions_of
+from raybatch.backends.openai_embeddings import embedding_body, embedding_of
 from raybatch.backends.openai_errors import (
     hidden,
     is_pushback,
@@ -35,7 +36,15 @@ from raybatch.backends.openai_pace import (
 )
 from raybatch.backends.openai_rows import Row, Rows
 from raybatch.errors import EndpointError
-from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.types import (
+    UNBOUNDED_TOKENS,
+    Capacity,
+    Completion,
+    ReplicaStats,
+    Request,
+    SequenceState,
+    Task,
+)
 
 __all__ = ["OpenAIBackend"]
 
@@ -57,6 +66,7 @@ class OpenAIBackend:
         options: of the endpoint.
         model: its name there.
         headers: of every request, with the secrets.
+        task: of all rows.
         num_replicas: that share the budgets.
         proxy: on the way to the endpoint; None for none.
         clock: seconds that only grow.
@@ -68,12 +78,14 @@ class OpenAIBackend:
         model: str,
         headers: Mapping[str, str],
         *,
+        task: Task = "generate",
         num_replicas: int = 1,
         proxy: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._model = model
+        self._is_embedding = task == "embed"
         self._clock = clock
         self._secrets = secrets_in(headers)
         self._http = HttpThread(options.base_url, headers, options.timeout_s, proxy=proxy)
@@ -198,25 +210,27 @@ class OpenAIBackend:
     def _row_error(self, request: Request) -> str:
         prompt = request.prompt_token_ids
         endpoint, is_chat = self._options.endpoint, "messages" in request.payload
+        if self._is_embedding and is_chat:
+            return "InvalidPrompt: embeddings are made of texts, and the row has messages"
         if endpoint == "chat" and not is_chat:
             return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
         if endpoint == "completions" and is_chat:
             return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
-        if request.payload:
+        if is_chat or "prompt" in request.payload:
             return ""
         if not len(prompt):
             return "EmptyPrompt: the prompt has no tokens"
         if prompt.min() < 0:
             return "BadTokenId: token ids must be at least 0"
         limit = self._options.max_model_len
-        if limit is not None and len(prompt) >= limit:
+        if limit is not None and len(prompt) >= limit + self._is_embedding:
             return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
         return ""
 
     def _fitted(self, request: Request) -> Request:
         """Bound the output by the context, where its length is known; servers refuse more."""
         limit, sampling = self._options.max_model_len, request.sampling
-        if limit is None or request.payload:
+        if limit is None or request.payload or self._is_embedding:
             return request
         room = limit - len(request.prompt_token_ids)
         if sampling.max_tokens <= room:
@@ -236,10 +250,13 @@ class OpenAIBackend:
 
     def _send(self, row: Row) -> None:
         now_s, sampling = self._clock(), row.request.sampling
-        path, body = body_of(row.request, self._options, self._model)
+        ask = embedding_body if self._is_embedding else body_of
+        path, body = ask(row.request, self._options, self._model)
         row.key, row.sent_s = next(self._keys), now_s
         row.num_tries += 1
-        row.tokens = len(row.request.prompt_token_ids) + sampling.max_tokens * sampling.n
+        # of an output that the context alone bounds, nobody knows the size
+        longest = sampling.max_tokens if sampling.max_tokens < UNBOUNDED_TOKENS else 0
+        row.tokens = len(row.request.prompt_token_ids) + longest * sampling.n
         for budget, amount in zip(self._budgets, (1, row.tokens), strict=True):
             budget.spend(amount, now_s)
         self._in_flight[row.key] = row
@@ -268,7 +285,8 @@ class OpenAIBackend:
     def _answered(self, row: Row, answer: HttpAnswer) -> list[Completion]:
         now_s = self._clock()
         try:
-            samples = completions_of(row.request, json.loads(answer.body), self._options)
+            read = embedding_of if self._is_embedding else completions_of
+            samples = read(row.request, json.loads(answer.body), self._options)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = (
                 str(error) if isinstance(error, BadAnswer) else "the answer is no JSON of the API"

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from raybatch.backends.openai_options import OpenAIOptions
+from raybatch.parsed_text import ParsedText, ToolCall
 from raybatch.structured_outputs import StructuredOutputs
-from raybatch.types import Completion, FinishReason, Request, Sampling
+from raybatch.types import UNBOUNDED_TOKENS, Completion, FinishReason, Request, Sampling
 
-__all__ = ["BadAnswer", "body_of", "completions_of"]
+__all__ = ["BadAnswer", "body_of", "completions_of", "shown", "with_usage"]
 
 # beyond the API of OpenAI; vLLM and SGLang have them
 _EXTRAS = (
@@ -49,12 +50,14 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
     body: dict[str, Any] = {"model": model}
     is_chat = "messages" in payload
     if is_chat:
-        body["messages"] = payload["messages"]
+        body |= {name: payload[name] for name in ("tools", "messages") if name in payload}
     elif "prompt" in payload:
         body["prompt"] = payload["prompt"]
     else:
         body["prompt"] = request.prompt_token_ids.tolist()
-    body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
+    is_bounded = sampling.max_tokens < UNBOUNDED_TOKENS
+    if is_bounded:
+        body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
     # the default of the API is another one
     body["temperature"] = sampling.temperature
     for name in (*_COMMON, *_EXTRAS):
@@ -73,6 +76,9 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body |= _logprobs_fields(sampling.logprobs, is_chat=is_chat)
     body |= options.extra_body
     body = {name: value for name, value in body.items() if value is not None}
+    if not is_bounded and not is_chat:
+        # left out it would be 16, other than in a chat
+        body.setdefault("max_tokens", None)
     return "/chat/completions" if is_chat else "/completions", body
 
 
@@ -84,22 +90,24 @@ def completions_of(request: Request, answer: object, options: OpenAIOptions) -> 
     """
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise BadAnswer(f"the endpoint's answer has no choices: {_shown(answer)}")
+        raise BadAnswer(f"the endpoint's answer has no choices: {shown(answer)}")
     by_index = {_index(choice, place): choice for place, choice in enumerate(choices)}
     if sorted(by_index) != list(range(request.sampling.n)):
         raise BadAnswer(
             f"the endpoint answered with {len(choices)} choices, and {request.sampling.n} were "
             "asked for"
         )
-    samples = [_sample(request, index, by_index[index]) for index in sorted(by_index)]
+    samples = [_sample(request, i, by_index[i], options) for i in sorted(by_index)]
     if failed := next((sample for sample in samples if sample.error), None):
         # a row has an error or its samples, and its first sample tells what it has cost
         samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
     assert isinstance(answer, Mapping), "it has choices"
-    return _with_usage(samples, answer.get("usage"), options)
+    return with_usage(samples, answer.get("usage"), options)
 
 
-def _sample(request: Request, index: int, choice: Mapping[str, Any]) -> Completion:
+def _sample(
+    request: Request, index: int, choice: Mapping[str, Any], options: OpenAIOptions
+) -> Completion:
     reason = choice.get("finish_reason")
     if reason == "content_filter":
         return Completion(
@@ -114,34 +122,66 @@ def _sample(request: Request, index: int, choice: Mapping[str, Any]) -> Completi
     return Completion(
         request_id=request.request_id,
         sample_idx=index,
-        text=_text(choice),
+        text=_text(choice, are_calls_apart=options.return_tool_calls),
         token_ids=np.array(token_ids if isinstance(token_ids, list) else [], np.int32),
         finish_reason=finish_reason,
         stop_reason=stop_reason if isinstance(stop_reason, str | int) else None,
         logprobs=_logprobs(choice.get("logprobs"))
         if request.sampling.logprobs is not None
         else None,
+        parsed=_parsed(choice, options),
     )
 
 
-def _text(choice: Mapping[str, Any]) -> str:
+def _text(choice: Mapping[str, Any], *, are_calls_apart: bool) -> str:
     message = choice.get("message")
     if not isinstance(message, Mapping):
         text = choice.get("text")
         if not isinstance(text, str):
-            raise BadAnswer(f"a choice has neither a message nor a text: {_shown(choice)}")
+            raise BadAnswer(f"a choice has neither a message nor a text: {shown(choice)}")
         return text
     content = message.get("content")
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         return "".join(str(p.get("text") or "") for p in content if isinstance(p, Mapping))
-    if calls := message.get("tool_calls"):
+    if (calls := message.get("tool_calls")) and not are_calls_apart:
         return json.dumps(calls, ensure_ascii=False)
     return str(message.get("refusal") or "")
 
 
-def _with_usage(
+def _parsed(choice: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
+    """Return reasoning and calls of a message, under the names that servers have for them."""
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        return None
+    reasoning, calls = None, message.get("tool_calls")
+    if options.return_reasoning:
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not options.return_tool_calls or not isinstance(calls, list):
+        calls = []
+    if not calls and not isinstance(reasoning, str):
+        return None
+    return ParsedText(
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+        tool_calls=tuple(_tool_call(call) for call in calls),
+    )
+
+
+def _tool_call(call: object) -> ToolCall:
+    said = call if isinstance(call, Mapping) else {}
+    function = said.get("function")
+    if not isinstance(function, Mapping):
+        # nothing that was paid for is lost
+        function = {"name": said.get("type"), "arguments": call}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    name = function.get("name")
+    return ToolCall(id=str(said.get("id") or ""), name=str(name or ""), arguments=arguments)
+
+
+def with_usage(
     samples: Sequence[Completion], usage: object, options: OpenAIOptions
 ) -> list[Completion]:
     """Return the samples with what the answer says of tokens; it tells of all samples together."""
@@ -232,10 +272,11 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 def _index(choice: object, place: int) -> int:
     if not isinstance(choice, Mapping):
-        raise BadAnswer(f"a choice of the endpoint's answer is no object: {_shown(choice)}")
+        raise BadAnswer(f"a choice of the endpoint's answer is no object: {shown(choice)}")
     index = choice.get("index", place)
     return index if isinstance(index, int) else place
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return the beginning of what an endpoint has said."""
     return json.dumps(value, default=repr)[:_MAX_SHOWN]

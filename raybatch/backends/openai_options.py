@@ -26,7 +26,7 @@ _DECISIVE = (
     "extra_body",
 )
 # what the backend itself says in a request
-_OWN_FIELDS = ("model", "messages", "prompt", "n", "stream", "stream_options")
+_OWN_FIELDS = ("model", "messages", "prompt", "input", "n", "stream", "stream_options")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,9 @@ class OpenAIOptions:
         tokenizer: folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans;
             None plans with triples of bytes.
         max_model_len: longest prompt plus output; needs a tokenizer, or rows of token ids.
+        return_reasoning: add a column `reasoning` of what the endpoint tells of it.
+        return_tool_calls: add a column `tool_calls`; without it a message that is nothing but
+            calls has their JSON as its text.
 
     Raises:
         ConfigError: a value is out of range, or looks like a secret.
@@ -80,6 +83,8 @@ class OpenAIOptions:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
     max_model_len: int | None = None
+    return_reasoning: bool = False
+    return_tool_calls: bool = False
 
     def __post_init__(self) -> None:
         _check_url(self.base_url)
@@ -104,6 +109,9 @@ class OpenAIOptions:
                 check_min(self, name, 0)
         if self.max_model_len is not None:
             check_whole(self, "max_model_len", 2)
+        for name in ("return_reasoning", "return_tool_calls"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"OpenAIOptions.{name} must be true or false")
         if not isinstance(self.extra_body, Mapping):
             raise ConfigError("OpenAIOptions.extra_body must be a mapping of request fields")
         if own := sorted(set(self.extra_body) & set(_OWN_FIELDS)):

@@ -8,18 +8,22 @@ from raybatch.backends.openai_http import HttpThread
 from raybatch.backends.openai_options import OpenAIOptions, headers_of
 from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError
+from raybatch.types import Task
 
 __all__ = ["create"]
 
 _PROBE_S = 30.0
 
 
-def create(options: OpenAIOptions, model: str, *, num_replicas: int = 1) -> OpenAIBackend:
+def create(
+    options: OpenAIOptions, model: str, *, task: Task = "generate", num_replicas: int = 1
+) -> OpenAIBackend:
     """Return a backend for an endpoint that answers and knows the key.
 
     Args:
         options: of the endpoint.
         model: of the stage.
+        task: of the stage.
         num_replicas: that share the budgets.
 
     Raises:
@@ -29,7 +33,7 @@ def create(options: OpenAIOptions, model: str, *, num_replicas: int = 1) -> Open
     headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
     _probe(options, headers, proxy)
     name = model if options.model is None else options.model
-    return OpenAIBackend(options, name, headers, num_replicas=num_replicas, proxy=proxy)
+    return OpenAIBackend(options, name, headers, task=task, num_replicas=num_replicas, proxy=proxy)
 
 
 def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None) -> None:

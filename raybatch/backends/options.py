@@ -4,14 +4,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raybatch.backends.openai_options import decisive_options
-from raybatch.backends.vllm_args import answer_options, gpus_per_engine, vllm_options
-from raybatch.backends.vllm_model import model_length
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.backends.openai_options import decisive_options, openai_options
+from raybatch.backends.vllm_args import (
+    VllmOptions,
+    actors_per_engine,
+    answer_options,
+    gpus_per_engine,
+    vllm_options,
+)
+from raybatch.backends.vllm_model import ScoreForm, form_of_scores, model_length, pooled_length
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.engine.hub_config import read_max_positions
 from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.model_source import resolve_model
+from raybatch.errors import ConfigError
+from raybatch.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 
-__all__ = ["answering_options", "gpus_of_engine", "length_of_model"]
+__all__ = [
+    "ScoreForm",
+    "actors_of_engine",
+    "answering_options",
+    "check_pool",
+    "gpus_of_engine",
+    "length_of_model",
+    "parsed_columns",
+    "score_form",
+]
+
+
+def score_form(backend: BackendConfig, model: str) -> ScoreForm:
+    """Return how a query and a document go into the engines; the fake one takes pairs.
+
+    Raises:
+        ConfigError: there is no model that can be read.
+    """
+    if backend.kind != "vllm":
+        return "pair"
+    kwargs = from_mapping(VllmOptions, backend.options, where="backend.options").engine_kwargs
+    return form_of_scores(resolve_model(model), kwargs)
 
 
 def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
@@ -21,6 +51,36 @@ def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
     if backend.kind == "vllm":
         return gpus_per_engine(vllm_options(backend, engine))
     return 1
+
+
+def actors_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
+    """Return the ranks of one engine that are actors of Ray; 0 where it has none of its own."""
+    if backend.kind != "vllm":
+        return 0
+    return actors_per_engine(vllm_options(backend, engine))
+
+
+def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where options of a pool say nothing of the engines that run in it.
+
+    Args:
+        pool: of these engines.
+        backend: that they run.
+        engine: their options.
+    """
+    num_ranks = actors_of_engine(backend, engine)
+    if pool.bundles is not None and not num_ranks:
+        raise ConfigError(
+            "pool.bundles is for engines whose ranks are actors of Ray, which are those of vLLM "
+            "with engine_kwargs.distributed_executor_backend='ray'; set "
+            "pool.num_cpus_per_replica, num_gpus_per_replica or resources instead"
+        )
+    if num_ranks and pool.num_gpus_per_replica is not None:
+        raise ConfigError(
+            f"pool.num_gpus_per_replica={pool.num_gpus_per_replica!r} has no effect on engines "
+            f"whose ranks are actors of Ray: each of the {num_ranks} ranks takes a GPU; leave it "
+            "out, or say in pool.bundles what they take"
+        )
 
 
 def length_of_model(
@@ -44,7 +104,8 @@ def length_of_model(
     if backend.kind == "vllm":
         kwargs = vllm_options(backend, engine).engine_kwargs
         is_trusted = bool(kwargs.get("trust_remote_code", False))
-        return model_length(model_dir, trust_remote_code=is_trusted)
+        length_of = model_length if backend.task == "generate" else pooled_length
+        return length_of(model_dir, trust_remote_code=is_trusted)
     is_trusted = bool(backend.options.get("trust_remote_code"))
     return read_max_positions(model_dir, trust_remote_code=is_trusted)
 
@@ -62,3 +123,19 @@ def answering_options(backend: BackendConfig, model: str) -> Mapping[str, Any]:
     elif backend.kind == "openai":
         options = decisive_options(options, model)
     return {"kind": backend.kind, "options": dict(options)}
+
+
+def parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:
+    """Return the columns of what a backend tells beside the text of an answer."""
+    if backend.task != "generate":
+        return ()
+    if backend.kind == "vllm":
+        options = vllm_options(backend, engine)
+        asked = {REASONING: options.reasoning_parser, TOOL_CALLS: options.tool_call_parser}
+        names = [name for name, parser in asked.items() if parser is not None]
+        return tuple([*names, PARSE_ERROR] if names else [])
+    if backend.kind == "openai":
+        of_endpoint = openai_options(backend.options)
+        told = {REASONING: of_endpoint.return_reasoning, TOOL_CALLS: of_endpoint.return_tool_calls}
+        return tuple(name for name, is_told in told.items() if is_told)
+    return ()

@@ -7,16 +7,17 @@ restore ->  begun before -------> (first)
 vLLM gets a few requests more than it can run, so that order, `drain` and moving rows stay here.
 """
 
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.vllm_args import engine_args, vllm_options
+from raybatch.backends.vllm_inner import InnerEngine, Parse
+from raybatch.backends.vllm_pooling import adapter_of, pooling_params
 from raybatch.backends.vllm_sampling import can_resume, sampling_params
 from raybatch.backends.vllm_sequence import (
     Answer,
@@ -24,11 +25,11 @@ from raybatch.backends.vllm_sequence import (
     RequestRefused,
     VllmSequence,
 )
-from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.completions import completion_of
-from raybatch.engine.model_source import resolve_model
 from raybatch.engine.row_checks import RowLimits
 from raybatch.errors import error_text
+from raybatch.media import prompt_ids_of
+from raybatch.payload import IMAGES
 from raybatch.types import (
     Capacity,
     Completion,
@@ -36,40 +37,17 @@ from raybatch.types import (
     ReplicaStats,
     Request,
     SequenceState,
+    Task,
 )
 
-__all__ = ["InnerEngine", "VllmBackend", "create", "start_inner"]
+__all__ = ["VllmBackend"]
 
 # requests inside vLLM beyond those that it can run, as a share of these: what it admits while the
 # results of a step are on their way
 _LEAD_FRACTION = 1 / 8
+# samples with images that are handed over before a step: files are unpacked here, while all wait
+_IMAGES_PER_STEP = 4
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
-_ENVIRONMENT = {
-    # the engine core in this process: its scheduler is read, and its memory is shared
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    # on a CPU: OMP_NUM_THREADS counts, and engines of one host do not meet on its first cores
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-
-
-class InnerEngine(Protocol):
-    """What is asked of vLLM; `raybatch.backends.vllm_engine.VllmEngine` says what each does."""
-
-    def capacity(self) -> Capacity: ...
-    def vocab_size(self) -> int: ...
-    def eos_token_ids(self) -> frozenset[int]: ...
-    def add(self, key: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> None: ...
-    def step(self) -> list[Answer]: ...
-    def take(self, keys: Sequence[str]) -> dict[str, Progress]: ...
-    def progress(self, key: str) -> Progress: ...
-    def num_tokens(self, key: str) -> int: ...
-    def has_started(self, key: str) -> bool: ...
-    def num_running(self) -> int: ...
-    def num_preemptions(self) -> int: ...
-    def kv_used_fraction(self) -> float: ...
-    def close(self) -> None: ...
 
 
 class VllmBackend(IntakeBackend):
@@ -80,16 +58,18 @@ class VllmBackend(IntakeBackend):
 
     Args:
         engine: owned by this backend from here on.
+        task: that the engine was started for.
+        parse: of good completions; None leaves their text to the stage.
     """
 
-    def __init__(self, engine: InnerEngine) -> None:
+    def __init__(
+        self, engine: InnerEngine, task: Task = "generate", parse: Parse | None = None
+    ) -> None:
         self._engine = engine
+        self._is_pooling = task != "generate"
+        self._parse = parse
         self._capacity = engine.capacity()
-        self._limits = RowLimits(
-            vocab_size=engine.vocab_size(),
-            max_model_len=self._capacity.max_model_len,
-            kv_tokens=self._capacity.kv_tokens,
-        )
+        self._limits = _row_limits(engine, self._capacity, task)
         self._eos_token_ids = engine.eos_token_ids()
         max_num_seqs = self._capacity.max_num_seqs
         self._max_inside = max_num_seqs + max(1, int(max_num_seqs * _LEAD_FRACTION))
@@ -105,13 +85,6 @@ class VllmBackend(IntakeBackend):
 
     def capacity(self) -> Capacity:
         return self._capacity
-
-    def restore(self, states: Sequence[SequenceState]) -> None:
-        """Go on with exported sequences, before those that have not started.
-
-        Those whose answer would differ if they went on from their tokens begin anew.
-        """
-        super().restore(states)
 
     def poll(self) -> list[Completion]:
         began = time.perf_counter()
@@ -165,12 +138,16 @@ class VllmBackend(IntakeBackend):
     def _hand_over(self) -> list[Completion]:
         """Give vLLM what it can run and a little more; return what it does not take."""
         refused = []
-        while self._intake.num_waiting and len(self._inside) < self._max_inside:
+        num_with_images = 0
+        while (
+            num_with_images < _IMAGES_PER_STEP
+            and self._intake.num_waiting
+            and len(self._inside) < self._max_inside
+        ):
             sequence = self._sequence(*self._intake.take())
-            tokens = np.concatenate((sequence.request.prompt_token_ids, sequence.tokens_before))
-            params = sampling_params(
-                sequence.request, sequence.sample_idx, num_done=len(sequence.tokens_before)
-            )
+            num_with_images += IMAGES in sequence.request.payload
+            tokens = np.concatenate((prompt_ids_of(sequence.request), sequence.tokens_before))
+            params = self._params(sequence)
             try:
                 self._engine.add(sequence.key, tokens.tolist(), params)
             except RequestRefused as error:
@@ -181,7 +158,10 @@ class VllmBackend(IntakeBackend):
         return refused
 
     def _sequence(self, state: SequenceState, is_begun: bool) -> VllmSequence:
+        """Return a sequence that goes on from its tokens, if its answer is the same then."""
+        # tokens may look like the place of an image, which stands in the prompt
         goes_on = len(state.token_ids) > 0 and can_resume(state.request.sampling)
+        goes_on = goes_on and IMAGES not in state.request.payload
         return VllmSequence(
             key=str(next(self._keys)),
             request=state.request,
@@ -191,10 +171,20 @@ class VllmBackend(IntakeBackend):
             num_told=len(state.token_ids) if goes_on else 0,
         )
 
+    def _params(self, sequence: VllmSequence) -> dict[str, Any]:
+        if self._is_pooling:
+            return pooling_params(sequence.request)
+        num_done = len(sequence.tokens_before)
+        params = sampling_params(sequence.request, sequence.sample_idx, num_done=num_done)
+        return params | adapter_of(sequence.request)
+
     def _finish(self, answer: Answer) -> Completion:
         sequence = self._inside.pop(answer.key)
         self._count(sequence, answer.progress)
         state, stop = sequence.state(answer.progress), answer.stop_reason
+        if not answer.is_finite and self._is_pooling:
+            error = "NonFiniteVector: what the model made of the prompt is no numbers"
+            return completion_of(state, "error", error=error)
         if not answer.is_finite:
             num_tokens = len(sequence.request.prompt_token_ids) + len(state.token_ids)
             error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
@@ -205,7 +195,10 @@ class VllmBackend(IntakeBackend):
             return completion_of(state, "error", error=error)
         if stop in self._eos_token_ids and stop not in sequence.request.sampling.stop_token_ids:
             stop = None
-        return completion_of(state, reason, stop)
+        completion = completion_of(state, reason, stop, vector=answer.vector)
+        if IMAGES in sequence.request.payload and not sequence.sample_idx:
+            completion = replace(completion, num_input_tokens=answer.num_prompt_tokens)
+        return completion if self._parse is None else self._parse(sequence.request, completion)
 
     def _count(self, sequence: VllmSequence, progress: Progress) -> None:
         self._num_generated_tokens += len(progress.token_ids)
@@ -231,42 +224,13 @@ class VllmBackend(IntakeBackend):
         return sequence.has_started or self._engine.has_started(sequence.key)
 
 
-def create(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
-) -> VllmBackend:
-    """Start vLLM in this process and return a backend that is ready for `submit`.
-
-    Args:
-        model: checkpoint directory, hub id or URI.
-        backend: see `raybatch.backends.vllm_args.VllmOptions`.
-        engine: options of the engine.
-        num_engines_on_host: engines that share the host's memory.
-
-    Raises:
-        ConfigError: an unknown option, or a model that is not there.
-        Exception: whatever vLLM raises where it cannot run the model with these options.
-    """
-    return VllmBackend(start_inner(model, backend, engine, num_engines_on_host=num_engines_on_host))
-
-
-def start_inner(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
-) -> InnerEngine:
-    """Do the same as `create` without what makes a backend of it.
-
-    Sets variables of the environment that vLLM reads, except those that are set already.
-    """
-    options = vllm_options(backend, engine)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = str(int(options.check_logits))
-    path = resolve_model(model)
-    # the environment has to be as it is now when vLLM is imported
-    from raybatch.backends.vllm_engine import start_engine
-
-    return start_engine(
-        path,
-        engine_args(options, engine),
-        check_logits=options.check_logits,
-        num_engines_on_host=num_engines_on_host,
+def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimits:
+    """Return what vLLM need not be asked; of a score it knows best, which may be two prompts."""
+    max_len = capacity.max_model_len
+    return RowLimits(
+        vocab_size=engine.vocab_size(),
+        # a prompt that generates nothing may fill the context
+        max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
+        # and vLLM does not start where the longest one does not fit the cache
+        kv_tokens=capacity.kv_tokens if task == "generate" else 2 * max_len,
     )

@@ -6,38 +6,40 @@ scheduler has started) lies here alone.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
-from vllm.platforms import current_platform
+from vllm.multimodal.cache import MultiModalCacheMissError
+from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.usage.usage_lib import UsageContext
+from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor import Executor
 
-from raybatch.backends.vllm_sequence import Answer, Progress, RequestRefused, TokenLogprobs
-from raybatch.config import EngineConfig
-from raybatch.engine.memory import free_memory_bytes
+from raybatch.backends.vllm_adapters import VllmAdapters
+from raybatch.backends.vllm_images import forget_images, prompt_of
+from raybatch.backends.vllm_model import ScoreForm
+from raybatch.backends.vllm_parsing import OutputParser
+from raybatch.backends.vllm_pooling import pooling_task
+from raybatch.backends.vllm_room import leave_room
+from raybatch.backends.vllm_sequence import (
+    NO_TOKENS,
+    Answer,
+    Progress,
+    RequestRefused,
+    TokenLogprobs,
+)
+from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
-from raybatch.types import Capacity
+from raybatch.payload import IMAGES, LORA
+from raybatch.types import Capacity, Task
 
-__all__ = ["VllmEngine", "start_engine"]
+__all__ = ["VllmEngine"]
 
-# of the memory that is free before the weights are loaded
-_CPU_KV_FRACTION = 0.4
-# vLLM takes 128, which shares less
-_CPU_BLOCK_SIZE = EngineConfig().block_size_tokens
-
-_logger = logging.getLogger(__name__)
+# what vLLM raises where it does not take one request
+_REFUSALS = (VLLMClientError, ValueError, NotImplementedError, MultiModalCacheMissError)
 
 
 class VllmEngine:
@@ -57,8 +59,34 @@ class VllmEngine:
         self._requests: dict[str, tuple[str, Any]] = {}
         self._not_finite: set[str] = set()
         self._num_preemptions = 0
+        self._pooling_task: str | None = None
+        self._adapters = VllmAdapters(engine.add_lora)
+        leave_room(self._scheduler, self.capacity().block_size)
         if check_logits:
             self._watch_logits()
+
+    def pool_for(self, task: Task, form: ScoreForm) -> None:
+        """Take requests of a pooling task from here on.
+
+        Args:
+            task: of the stage.
+            form: how queries and documents come.
+
+        Raises:
+            ConfigError: the model has no such task, or reads pairs in another form.
+        """
+        config = self._engine.vllm_config.model_config
+        self._pooling_task = pooling_task(
+            task,
+            [name for name in self._engine.get_supported_tasks() if name in POOLING_TASKS],
+            form=form,
+            num_labels=int(getattr(config.hf_config, "num_labels", 0)),
+        )
+        if task == "score" and form != "apart" and config.use_sep_token != (form == "pair"):
+            raise ConfigError(
+                "the config of the model does not say whether query and document are told apart; "
+                f"set engine_kwargs.hf_overrides to {{'use_sep_token': {config.use_sep_token}}}"
+            )
 
     def capacity(self) -> Capacity:
         """Return what the engine can hold."""
@@ -84,31 +112,61 @@ class VllmEngine:
         found = {*listed, self._engine.renderer.get_eos_token_id()}
         return frozenset(token_id for token_id in found if token_id is not None)
 
-    def add(self, key: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> None:
+    def output_parser(self, **names: str | None) -> OutputParser:
+        """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
+        config = self._engine.vllm_config.model_config
+        decoder = Tokenizer.load(config.model)
+        return OutputParser(decoder, self._engine.renderer.get_tokenizer(), config, **names)
+
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
         """Queue a request behind all others.
 
         Args:
             key: not among those in the engine.
             prompt_token_ids: not empty, known to the model.
-            sampling: options of `SamplingParams`.
+            params: options of `SamplingParams`, or of `PoolingParams` where the engine pools; under
+                `IMAGES` files of images, for the places that the prompt has for them.
 
         Raises:
-            RequestRefused: vLLM does not take these options.
+            RequestRefused: vLLM does not take these options, or cannot read an image.
         """
         try:
-            params = SamplingParams(
-                **_with_constraint(sampling),
-                detokenize=bool(sampling.get("stop")),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                # nobody else has this object
-                skip_clone=True,
-            )
-            inner_id = self._engine.add_request(key, tokens_input(prompt_token_ids), params)
-        except (VLLMClientError, ValueError, NotImplementedError) as error:
+            inner_id = self._queue_with_images(key, prompt_token_ids, params)
+        except _REFUSALS as error:
             # it may have come half of the way
             self._engine.abort_request([key])
             raise RequestRefused(str(error)) from error
         self._requests[key] = inner_id, self._scheduler.requests[inner_id]
+
+    def _queue_with_images(
+        self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]
+    ) -> str:
+        """Queue a request; images that vLLM takes for sent and its core has not are sent again."""
+        try:
+            return self._queue(key, prompt_token_ids, params)
+        except MultiModalCacheMissError as error:
+            self._engine.abort_request([key])
+            forget_images(self._engine, error)
+        return self._queue(key, prompt_token_ids, params)
+
+    def _queue(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> str:
+        """Queue a request and return its id inside vLLM."""
+        # first what may be refused: images count as sent once the prompt is made
+        options = self._params({n: v for n, v in params.items() if n not in (LORA, IMAGES)})
+        adapter = self._adapters.find(params.get(LORA))
+        prompt = prompt_of(self._engine, prompt_token_ids, params.get(IMAGES, ()))
+        return str(self._engine.add_request(key, prompt, options, lora_request=adapter))
+
+    def _params(self, given: Mapping[str, Any]) -> SamplingParams | PoolingParams:
+        if self._pooling_task is not None:
+            return PoolingParams(task=self._pooling_task, **given)
+        return SamplingParams(
+            **_with_constraint(given),
+            detokenize=bool(given.get("stop")),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # nobody else has this object
+            skip_clone=True,
+        )
 
     def step(self) -> list[Answer]:
         """Run one step and return the requests that ended in it.
@@ -120,6 +178,9 @@ class VllmEngine:
         for output in self._engine.step():
             _, request = self._requests.pop(output.request_id)
             self._num_preemptions += request.num_preemptions
+            if isinstance(output, PoolingRequestOutput):
+                answers.append(_pooled(output))
+                continue
             sample = output.outputs[0]
             progress = Progress(
                 np.array(sample.token_ids, np.int32),
@@ -129,7 +190,12 @@ class VllmEngine:
             is_finite = output.request_id not in self._not_finite
             answers.append(
                 Answer(
-                    output.request_id, progress, sample.finish_reason, sample.stop_reason, is_finite
+                    output.request_id,
+                    progress,
+                    sample.finish_reason,
+                    sample.stop_reason,
+                    is_finite,
+                    num_prompt_tokens=len(output.prompt_token_ids),
                 )
             )
         answers += [self._end(key) for key in self._not_finite if key in self._requests]
@@ -149,6 +215,8 @@ class VllmEngine:
         """Return what a request has so far."""
         inner_id, _ = self._requests[key]
         state = self._engine.output_processor.request_states[inner_id]
+        if state.detokenizer is None:
+            return Progress(NO_TOKENS, state.num_cached_tokens, ())
         return Progress(
             np.array(state.detokenizer.output_token_ids, np.int32),
             state.num_cached_tokens,
@@ -159,7 +227,7 @@ class VllmEngine:
         """Return how many tokens a request has so far."""
         inner_id, _ = self._requests[key]
         state = self._engine.output_processor.request_states[inner_id]
-        return int(state.detokenizer.num_output_tokens())
+        return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
 
     def has_started(self, key: str) -> bool:
         """Return whether the scheduler has ever given a request room."""
@@ -206,51 +274,6 @@ class VllmEngine:
         self._client.get_output = watched
 
 
-def start_engine(
-    model_dir: Path, args: Mapping[str, Any], *, check_logits: bool, num_engines_on_host: int
-) -> VllmEngine:
-    """Start vLLM in this process.
-
-    Args:
-        model_dir: folder of the checkpoint.
-        args: options of `EngineArgs`.
-        check_logits: see `VllmEngine`.
-        num_engines_on_host: engines that share the host's memory.
-
-    Raises:
-        ConfigError: an option that the installed vLLM does not have.
-    """
-    known = {f.name for f in fields(EngineArgs)}
-    unknown = sorted(set(args) - known)
-    if unknown:
-        raise ConfigError(f"engine_kwargs: the vLLM that is installed has no {', '.join(unknown)}")
-    args = dict(args)
-    if current_platform.is_cpu():
-        args = _on_cpu(args, num_engines_on_host)
-    config = EngineArgs(model=str(model_dir), **args).create_engine_config(UsageContext.LLM_CLASS)
-    engine = LLMEngine(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=not args["disable_log_stats"],
-        usage_context=UsageContext.LLM_CLASS,
-        multiprocess_mode=False,
-    )
-    return VllmEngine(engine, check_logits=check_logits)
-
-
-def _on_cpu(args: dict[str, Any], num_engines_on_host: int) -> dict[str, Any]:
-    """Fill in what vLLM chooses for a host of its own, or for one that stays up for days."""
-    args.setdefault("enforce_eager", True)
-    args.setdefault("block_size", _CPU_BLOCK_SIZE)
-    if args.get("dtype", "auto") == "auto":
-        args["dtype"] = "float32"
-    has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
-    if not has_size & set(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        free = free_memory_bytes(torch.device("cpu"))
-        args["kv_cache_memory_bytes"] = int(_CPU_KV_FRACTION * free / num_engines_on_host)
-    return args
-
-
 def _with_constraint(sampling: Mapping[str, Any]) -> dict[str, Any]:
     constraint = sampling.get("structured_outputs")
     if constraint is None:
@@ -267,3 +290,11 @@ def _logprobs(positions: Sequence[Mapping[int, Any]] | None) -> tuple[TokenLogpr
         )
         for position in positions or ()
     )
+
+
+def _pooled(output: PoolingRequestOutput) -> Answer:
+    vector = output.outputs.data.detach().float().cpu().numpy()
+    progress = Progress(NO_TOKENS, output.num_cached_tokens or 0, ())
+    reason = "stop" if output.error is None and vector.size else "error"
+    is_finite = bool(np.isfinite(vector).all())
+    return Answer(output.request_id, progress, reason, None, is_finite, vector)

@@ -3,11 +3,17 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raybatch.errors import ConfigError, error_text
 
-__all__ = ["model_length"]
+__all__ = ["ScoreForm", "form_of_scores", "model_length", "pooled_length"]
+
+# a query and a document as one sequence with a border, as one without, or as two sequences
+ScoreForm = Literal["pair", "joined", "apart"]
+
+# ends of the names of architectures that vLLM takes for classifiers
+_CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel", "ForTextClassification")
 
 # where configs keep the length of the context; the smallest counts
 _LENGTHS = (
@@ -23,8 +29,32 @@ _LENGTHS = (
 )
 # kinds of rotary scaling whose configs name the scaled length already
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+# of sentence transformers, in the order of vLLM
+_SENTENCE_CONFIGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 # of models that name no length, as in vLLM
 _DEFAULT_LENGTH = 2048
+
+
+def pooled_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
+    """Return the longest prompt that vLLM takes of a model whose tokens are pooled.
+
+    It is shorter than `model_length` where the tokenizer of a model with learned positions, or the
+    settings of a sentence transformer, say so. Args and errors are those of `model_length`.
+    """
+    for name in _SENTENCE_CONFIGS:
+        path = model_dir / name
+        length = _read_json(path).get("max_seq_length") if path.is_file() else None
+        if length is not None:
+            return int(length)
+    longest = model_length(model_dir, trust_remote_code=trust_remote_code)
+    config = _read_config(model_dir, trust_remote_code=trust_remote_code)
+    path = model_dir / "tokenizer_config.json"
+    if config.get("position_embedding_type") != "absolute" or not path.is_file():
+        return longest
+    return int(min(longest, _read_json(path).get("model_max_length") or longest))
 
 
 def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
@@ -53,16 +83,11 @@ def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
 
 
 def _read_config(model_dir: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the config of the text model: of transformers with its defaults, else as it lies."""
-    path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error_text(error)}); pass the folder of a Hugging Face "
-            "checkpoint"
-        ) from error
-    # slow to load, and other backends do without
+    """Return the config of the text model: as it lies where that says enough, or with defaults."""
+    raw = _read_json(model_dir / "config.json")
+    if isinstance(raw.get("max_position_embeddings"), int) and "text_config" not in raw:
+        return raw
+    # seconds to load, and few models need their defaults
     from transformers import AutoConfig
 
     try:
@@ -71,6 +96,17 @@ def _read_config(model_dir: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     except Exception:  # what transformers does not know, vLLM may
         config = raw.get("text_config") or raw
     return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error_text(error)}); pass the folder of a Hugging Face "
+            "checkpoint"
+        ) from error
+    return raw
 
 
 def _rope_scalings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -83,3 +119,30 @@ def _rope_scalings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _kind(scaling: Mapping[str, Any]) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def form_of_scores(model_dir: Path, engine_kwargs: Mapping[str, Any]) -> ScoreForm:
+    """Return how a query and a document are given to a model, as `LLM.score` of vLLM does it.
+
+    Args:
+        model_dir: folder of the checkpoint.
+        engine_kwargs: options of vLLM's engine.
+
+    Raises:
+        ConfigError: there is no config that can be read.
+    """
+    path = model_dir / "config.json"
+    overrides = engine_kwargs.get("hf_overrides")
+    config = {**_read_json(path), **(overrides if isinstance(overrides, Mapping) else {})}
+    convert = engine_kwargs.get("convert", "auto")
+    names = config.get("architectures") or []
+    if convert in ("auto", "none"):
+        is_pair = any(name.endswith(_CLASSIFIERS) for name in names)
+    else:
+        is_pair = convert == "classify"
+    if not is_pair:
+        return "apart"
+    # classifiers made of a language model have learned the texts without a border
+    is_made = any(config.get(name) for name in ("method", "is_original_qwen3_reranker"))
+    has_border = config.get("use_pad_token", config.get("use_sep_token", not is_made))
+    return "pair" if has_border else "joined"

@@ -4,13 +4,15 @@ import json
 from typing import Any
 
 from raybatch.engine.randomness import sequence_key
+from raybatch.media import images_of
+from raybatch.payload import IMAGES
 from raybatch.types import Request, Sampling
 
 __all__ = ["can_resume", "sampling_params"]
 
 
 def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
-    """Return the options of vLLM's `SamplingParams` for one sample of a row.
+    """Return the options of vLLM's `SamplingParams` for one sample of a row, and its images.
 
     Args:
         request: what was asked.
@@ -37,6 +39,8 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
     }
     if isinstance(sampling.structured_outputs, str):
         params["structured_outputs"] = json.loads(sampling.structured_outputs)
+    if images := images_of(request.payload):
+        params[IMAGES] = images
     if sampling.temperature > 0:
         # 63 bits: torch takes signed numbers, and vLLM takes -1 for no seed
         params["seed"] = sequence_key(request.seed, sample_idx) >> 1

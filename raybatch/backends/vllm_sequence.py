@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.types import Request, SequenceState, TokenIds
+from raybatch.types import Request, SequenceState, TokenIds, Vector
 
 __all__ = [
     "NO_TOKENS",
@@ -37,13 +37,18 @@ class Progress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A request that has ended; `is_finite` is False where logits were not numbers."""
+    """A request that has ended; `is_finite` is False where what the model gave is no numbers.
+
+    `num_prompt_tokens` counts images as the model reads them.
+    """
 
     key: str
     progress: Progress
     finish_reason: str
     stop_reason: str | int | None
     is_finite: bool
+    vector: Vector | None = None
+    num_prompt_tokens: int = 0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

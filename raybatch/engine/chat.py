@@ -1,6 +1,6 @@
 """Checks OpenAI messages of a row and maps their text; rendering is the tokenizer's."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Message = dict[str, Any]
 
 
-def check_messages(messages: object) -> list[Message]:
+def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
     """Return the messages as plain dicts, without keys that are null.
 
     A null key is what an Arrow struct makes of an absent one.
+
+    Args:
+        messages: of a row.
+        kinds: types of the parts that a content may have; None takes all, as they are.
 
     Raises:
         InvalidPrompt: naming the message and what is wrong with it.
@@ -26,10 +30,10 @@ def check_messages(messages: object) -> list[Message]:
         raise InvalidPrompt(f"messages must be a list of dicts, got {_kind(messages)}")
     if not messages:
         raise InvalidPrompt("messages is empty")
-    return [_check_message(message, idx) for idx, message in enumerate(messages)]
+    return [_check_message(message, idx, kinds) for idx, message in enumerate(messages)]
 
 
-def _check_message(message: object, idx: int) -> Message:
+def _check_message(message: object, idx: int, kinds: Collection[str] | None) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidPrompt(f"messages[{idx}] must be a dict, got {_kind(message)}")
     role = message.get("role")
@@ -42,11 +46,11 @@ def _check_message(message: object, idx: int) -> Message:
             raise InvalidPrompt(f"messages[{idx}].content is null")
         checked["content"] = None
     elif not isinstance(content, str):
-        checked["content"] = _check_parts(content, idx)
+        checked["content"] = _check_parts(content, idx, kinds)
     return checked
 
 
-def _check_parts(content: object, idx: int) -> list[Message]:
+def _check_parts(content: object, idx: int, kinds: Collection[str] | None) -> list[Message]:
     if isinstance(content, np.ndarray):
         content = content.tolist()
     if isinstance(content, bytes) or not isinstance(content, Sequence):
@@ -57,9 +61,14 @@ def _check_parts(content: object, idx: int) -> list[Message]:
     parts: list[Message] = []
     for part_idx, part in enumerate(content):
         where = f"messages[{idx}].content[{part_idx}]"
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = repr(part.get("type")) if isinstance(part, Mapping) else _kind(part)
-            raise InvalidPrompt(f"{where} must be a part of type 'text', got {kind}")
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or not (kind in kinds if kinds else isinstance(kind, str)):
+            told = repr(kind) if isinstance(part, Mapping) else _kind(part)
+            wanted = " or ".join(map(repr, kinds or ("text",)))
+            raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {told}")
+        if kind != "text":
+            parts.append({str(key): item for key, item in part.items() if item is not None})
+            continue
         if not isinstance(part.get("text"), str):
             raise InvalidPrompt(f"{where}.text must be a string, got {_kind(part.get('text'))}")
         parts.append({"type": "text", "text": part["text"]})

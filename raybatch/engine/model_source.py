@@ -15,7 +15,7 @@ import fsspec
 
 from raybatch.config import cache_dir, is_hub_offline
 from raybatch.engine.checkpoint import weight_files
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -39,7 +39,7 @@ def resolve_model(source: str) -> Path:
     if source == "demo":
         path = _demo_path()
     elif "://" in source:
-        path = _fetch(source)
+        path = fetch_folder(source)
     elif is_local_model(source):
         path = _local_path(source)
     else:
@@ -165,23 +165,39 @@ def _unreachable(source: str) -> ConfigError:
     )
 
 
-def _fetch(uri: str) -> Path:
-    """Copy the checkpoint at `uri` into the cache once; the folder appears complete."""
+def fetch_folder(
+    uri: str,
+    *,
+    what: str = "model",
+    patterns: Sequence[str] = _PATTERNS,
+    needed: str = "config.json",
+) -> Path:
+    """Copy the folder at `uri` into the cache once; it appears complete.
+
+    Args:
+        uri: of the folder.
+        what: lies there, in the words of errors.
+        patterns: of the names of its files.
+        needed: name of the file without which it is no such folder.
+
+    Raises:
+        ConfigError: it cannot be read, or lacks that file.
+    """
     try:
         filesystem, root = fsspec.core.url_to_fs(uri)
         if "file" in filesystem.protocol:
             return Path(root)
         listing = filesystem.ls(root, detail=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model {uri!r} cannot be read: {error}") from error
+    except Exception as error:  # each file system has errors of its own
+        raise ConfigError(f"{what} {uri!r} cannot be read: {error_text(error)}") from error
     wanted = {
         PurePosixPath(entry["name"]).name: entry
         for entry in listing
         if entry["type"] == "file"
-        and any(PurePosixPath(entry["name"]).match(pattern) for pattern in _PATTERNS)
+        and any(PurePosixPath(entry["name"]).match(pattern) for pattern in patterns)
     }
-    if "config.json" not in wanted:
-        raise ConfigError(f"model {uri!r} has no config.json; pass the folder of a checkpoint")
+    if needed not in wanted:
+        raise ConfigError(f"{what} {uri!r} has no {needed}; pass the folder that holds it")
     digest = hashlib.sha256(uri.rstrip("/").encode())
     for name, entry in sorted(wanted.items()):
         digest.update(f"\0{name}\0{entry['size']}\0{_version_of(entry)}".encode())
@@ -189,8 +205,10 @@ def _fetch(uri: str) -> Path:
     if not target.is_dir():
         try:
             _copy(filesystem, {name: entry["name"] for name, entry in wanted.items()}, target)
-        except OSError as error:
-            raise ConfigError(f"model {uri!r} cannot be downloaded: {error}") from error
+        except Exception as error:  # each file system has errors of its own
+            raise ConfigError(
+                f"{what} {uri!r} cannot be downloaded: {error_text(error)}"
+            ) from error
     return target
 
 

@@ -23,8 +23,15 @@ class PromptTokenizer(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def frame(self) -> tuple[int, int]:
+        """How many tokens stand before and behind a plain text."""
+
     def count_special(self, text: str) -> int:
         """Return how many special tokens stand in `text` as plain characters."""
+
+    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
+        """Return whether messages can be asked with an option of that name."""
 
     def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
         """Return the ids of a plain prompt."""
@@ -40,6 +47,7 @@ class PromptTokenizer(Protocol):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokens = "escape",
+        has_images: bool = False,
     ) -> Encoded:
         """Return a prompt of messages."""
 

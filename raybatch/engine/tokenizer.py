@@ -6,6 +6,7 @@ Wraps the tokenizer of a checkpoint. A value of a row is never a template.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -48,11 +49,17 @@ class Encoded(NamedTuple):
         token_ids: int32.
         num_special: special tokens that were found in its texts.
         payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
+        cuttable: first place of the tokens that may be cut, and the one behind; None cuts any.
+        num_images: that stand among its tokens.
+        asked_ids: `token_ids` before stand-ins for images were put among them; None where equal.
     """
 
     token_ids: TokenIds
     num_special: int = 0
     payload: str | None = None
+    cuttable: tuple[int, int] | None = None
+    num_images: int = 0
+    asked_ids: TokenIds | None = None
 
     def without(self, num_special: int) -> Self:
         """Return the same tokens where so many special ones were put into the texts on purpose."""
@@ -125,6 +132,24 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = [{}] if name == "tools" else None
         return name in str(self._tokenizer.get_chat_template(chat_template, tools))
 
+    @cached_property
+    def frame(self) -> tuple[int, int]:
+        """How many tokens the tokenizer puts before and behind a plain text."""
+        places = self._fast.encode("a").sequence_ids
+        own = [i for i, sequence in enumerate(places) if sequence is not None]
+        return (own[0], len(places) - 1 - own[-1]) if own else (0, 0)
+
+    @property
+    def has_types(self) -> bool:
+        """Whether the model is told which of two texts a token is of."""
+        return "token_type_ids" in self._tokenizer.model_input_names
+
+    def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> tuple[FastTokenizer, int]:
+        """Return what tokenizes a text with its special tokens, and how many these are."""
+        found = self._special.count(text)
+        is_escaped = special_tokens == "escape" and found > 0
+        return (self._special.escaping if is_escaped else self._fast), found
+
     def count_special(self, text: str) -> int:
         """Return how many special tokens stand in `text` as plain characters."""
         return self._special.count(text)
@@ -168,6 +193,7 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokensMode = "escape",
+        has_images: bool = False,
     ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
 
@@ -181,6 +207,7 @@ class Tokenizer:
             row_options: such options that come with the row, such as its tools; they win, and
                 their texts are read as those of messages.
             special_tokens: "escape" keeps control tokens to the template.
+            has_images: parts of the type "image" are places of images.
 
         Raises:
             ConfigError: no template, or an option that is not the template's.
@@ -198,8 +225,10 @@ class Tokenizer:
                 raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
             if name in (row_options or {}):
                 raise InvalidPrompt(f"{name!r} is not an option of a chat template")
-        checked = check_messages(messages)
+        checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
         if not self._can_take_parts(chat_template, checked):
+            if has_images:
+                raise InvalidPrompt("the chat template has no place for images")
             checked = join_parts(checked)
         # last, as a message, so that nothing is done with the one that is not with the other
         checked = [*checked, {"role": "", **(row_options or {})}]

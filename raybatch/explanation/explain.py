@@ -8,8 +8,8 @@ from typing import Any
 
 import ray
 
+from raybatch.actors.crew_plan import plan_crew
 from raybatch.actors.measure import NO_SPEED_OF_ENDPOINTS, measure_pool
-from raybatch.actors.pool import plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model
 from raybatch.backends.create import has_prices
@@ -31,7 +31,6 @@ from raybatch.policy.cost_model import CostModel
 from raybatch.policy.estimate import estimate, money
 from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
-from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
 from raybatch.stages.layout_lint import lint_source, told_of_templates
 from raybatch.stages.plan.large import LargePlan, forecast_large, plan_large
@@ -39,7 +38,7 @@ from raybatch.stages.plan.planned import PlannedInput, PlannedRun
 from raybatch.stages.plan.run import fit_units, is_small
 from raybatch.stages.plan.small import gather, plan_gathered
 from raybatch.stages.plan.work import planned_work
-from raybatch.stages.prepare import find_model, load_tokenizer
+from raybatch.stages.stage_model import find_model, load_tokenizer
 
 __all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
 
@@ -174,7 +173,7 @@ def _explain_large(
     num_others = -(-num_probed // unit_rows) - (-sum(profile.unasked.values()) // unit_rows)
     explanation = explain_profile(
         replace(profile, num_units=profile.num_units + num_others),
-        is_reordered=is_worth_ordering(planned.saved_fraction, job.plan),
+        is_reordered=planned.is_reordered(job.plan),
         is_probed=num_probed > 0,
         boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
         **common,
@@ -205,7 +204,7 @@ def _explain_nothing(question: Question) -> Explanation:
 
 def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
     if isinstance(planned, LargePlan):
-        is_grouped = is_worth_ordering(planned.saved_fraction, question.job.plan)
+        is_grouped = planned.is_reordered(question.job.plan)
         return merge_work([part.work if is_grouped else part.work_alone for part in planned.parts])
     return planned_work(
         planned.keys,
@@ -274,6 +273,8 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     spec = question.spec
     if spec.backend.kind == "openai":
         return None, NO_SPEED_OF_ENDPOINTS
+    if spec.backend.task != "generate":
+        return None, "only engines that generate are measured"
     if question.measure:
         try:
             return measure_pool(spec), ""

@@ -57,6 +57,11 @@ def input_section(
     if profile.unasked:
         facts.append(("not asked", _unasked(profile, ends_at_error=ends_at_error)))
     facts.append(("prompts", f"{amount(prompts.total)} tokens{_spread(prompts)}"))
+    figures: tuple[Figure, ...] = (
+        Figure(title="Prompt length", svg=draw_histogram(prompts, x_label="prompt tokens")),
+    )
+    if not profile.limit_tokens:
+        return Section(title="Input", facts=tuple(facts), figures=figures)
     facts.append(
         (
             "outputs",
@@ -66,8 +71,7 @@ def input_section(
     )
     if lengths is not None and lengths.tokens[0] < lengths.tokens[-1]:
         facts.append(("spread", _bands(lengths)))
-    figures = (
-        Figure(title="Prompt length", svg=draw_histogram(prompts, x_label="prompt tokens")),
+    figures += (
         Figure(
             title="Expected output length",
             svg=draw_histogram(outputs, x_label="output tokens"),

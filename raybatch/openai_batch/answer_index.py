@@ -8,10 +8,13 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from raybatch.errors import ConfigError
+from raybatch.backends.openai_body import BadAnswer
+from raybatch.backends.openai_embeddings import read_vector
+from raybatch.errors import ConfigError, error_text
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.repeated_ids import id_hashes
 from raybatch.stages.storage import told_as
+from raybatch.types import Vector
 
 __all__ = ["Answer", "AnswerIndex"]
 
@@ -26,12 +29,14 @@ class Answer(NamedTuple):
         reasons: why each sample has ended.
         usage: as the server counts tokens.
         error: "" or "Type: message".
+        vector: that was asked for in place of samples.
     """
 
     texts: Sequence[str | None]
     reasons: Sequence[str]
     usage: Mapping[str, Any]
     error: str = ""
+    vector: Vector | None = None
 
 
 class AnswerIndex:
@@ -48,6 +53,7 @@ class AnswerIndex:
         self._paths = paths
         self._files: list[Any] = []
         self.num_samples = 1
+        self.has_texts = self.has_vectors = False
         self.num_lines = 0
         found = [self._scan(number, path) for number, path in enumerate(paths)]
         rows = np.concatenate([np.empty((0, 4), np.uint64), *found])
@@ -111,6 +117,8 @@ class AnswerIndex:
             raise ConfigError(f"{where} is no line of answers or errors of a batch") from error
         self.num_lines += 1
         self.num_samples = max(self.num_samples, len(answer.texts))
+        self.has_texts |= bool(answer.texts)
+        self.has_vectors |= answer.vector is not None
         return custom_id if isinstance(custom_id, str) else None
 
 
@@ -126,12 +134,26 @@ def read_answer(line: Mapping[str, Any]) -> Answer:
         is_long = error.get("code") == "context_length_exceeded"
         kind = "PromptTooLong" if is_long else f"BatchError: HTTP {response['status_code']}"
         return Answer((), (), {}, f"{kind}: {error.get('message')}")
+    if "data" in body:
+        return _embedded(body)
     choices = sorted(body["choices"], key=lambda choice: choice["index"])
     return Answer(
         texts=[_text(choice) for choice in choices],
         reasons=[_reason(choice.get("finish_reason")) for choice in choices],
         usage=body.get("usage") or {},
     )
+
+
+def _embedded(body: Mapping[str, Any]) -> Answer:
+    """Return the one vector of a line; what is none costs the row alone, not the file."""
+    usage, data = body.get("usage") or {}, body["data"]
+    if len(data) != 1:
+        error = f"BadAnswer: the line has {len(data)} embeddings, and a row takes one"
+        return Answer((), (), usage, error)
+    try:
+        return Answer((), ("stop",), usage, vector=read_vector(data[0]["embedding"]))
+    except BadAnswer as error:
+        return Answer((), (), usage, error_text(error))
 
 
 def _text(choice: Mapping[str, Any]) -> str:

@@ -1,14 +1,18 @@
 """From the rows of a request to its line in the output file or in the error file."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from raybatch.openai_batch.logprobs import LogprobTexts
 from raybatch.openai_batch.refusal import Refusal, error_body
-from raybatch.openai_batch.requests import CHAT, Reply
+from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Reply
+from raybatch.parsed_text import REASONING, TOOL_CALLS
 from raybatch.stages.schema import ERROR_COLUMN, error_class, row_status
 
 __all__ = ["ANSWER_COLUMNS", "AnswerWriter", "Written"]
@@ -26,6 +30,9 @@ ANSWER_COLUMNS = [
     "num_cached_tokens",
     "finish_reason",
     "logprobs",
+    "embeddings",
+    REASONING,
+    TOOL_CALLS,
     ERROR_COLUMN,
 ]
 
@@ -50,6 +57,8 @@ class _Sample(NamedTuple):
     text: str
     reason: str
     logprobs: Any
+    reasoning: str | None
+    tool_calls: list[Any] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,21 +82,30 @@ class AnswerWriter:
         if bad is not None:
             return self.refused(first["line"], first["custom_id"], _failure(bad))
         reply = Reply(*json.loads(first["reply"]))
-        usage, is_chat = _usage(rows), reply.endpoint == CHAT
-        body = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(first['line'], 24)}",
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": self.created,
-            "model": reply.model,
-            "choices": self._choices(rows, reply),
-            "usage": usage,
-        }
+        prompt = sum(row["num_input_tokens"] or 0 for row in rows)
+        cached = sum(row["num_cached_tokens"] for row in rows)
+        generated = sum(map(_num_generated, rows))
+        if reply.endpoint == EMBEDDINGS:
+            body = _embeddings(rows, reply, prompt)
+        else:
+            is_chat = reply.endpoint == CHAT
+            body = {
+                "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(first['line'], 24)}",
+                "object": "chat.completion" if is_chat else "text_completion",
+                "created": self.created,
+                "model": reply.model,
+                "choices": self._choices(rows, reply),
+                "usage": {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": generated,
+                    "total_tokens": prompt + generated,
+                    "prompt_tokens_details": {"cached_tokens": cached},
+                },
+            }
         line = self._line(
             first["line"], first["custom_id"], self._response(first["line"], 200, body)
         )
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        told = usage["prompt_tokens"], cached, usage["completion_tokens"]
-        return Written(line, False, told)
+        return Written(line, False, (prompt, cached, generated))
 
     def refused(self, line: int, custom_id: str | None, refusal: Refusal) -> Written:
         """Return the line of a request that has no answer."""
@@ -127,8 +145,7 @@ class AnswerWriter:
         common = {"index": index, "finish_reason": sample.reason}
         if reply.endpoint == CHAT:
             told = self._told(sample, reply, self.logprobs.of_chat)
-            message = {"role": "assistant", "content": sample.text, "refusal": None}
-            return {**common, "message": message, "logprobs": told}
+            return {**common, **_message(sample), "logprobs": told}
         told = self._told(sample, reply, self.logprobs.of_completion)
         return {**common, "text": sample.text, "logprobs": told}
 
@@ -139,8 +156,19 @@ class AnswerWriter:
         return tell(sample.logprobs, reply.num_logprobs, is_stopped=is_stopped)
 
 
+def _message(sample: _Sample) -> dict[str, Any]:
+    """Return the message of a choice, and why it ended where that is a call."""
+    message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+    if sample.reasoning is not None:
+        message["reasoning"] = sample.reasoning
+    if not sample.tool_calls:
+        return {"message": message}
+    message |= {"content": sample.text or None, "tool_calls": sample.tool_calls}
+    return {"message": message, "finish_reason": "tool_calls"}
+
+
 def _samples(row: Mapping[str, Any]) -> list[_Sample]:
-    columns = ("generated_text", "finish_reason", "logprobs")
+    columns = ("generated_text", "finish_reason", "logprobs", REASONING, TOOL_CALLS)
     values = [row.get(name) for name in columns]
     if not isinstance(row["generated_text"], list):
         values = [[value] for value in values]
@@ -149,18 +177,27 @@ def _samples(row: Mapping[str, Any]) -> list[_Sample]:
     return [_Sample(*found) for found in zip(*values, strict=True)]
 
 
-def _usage(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    prompt = sum(row["num_input_tokens"] or 0 for row in rows)
-    generated = 0
-    for row in rows:
-        counts = row["num_generated_tokens"]
-        generated += sum(counts) if isinstance(counts, list) else counts
+def _num_generated(row: Mapping[str, Any]) -> int:
+    counts = row.get("num_generated_tokens", 0)
+    return sum(counts) if isinstance(counts, list) else int(counts)
+
+
+def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int) -> dict[str, Any]:
+    """Return the body of an answer with the vector of each prompt."""
+    told = _as_base64 if reply.encoding == "base64" else list[float]
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(row["num_cached_tokens"] for row in rows)},
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": told(row["embeddings"])}
+            for index, row in enumerate(rows)
+        ],
+        "model": reply.model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
+
+
+def _as_base64(numbers: Sequence[float]) -> str:
+    return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
 
 
 def _is_left_out(row: Mapping[str, Any]) -> bool:

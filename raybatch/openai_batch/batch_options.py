@@ -12,8 +12,9 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import FormRows
+from raybatch.openai_batch.requests import endpoints_of
 from raybatch.stages.options import StageConfig, build_stage_config
-from raybatch.stages.prepare import find_model, max_model_len
+from raybatch.stages.stage_model import find_model, max_model_len
 from raybatch.types import Sampling
 
 __all__ = ["BatchOptions", "model_names"]
@@ -29,6 +30,9 @@ _TAKEN_OF_STAGE = (
     "id_column",
     "overrides",
     "sampling_column",
+    "query",
+    "document",
+    "pooling_column",
     "chat",
     "chat_template_kwargs_column",
     "output_prefix",
@@ -71,6 +75,11 @@ class BatchOptions:
                 f"{self.where}: the backend 'openai' sends rows to an endpoint that has the Batch "
                 "API itself, or answers datasets; take another backend for batch files"
             )
+        if not endpoints_of(self.stage.task):
+            raise ConfigError(
+                f"{self.where}: batch files ask for text or for embeddings, and the task of the "
+                f"stage is {self.stage.task!r}"
+            )
         # what else is wrong with them is told here, before anything is read
         stage = {"model": self.stage.model, **self._of_stage}
         Job.from_mapping({"source": "s", "sink": "t", **self.job, "stage": stage}, where=self.where)
@@ -102,6 +111,7 @@ class BatchOptions:
             ),
             chat=self._defaults(is_chat=True),
             completions=self._defaults(is_chat=False),
+            task=self.stage.task,
         )
 
     @property
@@ -113,12 +123,6 @@ class BatchOptions:
     def job_of(self, rows: FormRows, *, source: str, sink: str) -> Job:
         """Return the job that answers the rows of one form."""
         form = rows.form
-        is_chat = form.kind == "messages"
-        sampling = replace(
-            self.rules.chat if is_chat else self.rules.completions,
-            n=form.num_samples,
-            logprobs=rows.num_logprobs if form.has_logprobs else None,
-        )
         prompts: dict[str, dict[str, Any]] = {
             "messages": {
                 "messages": "messages",
@@ -130,8 +134,7 @@ class BatchOptions:
         stage: dict[str, Any] = {
             **self._of_stage,
             "model": self.stage.model,
-            "sampling": sampling,
-            "sampling_column": "sampling",
+            **self._options_of(rows),
             "id_column": "id",
             **prompts[form.kind],
         }
@@ -144,6 +147,18 @@ class BatchOptions:
             "stage": stage,
         }
         return Job.from_mapping(mapping, where=self.where)
+
+    def _options_of(self, rows: FormRows) -> dict[str, Any]:
+        """Return the options of the stage that say how its rows are answered."""
+        form = rows.form
+        if self.stage.task != "generate":
+            return {"pooling_column": "sampling"}
+        sampling = replace(
+            self.rules.chat if form.kind == "messages" else self.rules.completions,
+            n=form.num_samples,
+            logprobs=rows.num_logprobs if form.has_logprobs else None,
+        )
+        return {"sampling": sampling, "sampling_column": "sampling"}
 
     @property
     def _of_stage(self) -> Mapping[str, Any]:

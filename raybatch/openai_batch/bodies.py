@@ -5,16 +5,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.errors import ConfigError
+from raybatch.openai_batch.body_values import (
+    IGNORED,
+    bad,
+    check_keys,
+    flag,
+    is_id,
+    prompts_of,
+    whole,
+)
 from raybatch.openai_batch.refusal import Refusal
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Asked, Form, Reply
+from raybatch.openai_batch.requests import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    Asked,
+    Form,
+    Reply,
+    endpoints_of,
+)
 from raybatch.openai_batch.tool_options import read_tools, with_parsed_calls
-from raybatch.types import Sampling
+from raybatch.pooling import pooling_of
+from raybatch.types import Sampling, Task
 
 __all__ = ["BodyRules", "read_request"]
 
 MAX_SAMPLES = 128
-MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
 # what most clients leave to the server
 COMPLETION_TOKENS = 16
@@ -37,27 +54,9 @@ _PASSED = (
     "skip_special_tokens",
     "structured_outputs",
 )
-# they change no answer
-_IGNORED = (
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream_options",
-    "user",
-)
-# key to the values that ask for nothing
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "logit_bias": ({},),
-    "echo": (False,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-}
-_COMMON = (*_PASSED, *_IGNORED, "model", "max_tokens", "n", "logprobs", "stream", "logit_bias")
+# of embeddings; all but the first are of vLLM
+_POOLING = ("dimensions", "normalize", "use_activation")
+_COMMON = (*_PASSED, *IGNORED, "model", "max_tokens", "n", "logprobs", "stream", "logit_bias")
 _CHAT_KEYS = (
     *_COMMON,
     "chat_template_kwargs",
@@ -70,6 +69,7 @@ _CHAT_KEYS = (
     "tools",
     "top_logprobs",
 )
+_EMBEDDING_KEYS = (*IGNORED, "model", "input", "encoding_format", *_POOLING)
 _COMPLETION_KEYS = (*_COMMON, "best_of", "echo", "prompt", "suffix")
 
 
@@ -84,6 +84,7 @@ class BodyRules:
         reads_reasoning_effort: and for `reasoning_effort`.
         chat: options of a chat request that says nothing.
         completions: of a completion request that says nothing.
+        task: what the job makes of prompts.
     """
 
     names: tuple[str, ...]
@@ -92,6 +93,7 @@ class BodyRules:
     reads_reasoning_effort: bool = False
     chat: Sampling = field(default_factory=Sampling)
     completions: Sampling = field(default_factory=Sampling)
+    task: Task = "generate"
 
 
 def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
@@ -106,27 +108,27 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
     """
     unknown = [key for key in request if key not in ("custom_id", "method", "url", "body")]
     if unknown:
-        raise _bad(unknown[0], f"unknown key {unknown[0]!r} of the request", "unknown_parameter")
+        raise bad(unknown[0], f"unknown key {unknown[0]!r} of the request", "unknown_parameter")
     if request.get("method") != "POST":
-        raise _bad("method", f"method must be 'POST', got {request.get('method')!r}")
+        raise bad("method", f"method must be 'POST', got {request.get('method')!r}")
     read = _reader(request.get("url"), rules)
     body = request.get("body")
     if not isinstance(body, dict):
-        raise _bad("body", f"body must be an object, got {type(body).__name__}")
+        raise bad("body", f"body must be an object, got {type(body).__name__}")
     given = {key: value for key, value in body.items() if value is not None}
     _check_model(given.get("model"), rules)
     return read(given, rules)
 
 
 def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], Asked]:
-    readers = {CHAT: _read_chat, COMPLETIONS: _read_completion}
-    if url == EMBEDDINGS:
-        raise _bad("url", f"{EMBEDDINGS}: the backend of this job makes no embeddings", "bad_url")
-    if not isinstance(url, str) or url not in readers:
-        raise _bad("url", f"url must be one of {', '.join(readers)}, got {url!r}", "invalid_url")
+    known = endpoints_of(rules.task)
+    if url == EMBEDDINGS and url not in known:
+        raise bad("url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "bad_url")
+    if not isinstance(url, str) or url not in known:
+        raise bad("url", f"url must be one of {', '.join(known)}, got {url!r}", "invalid_url")
     if rules.endpoint not in (None, url):
-        raise _bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "bad_url")
-    return readers[url]
+        raise bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "bad_url")
+    return _READERS[url]
 
 
 def _check_model(name: object, rules: BodyRules) -> None:
@@ -141,13 +143,13 @@ def _check_model(name: object, rules: BodyRules) -> None:
 
 
 def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
-    _check_keys(body, _CHAT_KEYS)
+    check_keys(body, _CHAT_KEYS)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _bad("messages", "messages must be a list of at least one message")
+        raise bad("messages", "messages must be a list of at least one message")
     template = body.get("chat_template_kwargs", {})
     if not isinstance(template, dict):
-        raise _bad(
+        raise bad(
             "chat_template_kwargs", f"chat_template_kwargs must be an object, got {template!r}"
         )
     template = {**template, **read_tools(body, is_read=rules.reads_tools)}
@@ -156,10 +158,10 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
     sampling = _sampling(
         body, rules.chat, body.get("max_completion_tokens", body.get("max_tokens"))
     )
-    has_logprobs = _flag(body, "logprobs")
-    num_logprobs = _whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
+    has_logprobs = flag(body, "logprobs")
+    num_logprobs = whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
     if num_logprobs and not has_logprobs:
-        raise _bad("top_logprobs", "top_logprobs needs logprobs=true")
+        raise bad("top_logprobs", "top_logprobs needs logprobs=true")
     return Asked(
         form=Form("messages", _num_samples(body), has_logprobs),
         prompts=[json.dumps([with_parsed_calls(message) for message in messages])],
@@ -170,14 +172,14 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
 
 
 def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
-    _check_keys(body, _COMPLETION_KEYS)
+    check_keys(body, _COMPLETION_KEYS)
     num_samples = _num_samples(body)
     if body.get("best_of", num_samples) not in (1, num_samples):
-        raise _bad("best_of", "best_of must be n; samples are not ranked", "unsupported_parameter")
+        raise bad("best_of", "best_of must be n; samples are not ranked", "unsupported_parameter")
     num_logprobs: int | None = None
     if "logprobs" in body:
-        num_logprobs = _whole(body, "logprobs", 0, MAX_LOGPROBS, default=0)
-    kind, prompts = _prompts(body.get("prompt"))
+        num_logprobs = whole(body, "logprobs", 0, MAX_LOGPROBS, default=0)
+    kind, prompts = prompts_of(body, "prompt")
     return Asked(
         form=Form(kind, num_samples, num_logprobs is not None),
         prompts=prompts,
@@ -187,43 +189,31 @@ def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-def _prompts(prompt: object) -> tuple[Any, list[Any]]:
-    """Return the kind of a prompt of a completion, and each prompt that it holds."""
-    wanted = "prompt must be a text, a list of texts, token ids or a list of lists of token ids"
-    prompts = prompt if isinstance(prompt, list) else [prompt]
-    if not prompts:
-        raise _bad("prompt", f"{wanted}, got an empty list")
-    if len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
-        raise _bad("prompt", f"prompt holds {len(prompts)} prompts, {MAX_PROMPTS} are allowed")
-    if all(isinstance(item, str) for item in prompts):
-        if not all(map(_is_encodable, prompts)):
-            raise _bad("prompt", "prompt holds half of a surrogate pair")
-        return "prompt", prompts
-    ids = [prompts] if isinstance(prompt, list) and isinstance(prompt[0], int) else prompts
-    if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in ids):
-        return "tokens", ids
-    raise _bad("prompt", wanted)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
-
-
-def _is_encodable(text: str) -> bool:
+def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
+    check_keys(body, _EMBEDDING_KEYS)
+    encoding = body.get("encoding_format", "float")
+    if encoding not in ("float", "base64"):
+        raise bad("encoding_format", f"encoding_format must be float or base64, got {encoding!r}")
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        pooling = pooling_of({name: body[name] for name in _POOLING if name in body}).given()
+    except ConfigError as error:
+        message = str(error).removeprefix("Pooling.")
+        raise Refusal(message, code="invalid_value", param=message.split(" ")[0]) from None
+    kind, prompts = prompts_of(body, "input")
+    return Asked(
+        form=Form(kind, 1, False),
+        prompts=prompts,
+        sampling=pooling,
+        template_options={},
+        reply=Reply(EMBEDDINGS, body["model"], encoding=encoding),
+    )
 
 
-def _check_keys(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key, value in body.items():
-        if key not in known:
-            hint = did_you_mean(key, known)
-            raise _bad(key, f"unknown key {key!r} of the body{hint}", "unknown_parameter")
-        if key in _ONLY and value not in _ONLY[key]:
-            raise _bad(key, f"{key}={value!r} is not supported", "unsupported_parameter")
+_READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], Asked]] = {
+    CHAT: _read_chat,
+    COMPLETIONS: _read_completion,
+    EMBEDDINGS: _read_embedding,
+}
 
 
 def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -234,8 +224,8 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
     if isinstance(found.get("stop"), str):
         found["stop"] = [found["stop"]]
     ids = found.get("stop_token_ids", [])
-    if not isinstance(ids, list) or not all(map(_is_id, ids)):
-        raise _bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
+    if not isinstance(ids, list) or not all(map(is_id, ids)):
+        raise bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
     # all tokens, as vLLM writes it
     if found.get("top_k") in (0, -1):
         del found["top_k"]
@@ -244,7 +234,7 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
     for name in ("max_tokens", "min_tokens", "top_k", "seed"):
         limit = 1 << (63 if name == "seed" else 31)
         if isinstance(found.get(name), int) and abs(found[name]) >= limit:
-            raise _bad(name, f"{name} is out of range: {found[name]}")
+            raise bad(name, f"{name} is out of range: {found[name]}")
     try:
         replace(defaults, **found)
         return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
@@ -263,7 +253,7 @@ def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
         return {"json_object": True}
     about = wanted.get("json_schema") if kind == "json_schema" else None
     if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
-        raise _bad(
+        raise bad(
             "response_format",
             "response_format must have the type text, json_object, or json_schema with its schema",
         )
@@ -271,22 +261,4 @@ def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
 
 
 def _num_samples(body: Mapping[str, Any]) -> int:
-    return _whole(body, "n", 1, MAX_SAMPLES, default=1)
-
-
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key, False)
-    if not isinstance(value, bool):
-        raise _bad(key, f"{key} must be true or false, got {value!r}")
-    return value
-
-
-def _whole(body: Mapping[str, Any], key: str, least: int, most: int, *, default: int) -> int:
-    value = body.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _bad(key, f"{key} must be a whole number from {least} to {most}, got {value!r}")
-    return value
-
-
-def _bad(param: str, message: str, code: str = "invalid_value") -> Refusal:
-    return Refusal(message, code=code, param=param)
+    return whole(body, "n", 1, MAX_SAMPLES, default=1)

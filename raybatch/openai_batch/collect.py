@@ -1,18 +1,19 @@
 """Brings answers of batch files back to the rows of the dataset, with the columns of a stage."""
 
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
 
+from raybatch.actors.arrow_arrays import vector_lists
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.answer_index import Answer, AnswerIndex
 from raybatch.openai_batch.files import parquet_writer
 from raybatch.stages.identity import column_row_ids
 from raybatch.stages.inputs import column_of
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
+from raybatch.stages.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 from raybatch.stages.source import scan_source
 from raybatch.stages.storage import told_as
 
@@ -57,7 +58,14 @@ def collect_answers(
     """
     _check_empty(sink)
     index = AnswerIndex(paths)
-    output = OutputSchema(num_samples=index.num_samples)
+    if index.has_texts and index.has_vectors:
+        raise ConfigError(
+            f"{', '.join(paths)}: some answers are texts and some embeddings, which are columns of "
+            "different outputs; give the files of one batch"
+        )
+    output = OutputSchema(
+        num_samples=index.num_samples, task="embed" if index.has_vectors else "generate"
+    )
     rows = answered = found = 0
     with index:
         tables = _answered(index, output, source, id_column)
@@ -95,13 +103,15 @@ def _answered(
         found = index.find(names)
         answers = [answer or _NOT_THERE for answer in found]
         user = table if row_id_column is None else table.drop_columns([row_id_column])
-        columns = _columns(names, answers, output.num_samples)
+        columns = _columns(names, answers, output)
         num_answered = sum(not answer.error for answer in answers)
         num_found = sum(answer is not None for answer in found)
         yield _Part(output.attach(user, columns), num_answered, num_found)
 
 
-def _columns(ids: Sequence[str], answers: Sequence[Answer], num_samples: int) -> dict[str, Any]:
+def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema) -> dict[str, Any]:
+    num_samples = output.num_samples
+
     def per_sample(values: Sequence[Sequence[Any]], absent: object) -> list[Any]:
         whole = [[*v, *[absent] * (num_samples - len(v))] for v in values]
         return whole if num_samples > 1 else [v[0] for v in whole]
@@ -111,10 +121,9 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], num_samples: int) ->
     reasons = [["error"] * num_samples if a.error else a.reasons for a in answers]
     return {
         "row_id": list(ids),
-        "generated_text": per_sample([answer.texts for answer in answers], None),
-        # servers tell texts and counts, and one count for all samples
-        "generated_tokens": per_sample([[]] * len(ids), None),
+        **_made(answers, per_sample, output),
         "num_input_tokens": [usage.get("prompt_tokens") for usage in usages],
+        # one count for all samples
         "num_generated_tokens": per_sample([[count] for count in counts], 0),
         "num_cached_tokens": [
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for usage in usages
@@ -123,6 +132,21 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], num_samples: int) ->
         "group_id": [None] * len(ids),
         "attempts": [int(answer is not _NOT_THERE) for answer in answers],
         ERROR_COLUMN: [describe_error(*a.error.split(": ", 1)) if a.error else "" for a in answers],
+    }
+
+
+def _made(
+    answers: Sequence[Answer],
+    per_sample: Callable[[Sequence[Sequence[Any]], object], list[Any]],
+    output: OutputSchema,
+) -> dict[str, Any]:
+    if output.task != "generate":
+        name, _ = NUMBERS[output.task]
+        return {name: vector_lists([answer.vector for answer in answers])}
+    return {
+        "generated_text": per_sample([answer.texts for answer in answers], None),
+        # servers tell no tokens
+        "generated_tokens": per_sample([[]] * len(answers), None),
     }
 
 

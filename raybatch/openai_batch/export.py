@@ -13,7 +13,7 @@ from raybatch.engine.chat import check_messages
 from raybatch.engine.prompt_errors import InvalidPrompt, PromptError
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.openai_batch.files import published
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS
+from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.stages.batches import python_values
 from raybatch.stages.identity import column_row_ids
 from raybatch.stages.inputs import column_of
@@ -36,6 +36,12 @@ _SAMPLING = (
     "stop",
     "n",
 )
+# by name: what is asked there, and the options of its requests
+_ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "chat": (CHAT, _SAMPLING),
+    "completions": (COMPLETIONS, _SAMPLING),
+    "embeddings": (EMBEDDINGS, ("dimensions", "encoding_format")),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +52,11 @@ class Export:
         source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
         output: the first batch file; further ones have a number before the ending.
         model: as requests name it.
-        prompt: template of the user's message, or of the prompt of a completion.
+        prompt: template of the user's message, of the prompt of a completion, or of the input of
+            an embedding.
         messages: a column of messages, in place of `prompt`.
         system: message before those of each row that has none.
-        endpoint: "chat" or "completions".
+        endpoint: "chat", "completions" or "embeddings".
         id_column: names the requests; without it they are named by file and position.
         sampling: options of every request, as OpenAI calls them.
         max_requests: of one file.
@@ -74,15 +81,16 @@ class Export:
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ConfigError("give one of --prompt and --messages-column")
-        if self.endpoint not in ("chat", "completions"):
-            raise ConfigError(f"endpoint must be chat or completions, got {self.endpoint!r}")
-        if self.endpoint == "completions" and (self.messages or self.system) is not None:
-            raise ConfigError("completions take a prompt alone; leave messages and system out")
+        if self.endpoint not in _ENDPOINTS:
+            raise ConfigError(f"endpoint must be {' or '.join(_ENDPOINTS)}, got {self.endpoint!r}")
+        if self.endpoint != "chat" and (self.messages or self.system) is not None:
+            raise ConfigError(f"{self.endpoint} take a prompt alone; leave messages and system out")
+        _, known = _ENDPOINTS[self.endpoint]
         for name in self.sampling:
-            if name not in _SAMPLING:
+            if name not in known:
                 raise ConfigError(
-                    f"batch files have no option {name!r}{did_you_mean(name, _SAMPLING)}; they "
-                    f"have {', '.join(_SAMPLING)}"
+                    f"requests for {self.endpoint} have no option {name!r}"
+                    f"{did_you_mean(name, known)}; they have {', '.join(known)}"
                 )
 
 
@@ -119,7 +127,7 @@ def export_rows(export: Export) -> Exported:
                 num_left_out += 1
                 first_error = first_error or f"{custom_id}: {asked}"
                 continue
-            url = CHAT if export.endpoint == "chat" else COMPLETIONS
+            url, _ = _ENDPOINTS[export.endpoint]
             body = {"model": export.model, **asked, **export.sampling}
             request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
             files.write(json.dumps(request).encode() + b"\n")
@@ -155,6 +163,8 @@ def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
             yield problem
         elif export.endpoint == "completions":
             yield {"prompt": text}
+        elif export.endpoint == "embeddings":
+            yield {"input": text}
         else:
             yield {"messages": _messages([{"role": "user", "content": text}], export.system)}
 

@@ -3,11 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "Asked", "Form", "Reply"]
+from raybatch.types import Task
+
+__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "Asked", "Form", "Reply", "endpoints_of"]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+
+# by the task of the stage that answers; the others are none of OpenAI's
+_ENDPOINTS: Mapping[Task, tuple[str, ...]] = {
+    "generate": (CHAT, COMPLETIONS),
+    "embed": (EMBEDDINGS,),
+}
 
 Kind = Literal["messages", "prompt", "tokens"]
 
@@ -39,11 +47,13 @@ class Reply(NamedTuple):
         endpoint: that was asked.
         model: as the request names it.
         num_logprobs: most likely tokens to tell per position; None tells nothing of any.
+        encoding: of embeddings, "float" or "base64".
     """
 
     endpoint: str
     model: str
     num_logprobs: int | None = None
+    encoding: str = "float"
 
 
 class Asked(NamedTuple):
@@ -52,7 +62,7 @@ class Asked(NamedTuple):
     Args:
         form: of its rows.
         prompts: of each row, in the form's kind: JSON texts of messages, texts, or token ids.
-        sampling: options of the rows that differ from the defaults.
+        sampling: options of the rows that differ from the defaults; of embeddings those of pooling.
         template_options: of the chat template.
         reply: what the answer must say.
     """
@@ -62,3 +72,8 @@ class Asked(NamedTuple):
     sampling: Mapping[str, Any]
     template_options: Mapping[str, Any]
     reply: Reply
+
+
+def endpoints_of(task: Task) -> tuple[str, ...]:
+    """Return the endpoints whose requests a stage with this task can answer."""
+    return _ENDPOINTS.get(task, ())

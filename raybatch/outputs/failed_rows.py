@@ -156,8 +156,10 @@ def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) ->
     if before != now:
         raise ConfigError(
             f"the new answers would have other columns than those in {sink}, so they could not be "
-            f"read together; set output_prefix={before.prefix!r}, sampling.n={before.num_samples} "
-            f"and sampling.logprobs {'as before' if before.has_logprobs else 'to none'}"
+            f"read together; set output_prefix={before.prefix!r}, task={before.task!r}, "
+            f"sampling.n={before.num_samples}, "
+            f"sampling.logprobs {'as before' if before.has_logprobs else 'to none'}, and let the "
+            f"backend tell {', '.join(before.parsed) or 'nothing'} beside the text"
         )
 
 

@@ -7,7 +7,7 @@ identical needs a second, independent collision, in `digest`; see `find_represen
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,19 @@ class BlockKeys:
         keys = pa.LargeListArray.from_arrays(pa.array(self.offsets), pa.array(self.keys))
         table = pa.table({"keys": keys, "num_tokens": self.num_tokens, "digest": self.digest})
         return table.replace_schema_metadata({"block_size": str(self.block_size)})
+
+    def salted(self, prefixes: Uint64s, results: Uint64s) -> "BlockKeys":
+        """Return the keys where rows share prefixes, or are identical, only within equal salts.
+
+        Args:
+            prefixes: uint64 [R], what beside its tokens decides the KV of a row; 0 for nothing.
+            results: uint64 [R], what beside them decides its result; 0 for nothing.
+        """
+        return replace(
+            self,
+            keys=self.keys ^ np.repeat(prefixes, self.num_blocks),
+            digest=self.digest ^ prefixes ^ results,
+        )
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "BlockKeys":

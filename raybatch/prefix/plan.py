@@ -33,6 +33,7 @@ __all__ = [
     "PlanRows",
     "RowPlan",
     "arrange_rows",
+    "by_adapter",
     "is_worth_ordering",
     "order_entries",
     "plan_rows",
@@ -52,6 +53,7 @@ class PlanRows:
         keys: of the prompts. An identical digest means that one result serves both rows, so what
             else decides a result must be part of it.
         expected_tokens: float64 [R], output that a row is expected to generate over all samples.
+        adapters: uint64 [R], rows with equal numbers run one after the other; None for all alike.
 
     Raises:
         ConfigError: the arrays differ in length.
@@ -59,6 +61,7 @@ class PlanRows:
 
     keys: BlockKeys
     expected_tokens: Floats
+    adapters: npt.NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
         if self.keys.num_rows != len(self.expected_tokens):
@@ -150,7 +153,8 @@ def plan_rows(
     """
     found = arrange_rows(rows, config, dedup=dedup)
     if is_reordered is None:
-        is_reordered = is_worth_ordering(found.saved_fraction, config)
+        has_adapters = rows.adapters is not None
+        is_reordered = is_worth_ordering(found.saved_fraction, config, has_adapters=has_adapters)
     if not is_reordered:
         kept = RowPlan(
             order=np.arange(rows.num_rows),
@@ -161,6 +165,8 @@ def plan_rows(
         )
         return kept, found
     entries, _ = order_entries(found, config)
+    if rows.adapters is not None:
+        entries = by_adapter(entries, rows.adapters[found.rows[found.starts[:-1]]])
     plan = RowPlan(
         order=rank_entries(found, entries),
         group_id=found.groups.group_id,
@@ -171,15 +177,30 @@ def plan_rows(
     return plan, found
 
 
-def is_worth_ordering(saved_fraction: float, config: PlanConfig) -> bool:
+def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
+    """Return entries in their order, where those of an adapter follow its first one.
+
+    Args:
+        entries: int64 [E], in their order.
+        adapters: uint64 [E], of each entry.
+    """
+    _, first, which = np.unique(adapters[entries], return_index=True, return_inverse=True)
+    grouped: Ints = entries[np.argsort(first[which], kind="stable")]
+    return grouped
+
+
+def is_worth_ordering(
+    saved_fraction: float, config: PlanConfig, *, has_adapters: bool = False
+) -> bool:
     """Return whether rows run in another order than that of the input.
 
-    They do where enough is shared, or where lengths are known better than by their limit.
+    They do where enough is shared, where lengths are known better than by their limit, and where
+    rows have several adapters.
     """
     if config.mode == "off":
         return False
     knows_lengths = config.expected_tokens_column is not None or config.lengths == "probe"
-    return saved_fraction >= config.min_saved_fraction or knows_lengths
+    return has_adapters or knows_lengths or saved_fraction >= config.min_saved_fraction
 
 
 def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:

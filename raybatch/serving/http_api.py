@@ -48,6 +48,7 @@ class ApiConfig:
     Args:
         folder: of the server.
         models: names of the model, the first of which is the one that batches tell.
+        endpoints: that batches may ask.
         key_digest: SHA-256 of the key that clients must bring; "" lets everyone in.
         max_file_bytes: of an upload.
         created_at: of the model, for clients; seconds since 1970.
@@ -55,6 +56,7 @@ class ApiConfig:
 
     folder: str
     models: tuple[str, ...]
+    endpoints: tuple[str, ...]
     key_digest: str = ""
     max_file_bytes: int = 200 << 20
     created_at: int = 0
@@ -193,7 +195,7 @@ class _Api:
                 raise Problem(f"{key} is not supported", param=key, code="unknown_parameter")
         window = body.get("completion_window", "24h")
         options = {
-            "endpoint": checked_endpoint(body.get("endpoint")),
+            "endpoint": checked_endpoint(body.get("endpoint"), self._config.endpoints),
             "completion_window": window,
             "window_s": window_seconds(window),
             "metadata": checked_metadata(body.get("metadata")),

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raybatch.errors import encodable
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.serving.problems import Problem
 
 __all__ = [
@@ -22,16 +21,14 @@ _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
 
 
-def checked_endpoint(endpoint: object) -> str:
+def checked_endpoint(endpoint: object, known: Sequence[str]) -> str:
     """Return the endpoint of a batch.
 
     Raises:
-        Problem: there is none of that name.
+        Problem: it is none of the known ones.
     """
-    if endpoint == EMBEDDINGS:
-        raise Problem(f"endpoint {endpoint}: the backend makes no embeddings", param="endpoint")
-    if endpoint not in (CHAT, COMPLETIONS):
-        raise Problem(f"endpoint must be {CHAT} or {COMPLETIONS}", param="endpoint")
+    if endpoint not in known:
+        raise Problem(f"endpoint must be {' or '.join(known)} on this server", param="endpoint")
     return str(endpoint)
 
 

@@ -16,6 +16,7 @@ import ray
 
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.openai_batch.batch_options import BatchOptions, model_names
+from raybatch.openai_batch.requests import endpoints_of
 from raybatch.serving.runner import BatchRunner
 from raybatch.stages.storage import store_of
 
@@ -117,12 +118,13 @@ def served(options: ServeOptions) -> Iterator[None]:
     created = int(time.time())
     store_of(options.folder).create(_MARKER, b'{"layout": 1}')
     digest = hashlib.sha256(options.key.encode()).hexdigest() if options.key else ""
-    model = BatchOptions(job=options.job).stage.model
+    stage = BatchOptions(job=options.job).stage
     app = build_app(
         ApiConfig(
             folder=options.folder,
             # a path of this host is nobody's business
-            models=options.names or model_names(model, ())[-1:],
+            models=options.names or model_names(stage.model, ())[-1:],
+            endpoints=endpoints_of(stage.task),
             key_digest=digest,
             max_file_bytes=options.max_file_bytes,
             created_at=created,

@@ -4,6 +4,7 @@ A row is sent as messages or as text. Plans need token ids all the same: those o
 the options name, else triples of bytes, of which equal beginnings of texts have equal ones.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from raybatch.backends.openai_options import OpenAIOptions, openai_options
 from raybatch.config import SpecialTokens
-from raybatch.engine.chat import check_messages
+from raybatch.engine.chat import check_messages, map_texts
 from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.engine.tokenizer import Encoded
@@ -41,8 +42,16 @@ class EndpointTokenizer:
         self.has_chat_template = options.endpoint != "completions"
         self.vocab_size = (1 << 31) - 1 if inner is None else inner.vocab_size
 
+    @property
+    def frame(self) -> tuple[int, int]:
+        return (0, 0) if self._inner is None else self._inner.frame
+
     def count_special(self, text: str) -> int:
         return 0 if self._inner is None else self._inner.count_special(text)
+
+    def template_reads(self, name: str, **_: object) -> bool:
+        # it is a field of a request
+        return name == "tools"
 
     def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
         return self.read(text, special_tokens=special_tokens).token_ids
@@ -62,17 +71,20 @@ class EndpointTokenizer:
         self, messages: object, *, row_options: Mapping[str, Any] | None = None, **_: object
     ) -> Encoded:
         """Return a prompt of messages; `check_endpoint` refuses options of the template."""
-        if row_options:
+        fields = dict(row_options or {})
+        if others := [name for name in fields if name != "tools"]:
             raise InvalidPrompt(
-                f"options of the chat template ({', '.join(row_options)}) cannot be sent to an "
+                f"options of the chat template ({', '.join(others)}) cannot be sent to an "
                 "endpoint, which renders messages itself"
             )
-        checked = check_messages(messages)
-        payload = _json({"messages": checked})
-        if self._inner is None or not self._inner.has_chat_template:
+        checked = check_messages(messages, kinds=None)
+        # what many rows share comes first
+        payload = _json({**fields, "messages": checked})
+        short = map_texts(checked, _shortened)
+        if self._inner is None or not self._inner.has_chat_template or _has_media(checked):
             # the whole text, so that different messages never have equal ids
-            return Encoded(triples(payload), payload=payload)
-        found = self._inner.read_chat(checked, special_tokens="allow")
+            return Encoded(triples(_json({**fields, "messages": short})), payload=payload)
+        found = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
         return found._replace(payload=payload)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
@@ -96,6 +108,8 @@ def check_endpoint(config: StageConfig) -> None:
             "chat_template and chat_template_kwargs have no effect on an endpoint, which renders "
             "messages itself; a server that takes them takes them in backend.options.extra_body"
         )
+    if config.task == "embed":
+        _check_embeddings(config, options)
     if options.endpoint == "completions" and (
         config.messages is not None or config.system is not None or config.chat is True
     ):
@@ -120,6 +134,19 @@ def check_endpoint(config: StageConfig) -> None:
             "max_model_len needs backend.options.tokenizer, for without the model's tokenizer "
             "nothing here knows how long a prompt is; leave it out, and the endpoint refuses the "
             "rows that are too long"
+        )
+
+
+def _check_embeddings(config: StageConfig, options: OpenAIOptions) -> None:
+    if options.endpoint != "auto":
+        raise ConfigError(
+            f"backend.options.endpoint is {options.endpoint!r}, and task 'embed' asks the endpoint "
+            "for embeddings; leave it out"
+        )
+    if config.messages is not None or config.system is not None or config.chat is True:
+        raise ConfigError(
+            "embeddings are made of texts; messages, system and chat=True have no place in a "
+            "request for one"
         )
 
 
@@ -154,6 +181,19 @@ def text_of_triples(token_ids: TokenIds) -> str:
         for token_id in token_ids
     )
     return data.decode("utf-8", "ignore")
+
+
+def _has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(part["type"] != "text" for part in parts)
+
+
+def _shortened(text: str) -> str:
+    """Return a text that is no longer than an image costs; data: URLs differ as before."""
+    if not text.startswith("data:"):
+        return text
+    return f"data:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
 
 
 def _json(payload: Mapping[str, Any]) -> str:

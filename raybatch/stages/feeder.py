@@ -25,16 +25,11 @@ from raybatch.stages.inputs import column_of
 from raybatch.stages.open_call import Answered, Asked, OpenCall
 from raybatch.stages.options import StageConfig
 from raybatch.stages.plan_columns import PlannedRows, take_off
-from raybatch.stages.prepare import (
-    Prepared,
-    find_model,
-    load_tokenizer,
-    max_model_len,
-    prepare,
-)
+from raybatch.stages.prepare import Prepared, prepare
 from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.render import PromptReader
 from raybatch.stages.schema import ERROR_COLUMN, ROW_ID, error_class
+from raybatch.stages.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.unit_watch import PlacedWatch
 from raybatch.types import PoolStats
 
@@ -43,7 +38,8 @@ from raybatch.types import PoolStats
 _CALLS_PER_FEEDER = 16
 _REPLICAS_PER_FEEDER = 8
 _ROWS_PER_CALL = 256
-_CPUS_PER_FEEDER = 0.1
+# beside engines that hold CPUs, a part of one would keep the last whole one from reading tasks
+_CPUS_PER_FEEDER = 0
 
 
 class StageFeeder:

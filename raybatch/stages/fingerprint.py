@@ -19,11 +19,12 @@ from raybatch.backends.options import answering_options
 from raybatch.config import WaveConfig
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.errors import ConfigError, encodable
+from raybatch.pooling import Pooling
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.options import StageConfig
-from raybatch.stages.prepare import find_model
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.source import Source
+from raybatch.stages.stage_model import find_model
 from raybatch.stages.storage import told_as
 
 __all__ = [
@@ -41,7 +42,29 @@ PROTOCOL = "2"
 # of the engine's options, those that decide results
 _ENGINE_OPTIONS = ("dtype", "max_model_len")
 # options that change no result, or that have a field of their own
-_NO_RESULT = ("model", "dedup", "on_error", "pool", "engine", "sampling", "backend", "id_column")
+_NO_RESULT = (
+    "model",
+    "dedup",
+    "on_error",
+    "pool",
+    "engine",
+    "sampling",
+    "backend",
+    "id_column",
+    "row_logprobs",
+)
+# options that outputs of earlier versions do not name
+_ONLY_IF_SET = (
+    "query",
+    "document",
+    "pooling",
+    "pooling_column",
+    "lora_column",
+    "lora_path",
+    "tools",
+    "images",
+    "conventional_images",
+)
 # of a checkpoint: what makes tokens of a prompt, and what ends an output
 _TEXT_FILES = (
     "tokenizer.json",
@@ -77,14 +100,20 @@ def fingerprint(
     """
     found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
     for field in dataclasses.fields(config):
-        if field.name not in _NO_RESULT:
-            found[field.name] = getattr(config, field.name)
+        value = getattr(config, field.name)
+        is_left_out = field.name in _ONLY_IF_SET and value in (None, Pooling())
+        if field.name not in _NO_RESULT and not is_left_out:
+            found[field.name] = value
+    if config.task != "generate":
+        found["task"] = config.task
     for field in dataclasses.fields(config.sampling):
         found[f"sampling.{field.name}"] = getattr(config.sampling, field.name)
     for name in _ENGINE_OPTIONS:
         found[f"engine.{name}"] = getattr(config.engine, name)
     found["id_column"] = config.id_column
     found["backend"] = answering_options(config.backend, config.model)
+    if parsed := config.output.parsed:
+        found["parsed"] = list(parsed)
     found["waves"] = [dataclasses.asdict(wave) for wave in waves]
     found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
@@ -150,6 +179,8 @@ def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema | None:
         num_samples=json.loads(fingerprint["sampling.n"]),
         has_logprobs=json.loads(fingerprint["sampling.logprobs"]) is not None,
         prefix=json.loads(fingerprint["output_prefix"]),
+        task=json.loads(fingerprint.get("task", '"generate"')),
+        parsed=tuple(json.loads(fingerprint.get("parsed", "[]"))),
     )
 
 

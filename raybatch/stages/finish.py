@@ -7,13 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
+from raybatch.actors.arrow_arrays import vector_lists
 from raybatch.actors.wire import decode_completions
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.engine.stopping import completion_text, visible_token_ids
 from raybatch.errors import RaybatchError
-from raybatch.stages.render import Prompt
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema, describe_error
-from raybatch.types import Completion, Sampling, TokenIds
+from raybatch.parsed_text import ParsedText
+from raybatch.stages.prompt import Prompt
+from raybatch.stages.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
+from raybatch.types import Completion, Sampling, TokenIds, Vector
 
 _T = TypeVar("_T")
 
@@ -35,6 +37,8 @@ class Sample(NamedTuple):
     attempts: int = 0
     num_input_tokens: int | None = None
     num_generated_tokens: int | None = None
+    vector: Vector | None = None
+    parsed: ParsedText | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +135,8 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
         attempts=attempts,
         num_input_tokens=completion.num_input_tokens,
         num_generated_tokens=completion.num_generated_tokens,
+        vector=completion.vector,
+        parsed=completion.parsed or ParsedText(),
     )
 
 
@@ -141,7 +147,7 @@ def _decode(
     texts: list[str | Exception] = [c.text or "" for c in completions]
     plain: dict[bool, list[int]] = {True: [], False: []}
     for i, (completion, sampling) in enumerate(zip(completions, samplings, strict=True)):
-        if completion.text is not None or completion.error:
+        if completion.text is not None or completion.error or completion.vector is not None:
             continue
         if isinstance(completion.stop_reason, str):
             texts[i] = _or_error(partial(completion_text, completion, sampling, tokenizer))
@@ -176,11 +182,11 @@ def _columns(
     prompts: Sequence[Prompt],
     samples: Sequence[Sequence[Sample]],
     output: OutputSchema,
-) -> dict[str, list[Any]]:
+) -> dict[str, Any]:
     def per_sample(values: Sequence[Sequence[Any]]) -> list[Any]:
         return [list(v) if output.num_samples > 1 else v[0] for v in values]
 
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Any] = {
         "row_id": list(row_ids),
         "generated_text": per_sample([[s.text for s in row] for row in samples]),
         "generated_tokens": per_sample([[s.token_ids for s in row] for row in samples]),
@@ -191,8 +197,12 @@ def _columns(
         "attempts": [max(s.attempts for s in row) for row in samples],
         ERROR_COLUMN: [next((s.error for s in row if s.error), "") for row in samples],
     }
+    if output.task != "generate":
+        columns |= _numbers([row[0].vector for row in samples], output)
     if output.has_logprobs:
         columns["logprobs"] = per_sample([[_logprobs(s.logprobs) for s in row] for row in samples])
+    for name in output.parsed:
+        columns[name] = per_sample([[_parsed(s.parsed, name) for s in row] for row in samples])
     return columns
 
 
@@ -200,6 +210,13 @@ def _num_input(prompt: Prompt, samples: Sequence[Sample]) -> int | None:
     if samples[0].num_input_tokens is not None:
         return samples[0].num_input_tokens
     return None if prompt.token_ids is None else len(prompt.token_ids)
+
+
+def _numbers(vectors: Sequence[Vector | None], output: OutputSchema) -> dict[str, Any]:
+    name, kind = NUMBERS[output.task]
+    if output.task == "score":
+        return {name: [None if vector is None else vector[0] for vector in vectors]}
+    return {name: vector_lists(vectors).cast(kind)}
 
 
 def _length(sample: Sample) -> int:
@@ -212,3 +229,7 @@ def _logprobs(values: Any) -> list[dict[str, Any]] | None:  # noqa: ANN401
     if values is None:
         return None
     return [{"token_ids": ids, "logprobs": logs} for ids, logs in values]
+
+
+def _parsed(parsed: ParsedText | None, name: str) -> Any:  # noqa: ANN401
+    return None if parsed is None else parsed.columns()[name]

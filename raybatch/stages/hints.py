@@ -95,7 +95,7 @@ class NoCpuHint:
                     "no rows have come yet, and less than one CPU of the cluster is free: every "
                     "plain ds.map_batches(LLMStage(...)) holds one CPU or more, which may leave "
                     "none for reading, and then the job waits for ever. If it stays silent, use "
-                    "LLMStage(...).apply(ds), or ds.map_batches(LLMStage(...), num_cpus=0.1), for "
+                    "LLMStage(...).apply(ds), or ds.map_batches(LLMStage(...), num_cpus=0), for "
                     "every stage; of two stages one needs output_prefix as well"
                 )
                 return

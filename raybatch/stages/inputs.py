@@ -20,12 +20,19 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
             out.
     """
     prompt_column = conventional_column(schema, config)
-    has_prompt = config.prompt is not None or config.messages is not None
+    given = (config.prompt, config.messages, config.query)
+    has_prompt = any(option is not None for option in given)
     if not has_prompt and config.tokenized_prompt is None and prompt_column is None:
         raise ConfigError(
             "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "
-            "(--prompt or --messages-column in a shell), or name a column so; "
+            "(--prompt or --messages-column in a shell), or name a column so, or return one from "
+            "preprocess; "
             f"the dataset has {_listed(schema.names)}"
+        )
+    if isinstance(config.tools, str) and prompt_column not in (None, "messages"):
+        raise ConfigError(
+            "tools as a column are read beside a column of messages, and the dataset has "
+            f"{prompt_column!r}; set messages to the name of one, or list the tools of all rows"
         )
     for name in referenced_columns(config):
         check_column(schema.names, name)
@@ -48,7 +55,8 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
 
 def conventional_column(schema: pa.Schema, config: StageConfig) -> str | None:
     """Return the column that is taken by its name where no option names the prompts."""
-    if any(x is not None for x in (config.prompt, config.messages, config.tokenized_prompt)):
+    given = (config.prompt, config.messages, config.tokenized_prompt, config.query)
+    if any(option is not None for option in given):
         return None
     return next((name for name in config.conventional_columns if name in schema.names), None)
 
@@ -61,12 +69,22 @@ def referenced_columns(config: StageConfig) -> list[str]:
     if config.tokenized_prompt is not None:
         names.append(config.tokenized_prompt)
     names.extend(config.overrides.values())
-    for name in (config.sampling_column, config.chat_template_kwargs_column):
-        if name is not None:
-            names.append(name)
-    if config.id_column is not None:
-        names.append(config.id_column)
+    for column in _option_columns(config):
+        if isinstance(column, str):
+            names.append(column)
     return list(dict.fromkeys(names))
+
+
+def _option_columns(config: StageConfig) -> tuple[object, ...]:
+    return (
+        config.sampling_column,
+        config.chat_template_kwargs_column,
+        config.tools,
+        config.images,
+        config.pooling_column,
+        config.lora_column,
+        config.id_column,
+    )
 
 
 def column_of(table: pa.Table, name: str) -> pa.ChunkedArray:
@@ -91,6 +109,9 @@ def _listed(names: Iterable[str]) -> str:
 def _text_columns(config: StageConfig, prompt_column: str | None) -> list[str]:
     """Return the columns that templates fill in."""
     names: list[str] = []
+    for template in (config.query, config.document):
+        if template is not None:
+            names.extend(PromptTemplate(template).fields)
     if config.prompt is not None:
         names.extend(PromptTemplate(config.prompt).fields)
     elif prompt_column == "prompt":

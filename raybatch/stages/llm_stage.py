@@ -1,11 +1,12 @@
 """`LLMStage`: a language model as a class that Ray Data maps over row batches."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
+from raybatch.pooling import Pooling
 from raybatch.stages.endpoint import check_endpoint
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import referenced_columns
@@ -16,7 +17,7 @@ from raybatch.stages.options import (
     StageConfig,
     build_stage_config,
 )
-from raybatch.types import Sampling
+from raybatch.types import Sampling, Task
 
 
 def LLMStage(  # noqa: N802 - it returns a class
@@ -29,11 +30,20 @@ def LLMStage(  # noqa: N802 - it returns a class
     sampling: Sampling | Mapping[str, Any] | None = None,
     overrides: Mapping[str, str] | None = None,
     sampling_column: str | None = None,
+    task: Task = "generate",
+    query: str | None = None,
+    document: str | None = None,
+    pooling: Pooling | Mapping[str, Any] | None = None,
+    pooling_column: str | None = None,
+    lora_column: str | None = None,
+    lora_path: str | None = None,
     id_column: str | None = None,
     chat: Chat = "auto",
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     chat_template_kwargs_column: str | None = None,
+    tools: str | Sequence[Mapping[str, Any]] | None = None,
+    images: str | None = None,
     special_tokens: SpecialTokens = "escape",
     on_error: OnError = "row",
     on_too_long: OnTooLong = "error",
@@ -53,31 +63,9 @@ def LLMStage(  # noqa: N802 - it returns a class
     `ds.map_batches(stage)` where Ray blocks are small, and keeps nulls and time zones that a numpy
     batch cannot hold.
 
-    Args:
-        model: checkpoint folder, hub id or URI; "demo" is the embedded model.
-        prompt: template with columns in braces, such as "{document} Q: {question}".
-        messages: a column of OpenAI messages, a function of the row, or messages with templates.
-        tokenized_prompt: a column of token ids.
-        system: system message put before the messages of each row that has none.
-        sampling: options that decide the tokens.
-        overrides: sampling option to the column that replaces it per row; null takes `sampling`.
-        sampling_column: a column of JSON texts or structs with several options per row.
-        id_column: identity of the rows; without it a hash of the prompt and a count.
-        chat: make `prompt` a user message; "auto" does where the model has a chat template.
-        chat_template: in place of the model's own.
-        chat_template_kwargs: options of the chat template, such as enable_thinking.
-        chat_template_kwargs_column: such options per row, as JSON; read beside `messages`.
-        special_tokens: "escape" makes special tokens in the data plain text.
-        on_error: "row" turns a failure into `__inference_error__`; "raise" ends the job.
-        on_too_long: "error", "truncate_left", "truncate_right" or "drop", for too long prompts.
-        output_prefix: put before every output column, for a second stage over the same rows.
-        dedup: generate identical greedy prompts of a row batch once, and give the result to all.
-        max_row_bytes: a row whose columns take more becomes an error row.
-        engine: options of the engines.
-        pool: replicas and their resources.
-        backend: what a replica runs.
-        seed: of the sampling; the seed of a row follows from it and from the row's id.
-        unknown: nothing; a name that is none of the above is refused.
+    `StageConfig` and docs/options.md say what each option means. Beside them `task` is what is made
+    of each prompt: "generate" makes text, "embed", "classify" and "score" make numbers; and `seed`
+    is that of the sampling, from which with the row's id the seed of a row follows.
 
     Raises:
         ConfigError: an unknown option (with a suggestion), a value out of range or a bad template.
@@ -91,8 +79,15 @@ def LLMStage(  # noqa: N802 - it returns a class
     return build_stage(build_stage_config(options.pop("model"), options, where="LLMStage"))
 
 
-def build_stage(config: StageConfig) -> type[StageFeeder]:
-    """Return the class of a stage with these options."""
+def build_stage(
+    config: StageConfig, *, feeder: type[StageFeeder] = StageFeeder
+) -> type[StageFeeder]:
+    """Return the class of a stage with these options.
+
+    Args:
+        config: of the stage.
+        feeder: what it is a kind of.
+    """
     check_endpoint(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
     spec = PoolSpec(
@@ -100,5 +95,5 @@ def build_stage(config: StageConfig) -> type[StageFeeder]:
     )
     client = f"stage-{uuid.uuid4().hex[:12]}"
     return type(
-        "LLMStage", (StageFeeder,), {"config": config, "pool": PoolHandle(spec), "client": client}
+        "LLMStage", (feeder,), {"config": config, "pool": PoolHandle(spec), "client": client}
     )

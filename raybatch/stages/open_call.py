@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from raybatch.stages.finish import Answers
 from raybatch.stages.prepare import Prepared
-from raybatch.stages.render import Prompt
+from raybatch.stages.prompt import Prompt
 from raybatch.stages.unit_watch import PlacedWatch
 
 __all__ = ["Answered", "Asked", "OpenCall"]

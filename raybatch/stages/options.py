@@ -4,47 +4,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from jinja2 import TemplateError
-
-from raybatch.backends.create import check_options
+from raybatch.backends.options import parsed_columns
+from raybatch.backends.vllm_args import VllmOptions
 from raybatch.config import (
     BackendConfig,
     EngineConfig,
     OnError,
     PoolConfig,
     SpecialTokens,
-    check_choice,
-    check_min,
     from_mapping,
 )
-from raybatch.errors import ConfigError, did_you_mean, nearest_name
+from raybatch.errors import ConfigError, nearest_name
+from raybatch.pooling import Pooling, pooling_of
+from raybatch.stages.option_checks import FIXED_PER_STAGE, PROMPT_OPTIONS, check_stage
 from raybatch.stages.schema import OutputSchema
-from raybatch.types import Sampling
+from raybatch.types import Sampling, Task
 
 Chat = bool | Literal["auto"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "drop"]
 Message = Mapping[str, Any]
 MessagesOption = str | Callable[[Mapping[str, Any]], Sequence[Message]] | Sequence[Message]
 
-# One value decides the type of a column, so it cannot differ from row to row.
-FIXED_PER_STAGE = ("n", "logprobs")
-
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
-    """Options of one stage; `LLMStage` says what each one means.
-
-    Three options are for a processor, whose rows were made by a function of the user:
+    """Options of one stage, as `LLMStage` takes them, and five for processors and batch files.
 
     Args:
+        model: checkpoint folder, hub id or URI; "demo" is the embedded model.
+        prompt: template with columns in braces, such as "{document} Q: {question}".
+        messages: a column of OpenAI messages, a function of the row, or messages with templates.
+        tokenized_prompt: a column of token ids.
+        system: system message put before the messages of each row that has none.
+        sampling: options that decide the tokens.
+        overrides: sampling option to the column that replaces it per row; null takes `sampling`.
+        sampling_column: a column of JSON texts or structs with several options per row.
+        query: template of the first text of a score; "{query}" unless a prompt is named.
+        document: template of the second text of a score.
+        pooling: options that decide the numbers.
+        pooling_column: a column of JSON texts or structs with several of them per row.
+        lora_column: a column that names the LoRA adapter of each row; null for none.
+        lora_path: folder or URI in which the adapters lie that it names; without it they are
+            folders or URIs themselves.
+        id_column: identity of the rows; without it a hash of the prompt and a count.
+        chat: make `prompt` a user message; "auto" does where the model has a chat template.
+        chat_template: in place of the model's own.
+        chat_template_kwargs: options of the chat template, such as enable_thinking.
+        chat_template_kwargs_column: such options per row, as JSON; read beside `messages`.
+        tools: that the model may call, as OpenAI's chat API has them; or a column of such lists.
+        images: a column of files as bytes, or of data: URLs; or of lists of them.
+        special_tokens: "escape" makes special tokens in the data plain text.
+        on_error: "row" turns a failure into `__inference_error__`; "raise" ends the job.
+        on_too_long: "error", "truncate_left", "truncate_right" or "drop", for too long prompts.
+        output_prefix: put before every output column, for a second stage over the same rows.
+        dedup: generate identical greedy prompts of a row batch once, and give the result to all.
+        max_row_bytes: a row whose columns take more becomes an error row.
+        engine: options of the engines.
+        pool: replicas and their resources.
+        backend: what a replica runs.
         input_error_column: a column of error texts; it is not passed on, and a row whose text is
             not empty is an error row with it.
         prompt_column_special_tokens: `special_tokens` of the column `prompt` where no option
             names the prompts; None takes `special_tokens`.
         conventional_columns: where no option names the prompts, the first of these that is a
             column does.
+        row_logprobs: rows may ask for log probabilities by themselves; the column is always there.
+        conventional_images: where `images` names none, a column of this name has the images.
     """
 
     model: str
@@ -55,11 +82,19 @@ class StageConfig:
     sampling: Sampling = field(default_factory=Sampling)
     overrides: Mapping[str, str] = field(default_factory=dict)
     sampling_column: str | None = None
+    query: str | None = None
+    document: str | None = None
+    pooling: Pooling = field(default_factory=Pooling)
+    pooling_column: str | None = None
+    lora_column: str | None = None
+    lora_path: str | None = None
     id_column: str | None = None
     chat: Chat = "auto"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template_kwargs_column: str | None = None
+    tools: str | Sequence[Mapping[str, Any]] | None = None
+    images: str | None = None
     special_tokens: SpecialTokens = "escape"
     on_error: OnError = "row"
     on_too_long: OnTooLong = "error"
@@ -72,28 +107,31 @@ class StageConfig:
     input_error_column: str | None = None
     prompt_column_special_tokens: SpecialTokens | None = None
     conventional_columns: tuple[str, ...] = ("messages", "tokenized_prompt", "prompt")
+    row_logprobs: bool = False
+    conventional_images: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a path or a hub id, got {self.model!r}")
-        check_choice(self, "special_tokens", ("escape", "allow"))
-        check_choice(self, "on_error", ("row", "raise"))
-        check_choice(self, "on_too_long", ("error", "truncate_left", "truncate_right", "drop"))
-        check_min(self, "max_row_bytes", 1)
-        if self.chat not in (True, False, "auto"):
-            raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
-        _check_inputs(self)
-        _check_chat_template(self.chat_template)
-        check_options(self.backend, self.engine)
-        _check_overrides(self)
+        check_stage(self)
+
+    @property
+    def task(self) -> Task:
+        """What is made of each prompt."""
+        return self.backend.task
+
+    @property
+    def fixed_options(self) -> tuple[str, ...]:
+        """The sampling options that no row may set for itself."""
+        return tuple(n for n in FIXED_PER_STAGE if n != "logprobs" or not self.row_logprobs)
 
     @property
     def output(self) -> OutputSchema:
         """The columns that the stage adds."""
         return OutputSchema(
             num_samples=self.sampling.n,
-            has_logprobs=self.sampling.logprobs is not None,
+            has_logprobs=self.row_logprobs or self.sampling.logprobs is not None,
             prefix=self.output_prefix,
+            task=self.task,
+            parsed=parsed_columns(self.backend, self.engine),
         )
 
 
@@ -108,7 +146,7 @@ def build_stage_config(model: str, options: Mapping[str, Any], *, where: str) ->
     Raises:
         ConfigError: an unknown option (with a suggestion) or a value out of range.
     """
-    known = {f.name for f in fields(StageConfig)} | {"seed"}
+    known = {f.name for f in fields(StageConfig)} | {"seed", "task"}
     for name in options:
         if name not in known:
             raise ConfigError(f"{where}: unknown option {name!r}{_suggestion(name, known)}")
@@ -120,7 +158,14 @@ def build_stage_config(model: str, options: Mapping[str, Any], *, where: str) ->
     backend = values.get("backend")
     if isinstance(backend, str):
         backend = {"kind": backend}
-    values["backend"] = _nested(BackendConfig, backend, where=f"{where}: backend")
+    backend = _nested(BackendConfig, backend, where=f"{where}: backend")
+    if (task := values.pop("task", "generate")) != "generate":
+        backend = replace(backend, task=task)
+    values["backend"] = backend
+    if isinstance(values.get("pooling"), Mapping):
+        values["pooling"] = pooling_of(values["pooling"])
+    if backend.task == "score" and not any(name in values for name in (*PROMPT_OPTIONS, "query")):
+        values |= {"query": "{query}", "document": "{document}"}
     if seed is not None:
         values["sampling"] = replace(values["sampling"], seed=seed)
     return from_mapping(StageConfig, {"model": model, **values}, where=where)
@@ -133,6 +178,7 @@ def _suggestion(name: str, known: set[str]) -> str:
         for option, cls in (("pool", PoolConfig), ("engine", EngineConfig), ("sampling", Sampling))
         for f in fields(cls)
     }
+    nested |= {f.name: f"backend.options.{f.name}" for f in fields(VllmOptions)}
     nearest = nearest_name(name, [*nested, *known])
     return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"
 
@@ -146,71 +192,3 @@ def _nested(cls: type[_T], value: object, *, where: str) -> _T:
         raise ConfigError(f"{where} must be a {cls.__name__} or a mapping, got {value!r}")
     listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     return from_mapping(cls, listed, where=where)
-
-
-def _check_inputs(config: StageConfig) -> None:
-    given = [
-        name
-        for name in ("prompt", "messages", "tokenized_prompt")
-        if getattr(config, name) is not None
-    ]
-    if len(given) > 1:
-        raise ConfigError(f"give one of prompt, messages and tokenized_prompt, got {given}")
-    if config.prompt is not None and not isinstance(config.prompt, str):
-        raise ConfigError(f"prompt must be a template text, got {config.prompt!r}")
-    if config.prompt == "":
-        raise ConfigError("prompt is empty; name a column in it, such as prompt='{text}'")
-    if config.tokenized_prompt is not None and not isinstance(config.tokenized_prompt, str):
-        raise ConfigError(
-            f"tokenized_prompt must be the name of a column, got {config.tokenized_prompt!r}"
-        )
-    is_messages = (
-        config.messages is None
-        or isinstance(config.messages, str | Sequence)
-        or callable(config.messages)
-    )
-    if not is_messages:
-        raise ConfigError(
-            "messages must be the name of a column, a function of the row, or a list of "
-            f"messages with templates, got {config.messages!r}"
-        )
-    if config.system is not None and config.tokenized_prompt is not None:
-        raise ConfigError("system has no effect on tokenized_prompt; leave one of them out")
-    if config.system is not None and config.chat is False:
-        raise ConfigError("system needs a chat template; leave chat=False out")
-    if config.messages is not None and config.chat is False:
-        raise ConfigError("messages need a chat template; leave chat=False out")
-    if config.chat_template_kwargs_column is not None and not isinstance(config.messages, str):
-        raise ConfigError(
-            "chat_template_kwargs_column is read beside a column of messages; set messages to the "
-            "name of one"
-        )
-
-
-def _check_chat_template(text: object) -> None:
-    if text is None:
-        return
-    if not isinstance(text, str):
-        raise ConfigError(f"chat_template must be a template text, got {text!r:.200}")
-    from raybatch.engine.chat_template import ChatTemplate
-
-    try:
-        ChatTemplate(text)
-    except (TemplateError, ValueError, RecursionError) as error:
-        raise ConfigError(f"chat_template is no template: {error}") from error
-
-
-def _check_overrides(config: StageConfig) -> None:
-    names = {f.name for f in fields(Sampling)}
-    for name, column in config.overrides.items():
-        if name not in names:
-            raise ConfigError(
-                f"overrides: unknown sampling option {name!r}{did_you_mean(name, names)}"
-            )
-        if name in FIXED_PER_STAGE:
-            raise ConfigError(
-                f"overrides: {name} decides the type of the output columns and is one value for "
-                f"the whole stage; set Sampling({name}=...)"
-            )
-        if not isinstance(column, str):
-            raise ConfigError(f"overrides: {name} must name a column, got {column!r}")

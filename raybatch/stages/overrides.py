@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.batches import python_values
-from raybatch.stages.options import FIXED_PER_STAGE
+from raybatch.stages.option_checks import FIXED_PER_STAGE
+from raybatch.stages.sampling_names import own_options
 from raybatch.stages.schema import describe_error
 from raybatch.structured_outputs import structured_text
 from raybatch.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
@@ -26,6 +27,7 @@ def row_samplings(
     *,
     overrides: Mapping[str, str],
     sampling_column: str | None,
+    fixed: Sequence[str] = FIXED_PER_STAGE,
 ) -> list[Sampling | str]:
     """Return the sampling options of each row, or the error text of a row with a bad value.
 
@@ -36,6 +38,7 @@ def row_samplings(
         sampling_column: a column of JSON texts or structs with several options at once. Arrow
             structs turn absent options into null and ints into floats: null is the default and a
             whole number is an int, therefore.
+        fixed: options that no row may set for itself.
     """
     if not overrides and sampling_column is None:
         return [sampling] * table.num_rows
@@ -48,19 +51,22 @@ def row_samplings(
     for row in zip(*values, strict=True):
         key = repr(row)
         if key not in known:
-            known[key] = _replaced(sampling, readers, row)
+            known[key] = _replaced(sampling, readers, row, fixed)
         samplings.append(known[key])
     return samplings
 
 
 def _replaced(
-    sampling: Sampling, readers: Sequence[tuple[str, str | None]], values: Sequence[Any]
+    sampling: Sampling,
+    readers: Sequence[tuple[str, str | None]],
+    values: Sequence[Any],
+    fixed: Sequence[str],
 ) -> Sampling | str:
     """Return the stage's options with those of one row, the typed columns last."""
     changes: dict[str, Any] = {}
     for (column, name), value in zip(readers, values, strict=True):
         try:
-            changes.update(_changes(sampling, name, value))
+            changes.update(_changes(sampling, name, value, fixed))
         except (ConfigError, ValueError, TypeError) as error:
             return describe_error("InvalidSampling", f"column {column!r}: {error}")
     try:
@@ -70,7 +76,9 @@ def _replaced(
         return describe_error("InvalidSampling", f"columns {columns}: {error}")
 
 
-def _changes(sampling: Sampling, name: str | None, value: object) -> dict[str, Any]:
+def _changes(
+    sampling: Sampling, name: str | None, value: object, fixed: Sequence[str]
+) -> dict[str, Any]:
     """Return the options that one value of a row sets; `name` is None for a JSON value.
 
     Raises:
@@ -78,11 +86,11 @@ def _changes(sampling: Sampling, name: str | None, value: object) -> dict[str, A
     """
     options = _parse(value) if name is None else {} if value is None else {name: value}
     changes = {option: _coerce(option, item) for option, item in options.items()}
-    for option in FIXED_PER_STAGE:
+    for option in fixed:
         if option in changes and changes[option] != getattr(sampling, option):
             raise ConfigError(
                 f"{option} is one value for the whole stage ({getattr(sampling, option)!r}), "
-                f"the row asks for {changes[option]!r}"
+                f"the row asks for {changes[option]!r}; set it in the sampling of the stage"
             )
     for option, item in changes.items():
         bound = {} if option == "max_tokens" else {"max_tokens": _NO_BOUND}
@@ -98,7 +106,7 @@ def _parse(value: object) -> dict[str, Any]:
     options = json.loads(value) if isinstance(value, str | bytes) else value
     if not isinstance(options, Mapping):
         raise ConfigError(f"sampling options must be a JSON object, got {value!r}")
-    return {name: option for name, option in options.items() if option is not None}
+    return own_options({n: option for n, option in options.items() if option is not None})
 
 
 def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value

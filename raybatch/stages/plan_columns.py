@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.errors import ConfigError
-from raybatch.stages.render import Prompt
+from raybatch.stages.prompt import Prompt
 from raybatch.types import TokenIds
 
 __all__ = [

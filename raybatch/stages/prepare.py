@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,25 +9,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire import request_table
-from raybatch.backends.openai_options import openai_options
-from raybatch.backends.options import length_of_model
-from raybatch.engine.model_source import (
-    check_hub_model,
-    is_local_model,
-    resolve_model,
-    resolve_tokenizer,
-)
-from raybatch.engine.prompt_tokenizer import PromptTokenizer
-from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import ConfigError
-from raybatch.stages.endpoint import EndpointTokenizer
 from raybatch.stages.identity import column_row_ids, content_row_ids, row_seed
 from raybatch.stages.inputs import column_of
 from raybatch.stages.large_rows import large_rows
 from raybatch.stages.options import StageConfig
 from raybatch.stages.overrides import row_samplings
 from raybatch.stages.plan_columns import PlannedRows
-from raybatch.stages.render import Prompt, PromptReader, fit_prompt
+from raybatch.stages.pooled_rows import POOLED, fit_pooled
+from raybatch.stages.prompt import Prompt, fit_prompt
+from raybatch.stages.render import PromptReader
 from raybatch.types import Sampling
 
 
@@ -84,12 +73,7 @@ def prepare(
     prompts = None if planned is None else planned.prompts
     if prompts is None:
         prompts = _read(table, reader, _errors_before(table, config, input_errors))
-    samplings = row_samplings(
-        table,
-        config.sampling,
-        overrides=config.overrides,
-        sampling_column=config.sampling_column,
-    )
+    samplings = _samplings(table, config)
     if changes is not None:
         samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
     prompts = [
@@ -168,6 +152,18 @@ def is_deterministic(sampling: Sampling) -> bool:
     return sampling.temperature == 0
 
 
+def _samplings(table: pa.Table, config: StageConfig) -> list[Sampling | str]:
+    if config.task != "generate":
+        return [POOLED] * table.num_rows
+    return row_samplings(
+        table,
+        config.sampling,
+        overrides=config.overrides,
+        sampling_column=config.sampling_column,
+        fixed=config.fixed_options,
+    )
+
+
 def _read(
     table: pa.Table, reader: PromptReader, input_errors: Sequence[str] | None
 ) -> Sequence[Prompt]:
@@ -202,66 +198,13 @@ def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.
     return np.array(seeds, np.uint64)
 
 
-def find_model(config: StageConfig) -> Path | None:
-    """Return the folder of the stage's model, downloading it where needed.
-
-    Of an endpoint's model it has the tokenizer alone; None where the options name none.
-
-    Raises:
-        ConfigError: nothing is there, or no model.
-    """
-    if config.backend.kind == "openai":
-        tokenizer = openai_options(config.backend.options).tokenizer
-        return None if tokenizer is None else resolve_tokenizer(tokenizer)
-    if config.backend.kind == "fake" and Path(config.model).is_dir():
-        return Path(config.model)  # it has no weights, and its folder needs none
-    return resolve_model(config.model)
-
-
-def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
-    """Return what tokenizes the prompts of a stage; `folder` is that of `find_model`.
-
-    Raises:
-        ConfigError: there is no tokenizer that can be used.
-    """
-    tokenizer = None if folder is None else Tokenizer.load(folder)
-    if config.backend.kind == "openai":
-        return EndpointTokenizer(openai_options(config.backend.options), tokenizer)
-    assert tokenizer is not None, "only an endpoint's model has no folder"
-    return tokenizer
-
-
-def check_model(config: StageConfig, *, is_one_host: bool) -> None:
-    """Raise ConfigError where a model or a grammar cannot be run, as far as this host can tell.
-
-    Args:
-        config: of the stage.
-        is_one_host: the engines run on this host, so what it lacks of the hub, they lack.
-    """
-    if config.backend.kind == "openai" or is_local_model(config.model):
-        max_model_len(config, find_model(config))
-    elif is_one_host and "://" not in config.model:
-        check_hub_model(config.model)
-    constraint = config.sampling.structured_outputs
-    if isinstance(constraint, str) and config.backend.kind in ("native", "transformers"):
-        from raybatch.engine.grammars import check_grammar
-
-        if error := check_grammar(constraint):
-            raise ConfigError(f"sampling.{error}")
-
-
-def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:
-    """Return the longest prompt plus output that the engines take; None if nothing says it."""
-    # also where the length is given: the backend may refuse the model
-    length = length_of_model(config.backend, config.engine, model_dir)
-    return length if config.engine.max_model_len is None else config.engine.max_model_len
-
-
 def _checked(
     prompt: Prompt, sampling: Sampling | str, config: StageConfig, max_model_len: int | None
 ) -> Prompt:
     if isinstance(sampling, str):
         return prompt if prompt.error else prompt._replace(error=sampling)
+    if config.task != "generate":
+        return fit_pooled(prompt, max_len=max_model_len, on_too_long=config.on_too_long)
     return fit_prompt(
         prompt,
         max_tokens=sampling.max_tokens,
@@ -289,7 +232,7 @@ def _identify(
 def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
     """Bound the output by the context, so that every backend ends such a row as "length"."""
     assert isinstance(sampling, Sampling), "a row with bad options is not asked"
-    if max_model_len is None or prompt.token_ids is None:
+    if max_model_len is None or prompt.token_ids is None or sampling is POOLED:
         return sampling
     room = max_model_len - len(prompt.token_ids)
     if sampling.max_tokens <= room:

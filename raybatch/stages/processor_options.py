@@ -2,72 +2,85 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raybatch.backends.create import check_options
+from raybatch.backends.options import actors_of_engine, gpus_of_engine
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
-from raybatch.errors import ConfigError, did_you_mean
-from raybatch.stages.chaining import PROMPT_COLUMNS, SAMPLING_COLUMN
+from raybatch.errors import ConfigError
+from raybatch.stages.chaining import ADAPTER_COLUMN, MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
 from raybatch.stages.options import StageConfig, build_stage_config
+from raybatch.stages.placement_options import reserved_by
+from raybatch.stages.processor_stages import (
+    ChatTemplateStageConfig,
+    Checked,
+    Concurrency,
+    DetokenizeStageConfig,
+    PrepareMultimodalStageConfig,
+    ProcessorStageConfig,
+    TokenizerStageConfig,
+    read_stage,
+    replicas_of,
+)
 from raybatch.stages.row_functions import INPUT_ERROR_COLUMN
 from raybatch.stages.vllm_options import engine_config, vllm_config
-from raybatch.types import Sampling
+from raybatch.types import UNBOUNDED_TOKENS, Sampling
+
+__all__ = ["ProcessorConfig", "stage_config", "vLLMEngineProcessorConfig"]
 
 logger = logging.getLogger(__name__)
 
-Concurrency = int | tuple[int, int]
-StageToggle = bool | Mapping[str, Any]
+StageOption = bool | Mapping[str, Any] | ProcessorStageConfig
 
-_CHAT_KEYS = (
-    "enabled",
-    "batch_size",
-    "concurrency",
-    "runtime_env",
-    "num_cpus",
-    "memory",
-    "model_source",
-    "chat_template",
-    "chat_template_kwargs",
-)
 # vLLM's defaults, which scripts that move over count on.
-_SAMPLING = Sampling(temperature=1.0, max_tokens=16)
-
-
-class _Checked(type):
-    """Refuses unknown options with a suggestion, before Python says it in its own words."""
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__}: unknown option {name!r}{did_you_mean(name, known)}"
-                )
-        return super().__call__(*args, **options)
+_SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
+_STAGES: Mapping[str, type[ProcessorStageConfig]] = {
+    "chat_template_stage": ChatTemplateStageConfig,
+    "tokenize_stage": TokenizerStageConfig,
+    "detokenize_stage": DetokenizeStageConfig,
+    "prepare_multimodal_stage": PrepareMultimodalStageConfig,
+}
+_WITHOUT_EFFECT = (
+    "batch_size",
+    "max_concurrent_batches",
+    "max_tasks_in_flight_per_actor",
+    "max_pending_requests",
+    "log_engine_metrics",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessorConfig(metaclass=_Checked):
+class ProcessorConfig(metaclass=Checked):
     """Options of a processor, with the names of ray.data.llm's `vLLMEngineProcessorConfig`.
 
     Args:
         model_source: checkpoint folder, hub id or URI; "demo" is the embedded model.
         engine_kwargs: options of vLLM's engine; those with an equivalent are taken over, and with
             `backend="vllm"` all of them are.
-        concurrency: replicas; of a pair the larger.
+        concurrency: replicas; of a pair the larger. Left out, one for each GPU of the cluster.
         should_continue_on_error: False ends the job at the first row that fails; left out, and
             with True, errors are values of `__inference_error__`.
-        chat_template_stage: a mapping may hold `chat_template` and `chat_template_kwargs`; False,
-            or "enabled": False, leaves a column `messages` unread.
+        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`; not enabled, a
+            column `messages` is not read.
+        tokenize_stage: the same of `TokenizerStageConfig`; not enabled, a column
+            `tokenized_prompt` is asked before a column `prompt`.
+        detokenize_stage: the same of `DetokenizeStageConfig`; no effect.
+        prepare_multimodal_stage: the same of `PrepareMultimodalStageConfig`; no effect, and only
+            with vLLM, which reads images in any case.
+        accelerator_type: engines run on hosts with this accelerator alone.
+        placement_group_config: what one replica reserves: its bundles, added up, or as they are
+            where the ranks of an engine are actors of Ray.
+        runtime_env: of Ray, for engines and for what feeds them.
         batch_size: no effect; rows do not wait for a batch. So have `max_concurrent_batches`,
-            `max_tasks_in_flight_per_actor`, `max_pending_requests`, `tokenize_stage`,
-            `detokenize_stage`, `log_engine_metrics`, `accelerator_type`, `runtime_env` and
-            `placement_group_config`.
-        task_type: only "generate".
-        prepare_multimodal_stage: only False.
-        dynamic_lora_loading_path: only None.
-        sampling: of rows without `sampling_params`; vLLM's defaults.
-        pool: replicas and their resources, where `concurrency` is not enough.
+            `max_tasks_in_flight_per_actor`, `max_pending_requests` and `log_engine_metrics`.
+        task_type: "generate", or with vLLM also "embed", "classify" and "score".
+        dynamic_lora_loading_path: folder or URI below which the adapters lie that the column
+            `model` names; with vLLM and `enable_lora` in `engine_kwargs`.
+        sampling: of rows without `sampling_params`; vLLM's defaults for what a mapping leaves out.
+            A `Sampling` counts as it is.
+        pool: replicas and their resources, where the options above are not enough; what both of
+            them say must be the same.
         backend: what a replica runs: "native" unless it is said to be "vllm".
 
     Raises:
@@ -78,39 +91,47 @@ class ProcessorConfig(metaclass=_Checked):
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     concurrency: Concurrency | None = None
     should_continue_on_error: bool | None = None
-    chat_template_stage: StageToggle = True
+    chat_template_stage: StageOption = True
+    tokenize_stage: StageOption = True
+    detokenize_stage: StageOption = True
+    prepare_multimodal_stage: StageOption = False
+    accelerator_type: str | None = None
+    placement_group_config: Mapping[str, Any] | None = None
+    runtime_env: Mapping[str, Any] | None = None
     batch_size: int | None = None
     max_concurrent_batches: int | None = None
     max_tasks_in_flight_per_actor: int | None = None
     max_pending_requests: int | None = None
-    tokenize_stage: StageToggle | None = None
-    detokenize_stage: StageToggle | None = None
     log_engine_metrics: bool | None = None
-    accelerator_type: str | None = None
-    runtime_env: Mapping[str, Any] | None = None
-    placement_group_config: Mapping[str, Any] | None = None
     task_type: str = "generate"
-    prepare_multimodal_stage: StageToggle = False
     dynamic_lora_loading_path: str | None = None
     sampling: Sampling | Mapping[str, Any] | None = None
-    pool: PoolConfig | None = None
-    backend: BackendConfig | str | None = None
+    pool: PoolConfig | Mapping[str, Any] | None = None
+    backend: BackendConfig | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        if self.task_type != "generate":
-            raise ConfigError(f"task_type must be 'generate', got {self.task_type!r}")
-        if self.prepare_multimodal_stage not in (False, None):
-            raise ConfigError("prepare_multimodal_stage is not supported; leave it out")
-        if self.dynamic_lora_loading_path is not None:
-            raise ConfigError("dynamic_lora_loading_path is not supported; leave it out")
+        _check_types(self)
         if self.concurrency is not None:
-            _replicas(self.concurrency)
-        _chat_options(self.chat_template_stage)
-        _engines(self)
+            replicas_of(self.concurrency)
+        if not isinstance(self.engine_kwargs, Mapping):
+            raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
+        _of_adapters(self)
+        engine, backend, _ = _engines(self)
+        if _stages(self)["prepare_multimodal_stage"].enabled and backend.kind != "vllm":
+            raise ConfigError("prepare_multimodal_stage needs backend='vllm', which reads images")
+        _pool(self, engine, backend)
+
+    def default_backend(self) -> BackendConfig:
+        """Return what a replica runs where `backend` is left out."""
+        return BackendConfig()
 
 
 class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ray.data.llm
-    """`ProcessorConfig` under the name that ray.data.llm uses."""
+    """`ProcessorConfig` whose engines are vLLM's unless `backend` says another."""
+
+    def default_backend(self) -> BackendConfig:
+        """Return what a replica runs where `backend` is left out."""
+        return BackendConfig(kind="vllm")
 
 
 def stage_config(
@@ -120,91 +141,167 @@ def stage_config(
 
     Args:
         config: of the processor.
-        chat_template_kwargs: put over those of its chat template stage.
+        chat_template_kwargs: as `build_processor` got them.
 
     Raises:
         ConfigError: an option of the stage is out of range.
     """
     engine, backend, ignored = _engines(config)
-    _log_ignored(config, ignored)
-    chat_template, kwargs = _chat_options(config.chat_template_stage)
-    is_chat = _is_chat(config.chat_template_stage)
-    names = [name for name in PROMPT_COLUMNS if is_chat or name != "messages"]
-    pool = config.pool or PoolConfig()
-    if config.concurrency is not None:
-        pool = replace(pool, replicas=_replicas(config.concurrency))
+    stages = _stages(config)
+    _log_ignored(config, stages, ignored)
+    chat = stages["chat_template_stage"]
+    assert isinstance(chat, ChatTemplateStageConfig), "the table of stages says so"
     options = {
         "engine": engine,
-        "pool": pool,
+        "pool": _pool(config, engine, backend),
         "backend": backend,
-        "sampling": config.sampling or _SAMPLING,
-        "sampling_column": SAMPLING_COLUMN,
+        **_of_task(config),
+        **_of_adapters(config),
+        "conventional_images": MEDIA_COLUMN if _reads_images(config, backend) else None,
         "input_error_column": INPUT_ERROR_COLUMN,
         "chat": False,
-        "chat_template": chat_template,
-        "chat_template_kwargs": {**kwargs, **(chat_template_kwargs or {})},
+        "chat_template": chat.chat_template,
+        "chat_template_kwargs": _template_kwargs(chat, chat_template_kwargs),
         "prompt_column_special_tokens": "allow",
-        "conventional_columns": tuple(names),
+        "conventional_columns": _prompt_columns(
+            is_chat=chat.enabled, is_tokenized=stages["tokenize_stage"].enabled
+        ),
         "on_error": "raise" if config.should_continue_on_error is False else "row",
     }
     return build_stage_config(config.model_source, options, where="build_processor")
 
 
+def _check_types(config: ProcessorConfig) -> None:
+    for name in ("should_continue_on_error", "log_engine_metrics"):
+        value = getattr(config, name)
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+    for name in _WITHOUT_EFFECT:
+        value = getattr(config, name)
+        # a bool is an int, and which of them it must be was looked at
+        if not isinstance(value, int | None):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
+
+
+def _reads_images(config: ProcessorConfig, backend: BackendConfig) -> bool:
+    return backend.kind == "vllm" and config.task_type == "generate"
+
+
+def _of_task(config: ProcessorConfig) -> dict[str, Any]:
+    if config.task_type != "generate":
+        if config.sampling is not None:
+            raise ConfigError(f"sampling has no effect on task {config.task_type!r}; leave it out")
+        return {"pooling_column": POOLING_COLUMN}
+    sampling = config.sampling
+    if sampling is None or isinstance(sampling, Mapping):
+        sampling = {**_SAMPLING, **(sampling or {})}
+        if sampling["max_tokens"] is None:
+            sampling["max_tokens"] = UNBOUNDED_TOKENS
+    return {"sampling": sampling, "sampling_column": SAMPLING_COLUMN, "row_logprobs": True}
+
+
+def _of_adapters(config: ProcessorConfig) -> dict[str, Any]:
+    if not config.engine_kwargs.get("enable_lora"):
+        if config.dynamic_lora_loading_path is not None:
+            raise ConfigError(
+                "dynamic_lora_loading_path needs backend='vllm' and enable_lora in engine_kwargs"
+            )
+        return {}
+    return {"lora_column": ADAPTER_COLUMN, "lora_path": config.dynamic_lora_loading_path}
+
+
+def _stages(config: ProcessorConfig) -> dict[str, ProcessorStageConfig]:
+    return {
+        name: read_stage(
+            getattr(config, name),
+            kind,
+            name=name,
+            model_source=config.model_source,
+            is_default=name != "prepare_multimodal_stage",
+        )
+        for name, kind in _STAGES.items()
+    }
+
+
 def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list[str]]:
     """Return the options of engine and backend, and the names of those without effect."""
-    backend = config.backend or BackendConfig()
+    backend = config.default_backend() if config.backend is None else config.backend
     if isinstance(backend, str):
-        backend = from_mapping(BackendConfig, {"kind": backend}, where="backend")
+        backend = {"kind": backend}
+    if isinstance(backend, Mapping):
+        backend = from_mapping(BackendConfig, backend, where="backend")
+    if config.task_type != "generate":
+        backend = replace(backend, task=config.task_type)  # type: ignore[arg-type]
     if backend.kind == "vllm":
-        return *vllm_config(config.engine_kwargs, backend), []
+        return vllm_config(config.engine_kwargs, backend, model=config.model_source)
+    check_options(backend, EngineConfig())
     engine, ignored = engine_config(config.engine_kwargs)
     return engine, backend, ignored
 
 
-def _log_ignored(config: ProcessorConfig, ignored: list[str]) -> None:
-    without_effect = (
-        "batch_size",
-        "max_concurrent_batches",
-        "max_tasks_in_flight_per_actor",
-        "max_pending_requests",
-        "tokenize_stage",
-        "detokenize_stage",
-        "log_engine_metrics",
-        "accelerator_type",
-        "runtime_env",
-        "placement_group_config",
-    )
-    given = [name for name in without_effect if getattr(config, name) is not None]
+def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig) -> PoolConfig:
+    """Return the pool with what the options of ray.data.llm say of it."""
+    changes: dict[str, Any] = {}
+    if config.concurrency is not None:
+        changes["replicas"] = replicas_of(config.concurrency)
+    for name in ("accelerator_type", "runtime_env"):
+        if getattr(config, name) is not None:
+            changes[name] = getattr(config, name)
+    if config.placement_group_config is not None:
+        changes |= reserved_by(
+            config.placement_group_config,
+            num_ranks=max(1, gpus_of_engine(backend, engine)),
+            are_actors=actors_of_engine(backend, engine) > 0,
+        )
+    pool = config.pool or PoolConfig()
+    if isinstance(pool, Mapping):
+        pool = from_mapping(PoolConfig, pool, where="pool")
+    default = PoolConfig()
+    for name, value in changes.items():
+        own = getattr(pool, name)
+        if own not in (getattr(default, name), value):
+            raise ConfigError(
+                f"pool.{name} is {own!r}, and concurrency, accelerator_type, runtime_env or "
+                f"placement_group_config says {value!r}; leave one of them out"
+            )
+    return replace(pool, **changes)
+
+
+def _template_kwargs(
+    chat: ChatTemplateStageConfig, given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    own = chat.chat_template_kwargs
+    for options in (own, given):
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"chat_template_kwargs must be a mapping, got {options!r}")
+    if own and given and dict(own) != dict(given):
+        raise ConfigError(
+            "chat_template_kwargs are given twice and differ, in chat_template_stage and in "
+            "builder_kwargs; leave one of them out"
+        )
+    return dict(own or given or {})
+
+
+def _prompt_columns(*, is_chat: bool, is_tokenized: bool) -> tuple[str, ...]:
+    """Return where prompts are looked for: the first of these columns that is there is asked."""
+    plain = ("prompt", "tokenized_prompt") if is_tokenized else ("tokenized_prompt", "prompt")
+    return ("messages", *plain) if is_chat else plain
+
+
+def _log_ignored(
+    config: ProcessorConfig, stages: Mapping[str, ProcessorStageConfig], ignored: list[str]
+) -> None:
+    given = [name for name in _WITHOUT_EFFECT if getattr(config, name) is not None]
+    given += [
+        f"{name}.{option}" for name, stage in stages.items() for option in stage.without_effect()
+    ]
+    if not stages["detokenize_stage"].enabled:
+        given.append("detokenize_stage")
+    if stages["prepare_multimodal_stage"].enabled:
+        given.append("prepare_multimodal_stage")
     if given or ignored:
         logger.info(
             "options without effect, because rows do not wait for batches and the engine decides "
             "by memory: %s",
             ", ".join([*given, *ignored]),
         )
-
-
-def _replicas(concurrency: object) -> int:
-    sizes = concurrency if isinstance(concurrency, tuple | list) else (concurrency, concurrency)
-    is_valid = len(sizes) == 2 and all(type(n) is int and n >= 1 for n in sizes)
-    if not is_valid or sizes[0] > sizes[1]:
-        raise ConfigError(
-            f"concurrency must be a number of at least 1 or a pair (min, max), got {concurrency!r}"
-        )
-    return int(sizes[1])
-
-
-def _chat_options(toggle: object) -> tuple[str | None, dict[str, Any]]:
-    if toggle is None or isinstance(toggle, bool):
-        return None, {}
-    if not isinstance(toggle, Mapping):
-        raise ConfigError(f"chat_template_stage must be a bool or a mapping, got {toggle!r}")
-    for name in toggle:
-        if name not in _CHAT_KEYS:
-            raise ConfigError(
-                f"chat_template_stage: unknown option {name!r}{did_you_mean(name, _CHAT_KEYS)}"
-            )
-    return toggle.get("chat_template"), dict(toggle.get("chat_template_kwargs") or {})
-
-
-def _is_chat(toggle: StageToggle) -> bool:
-    return bool(toggle.get("enabled", True)) if isinstance(toggle, Mapping) else toggle is not False

@@ -7,47 +7,36 @@ gets those that the tokenizer adds, and nothing is encoded twice.
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from raybatch.backends.options import score_form
 from raybatch.config import SpecialTokens
-from raybatch.engine.prompt_errors import InvalidPrompt, PromptError, RenderError
+from raybatch.engine.pairs import read_pair, with_frame
+from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
-from raybatch.engine.tokenizer import Encoded
-from raybatch.errors import ConfigError, error_text
+from raybatch.engine.tokenizer import Encoded, Tokenizer
+from raybatch.errors import ConfigError
 from raybatch.stages.batches import python_rows, python_values
+from raybatch.stages.images import ImageReader, Images
 from raybatch.stages.inputs import check_inputs, column_of, conventional_column
-from raybatch.stages.options import OnTooLong, StageConfig
-from raybatch.stages.schema import describe_error
+from raybatch.stages.options import StageConfig
+from raybatch.stages.pooled_rows import with_pooling
+from raybatch.stages.prompt import Prompt, make_prompts
+from raybatch.stages.row_adapters import Adapters
+from raybatch.stages.row_tools import (
+    TOOLS,
+    chat_payload,
+    read_options,
+    row_columns,
+    stage_options,
+)
 from raybatch.stages.template import PromptTemplate
-from raybatch.types import TokenIds
 
 logger = logging.getLogger(__name__)
-
-
-class Prompt(NamedTuple):
-    """The prompt of one row, or why there is none.
-
-    Args:
-        token_ids: int32; also given where the prompt is too long.
-        error: "" or "Type: message".
-        is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
-        num_special: special tokens of the model in the texts of the row.
-        payload: what the backend is sent in place of the ids, JSON; None sends the ids.
-    """
-
-    token_ids: TokenIds | None
-    error: str = ""
-    is_filtered: bool = False
-    num_special: int = 0
-    payload: str | None = None
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the row goes to an engine."""
-        return not self.error and not self.is_filtered
 
 
 class PromptReader:
@@ -66,12 +55,25 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         has_template = tokenizer.has_chat_template or config.chat_template is not None
-        self._is_chat = has_template if config.chat == "auto" else bool(config.chat)
+        # what is pooled is the text itself
+        is_auto = has_template and config.task == "generate"
+        self._is_chat = is_auto if config.chat == "auto" else bool(config.chat)
         needs_template = config.messages is not None or config.chat is True or config.system
         if needs_template and not has_template:
             raise ConfigError(
                 f"model {config.model!r} has no chat template, which messages, system and "
                 "chat=True need; use prompt= with chat=False for plain text"
+            )
+        self._read_pair = None if config.query is None else _pair_reader(config, tokenizer)
+        self._images = ImageReader(config, tokenizer.vocab_size)
+        self._adapters = Adapters(config)
+        self._stage_options = stage_options(config)
+        self._is_parsed = config.backend.kind == "vllm" and bool(config.output.parsed)
+        template = config.chat_template
+        if config.tools is not None and not tokenizer.template_reads(TOOLS, chat_template=template):
+            raise ConfigError(
+                f"the chat template of {config.model!r} has no place for tools; leave tools out, "
+                "or give a chat_template that writes them"
             )
         is_escaped = config.special_tokens == "escape" and not self._is_chat
         if config.prompt and is_escaped and tokenizer.count_special(config.prompt):
@@ -81,17 +83,25 @@ class PromptReader:
                 "be trusted"
             )
 
-    def read(self, table: pa.Table) -> list[Prompt]:
-        """Return the prompt of each row.
+    def read(self, table: pa.Table) -> Sequence[Prompt]:
+        """Return the prompt of each row, with its options of pooling and its adapter.
 
         Raises:
             ConfigError: a column that the stage reads is not there, or of no use as a prompt.
         """
         config = self._config
         check_inputs(table.schema, config)
+        prompts = self._read(table)
+        prompts = with_pooling(prompts, table, pooling=config.pooling, column=config.pooling_column)
+        return self._adapters.on(prompts, table)
+
+    def _read(self, table: pa.Table) -> Sequence[Prompt]:
+        config = self._config
         if config.prompt is not None:
             template = PromptTemplate(config.prompt)
             return self._from_template(template, table, config.special_tokens)
+        if self._read_pair is not None and config.query is not None and config.document is not None:
+            return self._from_pairs(table, config.query, config.document, self._read_pair)
         if config.messages is not None:
             return self._from_messages(table)
         if config.tokenized_prompt is not None:
@@ -106,22 +116,44 @@ class PromptReader:
             return self._from_template(PromptTemplate("{prompt}"), table, mode)
         if name == "tokenized_prompt":
             return self._from_ids(table, name)
-        return _each(python_values(column_of(table, name)), self._encode_messages)
+        return self._from_column(table, name)
 
     def _from_template(
         self, template: PromptTemplate, table: pa.Table, special_tokens: SpecialTokens
     ) -> list[Prompt]:
         own = self._num_special(literal for literal, _ in template.layout)
 
-        def encode(text: str) -> Encoded:
+        def encode(row: tuple[str, Images]) -> Encoded:
+            text, images = row
             if self._is_chat:
-                return self._encode_messages([{"role": "user", "content": text}], own)
+                messages = [{"role": "user", "content": text}]
+                return self._encode_messages(messages, own, images=images)
             if not text:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
-            return self._tokenizer.read(text, special_tokens=special_tokens).without(own)
+            found = self._tokenizer.read(text, special_tokens=special_tokens).without(own)
+            if self._config.task != "generate":
+                found = with_frame(found, self._tokenizer)
+            return self._images.put_in(found, images)
 
         texts, errors = template.render_column(table)
-        encoded = iter(_each((text for text in texts if text is not None), encode))
+        images = self._images.of_rows(table)
+        rows = ((text, of_row) for text, of_row in zip(texts, images, strict=True))
+        encoded = iter(
+            make_prompts((_or_failed(row) for row in rows if row[0] is not None), encode)
+        )
+        return [Prompt(None, error) if error else next(encoded) for error in errors]
+
+    def _from_pairs(
+        self, table: pa.Table, query: str, document: str, read: Callable[[str, str], Encoded]
+    ) -> list[Prompt]:
+        templates = [PromptTemplate(query), PromptTemplate(document)]
+        own = self._num_special(literal for t in templates for literal, _ in t.layout)
+        (queries, errors), (documents, others) = (t.render_column(table) for t in templates)
+        errors = [one or other for one, other in zip(errors, others, strict=True)]
+
+        pairs = zip(queries, documents, strict=True)
+        good = ((one, other) for one, other in pairs if one is not None and other is not None)
+        encoded = iter(make_prompts(good, lambda pair: read(*pair).without(own)))
         return [Prompt(None, error) if error else next(encoded) for error in errors]
 
     def _from_messages(self, table: pa.Table) -> list[Prompt]:
@@ -130,12 +162,12 @@ class PromptReader:
             return self._from_column(table, messages)
         if callable(messages):
             make = messages
-            return _each(python_rows(table), lambda row: self._encode_messages(make(row)))
+            return make_prompts(python_rows(table), lambda row: self._encode_messages(make(row)))
         assert messages is not None, "read() asks for messages only where they are set"
         templates = [(m, PromptTemplate(m["content"])) for m in messages]
         fields = sorted(set().union(*(t.fields for _, t in templates)))
         own = self._num_special(literal for _, t in templates for literal, _ in t.layout)
-        return _each(
+        return make_prompts(
             python_rows(table.select(fields)),
             lambda row: self._encode_messages(
                 [{**m, "content": t.render(row)} for m, t in templates], own
@@ -144,21 +176,26 @@ class PromptReader:
 
     def _from_column(self, table: pa.Table, name: str) -> list[Prompt]:
         values = python_values(column_of(table, name))
-        options = self._config.chat_template_kwargs_column
-        if options is None:
-            return _each(values, self._encode_messages)
+        if not row_columns(self._config) and not self._images.has_column(table):
+            return make_prompts(values, self._encode_messages)
 
-        def encode(row: tuple[Any, Any]) -> Encoded:
-            messages, own = row
-            return self._encode_messages(messages, template_options=_parse_options(own))
+        def encode(row: tuple[Any, Any, Any]) -> Encoded:
+            messages, own, images = row
+            return self._encode_messages(messages, template_options=own, images=images)
 
-        rows = zip(values, python_values(column_of(table, options)), strict=True)
-        return _each(
-            (next((v for v in row if isinstance(v, Exception)), row) for row in rows), encode
-        )
+        images = self._images.of_rows(table)
+        rows = zip(values, read_options(table, self._config), images, strict=True)
+        return make_prompts((_or_failed(row) for row in rows), encode)
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
-        return _each(python_values(column_of(table, name)), self._check_ids)
+        values = python_values(column_of(table, name))
+        if not self._images.has_column(table):
+            return make_prompts(values, self._check_ids)
+        rows = zip(values, self._images.of_rows(table), strict=True)
+        return make_prompts(
+            (_or_failed(row) for row in rows),
+            lambda row: self._images.put_in(self._check_ids(row[0]), row[1]),
+        )
 
     def _num_special(self, literals: Iterable[str]) -> int:
         """Return the special tokens that texts of the job itself hold."""
@@ -186,23 +223,43 @@ class PromptReader:
         own: int = 0,
         *,
         template_options: Mapping[str, Any] | None = None,
+        images: Images = (),
     ) -> Encoded:
         """Return the prompt of messages; `own` special tokens in them are the job's."""
         config = self._config
         if isinstance(messages, str):
             messages = _parse_messages(messages)
+        messages, found_images = self._images.take_out(messages, images)
         if config.system is not None and isinstance(messages, Sequence) and messages:
             first = messages[0]
             if not (isinstance(first, Mapping) and first.get("role") == "system"):
                 messages = [{"role": "system", "content": config.system}, *messages]
                 own += self._num_special([config.system])
-        return self._tokenizer.read_chat(
+        options = {**self._stage_options, **(template_options or {})}
+        found = self._tokenizer.read_chat(
             messages,
             chat_template=config.chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
-            row_options=template_options,
+            row_options=options,
             special_tokens=config.special_tokens,
+            has_images=bool(found_images),
         ).without(own)
+        if self._is_parsed:
+            told = {**config.chat_template_kwargs, **options}
+            found = found._replace(payload=chat_payload(told))
+        return self._images.put_in(found, found_images)
+
+
+def _or_failed(row: tuple[Any, ...]) -> Any:  # noqa: ANN401 - data of a row
+    """Return the values of a row, or the first of them that is an exception."""
+    return next((value for value in row if isinstance(value, Exception)), row)
+
+
+def _pair_reader(config: StageConfig, tokenizer: PromptTokenizer) -> Callable[[str, str], Encoded]:
+    """Return what makes one prompt of a query and a document, as the model reads them."""
+    assert isinstance(tokenizer, Tokenizer), "an endpoint has no task of pairs"
+    form = score_form(config.backend, config.model)
+    return partial(read_pair, tokenizer, form=form, special_tokens=config.special_tokens)
 
 
 def _parse_messages(text: str) -> object:
@@ -210,60 +267,3 @@ def _parse_messages(text: str) -> object:
         return json.loads(text)
     except ValueError as error:
         raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
-
-
-def _parse_options(value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - data of a row
-    if value is None or value == "":
-        return {}
-    try:
-        options = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise InvalidPrompt(f"options of the chat template are no JSON: {error}") from error
-    if not isinstance(options, Mapping):
-        raise InvalidPrompt(f"options of the chat template are no JSON object: {value!r}")
-    return {name: option for name, option in options.items() if option is not None}
-
-
-def fit_prompt(
-    prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
-) -> Prompt:
-    """Return the prompt as it fits the context, cut or refused as the stage asks.
-
-    A prompt fits if one token can follow it; a cut one leaves room for `max_tokens` where the
-    context is longer than that.
-    """
-    ids = prompt.token_ids
-    if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
-        return prompt
-    if on_too_long == "drop":
-        return prompt._replace(is_filtered=True)
-    if on_too_long == "error":
-        error = (
-            f"PromptTooLong: {len(ids)} prompt tokens leave no room in a context of "
-            f"{max_model_len}; set on_too_long to cut or drop such rows"
-        )
-        return prompt._replace(error=error)
-    room = max_model_len - max_tokens if max_tokens < max_model_len else 1
-    cut = ids[-room:] if on_too_long == "truncate_left" else ids[:room]
-    return prompt._replace(token_ids=cut)
-
-
-def _each(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
-    """Make a prompt of each value; what a row or a user's function raises is the row's error."""
-    prompts: list[Prompt] = []
-    for value in values:
-        try:
-            if isinstance(value, Exception):
-                raise InvalidPrompt(str(value))
-            found = make(value)
-            prompts.append(
-                Prompt(found.token_ids, num_special=found.num_special, payload=found.payload)
-            )
-        except PromptError as error:
-            prompts.append(Prompt(None, error_text(error)))
-        except ConfigError:
-            raise
-        except Exception as error:  # the messages function is the user's
-            cause = describe_error(RenderError.__name__, error_text(error))
-            prompts.append(Prompt(None, cause))
-    return prompts

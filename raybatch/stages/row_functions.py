@@ -3,34 +3,64 @@
 `preprocess` is merged into the row, `postprocess` replaces it, as in ray.data.llm.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, error_text
+from raybatch.stages.answered_row import AnsweredRow
 from raybatch.stages.batches import python_rows, python_values
-from raybatch.stages.chaining import SAMPLING_COLUMN, drop_leftovers
+from raybatch.stages.chaining import (
+    ADAPTER_COLUMN,
+    MEDIA_COLUMN,
+    POOLING_COLUMN,
+    PROMPT_COLUMNS,
+    SAMPLING_COLUMN,
+    drop_leftovers,
+)
+from raybatch.stages.row_columns import (
+    Convert,
+    Row,
+    asked_value,
+    converted,
+    merge,
+    plain_value,
+    replace,
+    replace_failed,
+)
 from raybatch.stages.schema import ERROR_COLUMN, describe_error
+from raybatch.types import UNBOUNDED_TOKENS, Task
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 INPUT_ERROR_COLUMN = "__rb_input_error__"
 
-# Columns that ray.data.llm acts on and that nothing here reads.
-_UNSUPPORTED_COLUMNS: Mapping[str, str] = {
-    "model": "adapters",
-    "multimodal_data": "multimodal input",
-    "mm_processor_kwargs": "multimodal input",
-    "multimodal_uuids": "multimodal input",
-    "pooling_params": "pooling tasks",
+# Columns that ray.data.llm acts on: what they ask for, and the way to it.
+_ASKING_COLUMNS: Mapping[str, str] = {
+    ADAPTER_COLUMN: "names adapters: set enable_lora in engine_kwargs, with backend='vllm'",
+    MEDIA_COLUMN: (
+        "has images: set backend='vllm' and task_type='generate', or hand them to an endpoint as "
+        "image_url parts of messages"
+    ),
+    "mm_processor_kwargs": (
+        "has options of images: set mm_processor_kwargs in engine_kwargs, for all rows alike"
+    ),
+    "multimodal_uuids": "names images, which are told apart by their bytes here",
+    POOLING_COLUMN: "has options of pooling: set task_type to 'embed', 'classify' or 'score'",
+    "tokenization_kwargs": (
+        "has options of a tokenizer: cut texts in preprocess, or return tokenized_prompt from it"
+    ),
 }
 
 # What a good row holds at least, for a batch in which every row has failed.
+_EXAMPLE_NUMBERS: Mapping[Task, Mapping[str, Any]] = {
+    "generate": {"generated_text": "", "generated_tokens": []},
+    "embed": {"embeddings": [1.0]},
+    "classify": {"embeddings": [1.0]},
+    "score": {"score": 1.0},
+}
 _EXAMPLE_ANSWER: Mapping[str, Any] = {
-    "generated_text": "",
-    "generated_tokens": [],
     "num_input_tokens": 1,
     "finish_reason": "stop",
     ERROR_COLUMN: "",
@@ -40,10 +70,10 @@ _EXAMPLE_ANSWER: Mapping[str, Any] = {
 class Preprocess:
     """Maps `function` over a batch: what it returns is merged into the row.
 
-    Columns that it does not return stay as they are. A row that carries an error of an earlier
-    processor keeps it and is not shown to the function. Two columns are always there afterwards:
-    the errors of the function, and the sampling options as JSON texts (as Arrow structs they
-    would turn ints into floats and absent into null).
+    Columns that it does not return, nor sets in the row that it is given, stay as they are. A row
+    that carries an error of an earlier processor keeps it and is not shown to the function. Two
+    columns are always there afterwards: the errors of the function, and the sampling options as
+    JSON texts (as Arrow structs they would turn ints into floats and absent into null).
 
     After an earlier processor, which `__inference_error__` shows, its columns make room for those
     of this one: its outputs, and the inputs that the function does not return. The function sees
@@ -52,11 +82,29 @@ class Preprocess:
     Args:
         function: of the user; None merges nothing.
         model: of the stage, which the column `model` may name.
+        prompt_columns: those that the stage asks, the first of them that is there; none where it
+            asks pairs of query and document.
+        task: of the stage.
+        has_adapters: the column `model` may name adapters.
+        has_images: the column `multimodal_data` may have images.
     """
 
-    def __init__(self, function: RowFunction | None, *, model: str = "") -> None:
+    def __init__(
+        self,
+        function: RowFunction | None,
+        *,
+        model: str = "",
+        prompt_columns: Sequence[str] = PROMPT_COLUMNS,
+        task: Task = "generate",
+        has_adapters: bool = False,
+        has_images: bool = False,
+    ) -> None:
         self._function = function
         self._model = model
+        self._prompt_columns = prompt_columns
+        options = SAMPLING_COLUMN if task == "generate" else POOLING_COLUMN
+        self._columns = [options, *([ADAPTER_COLUMN] if has_adapters else [])]
+        self._supported = {*self._columns, *([MEDIA_COLUMN] if has_images else [])}
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the table with the merged columns.
@@ -71,28 +119,32 @@ class Preprocess:
             errors = [error or "" for error in table.column(ERROR_COLUMN).to_pylist()]
             table = table.drop_columns([ERROR_COLUMN])
         before = table
-        returned: list[Mapping[str, Any] | None] = [None if error else {} for error in errors]
+        returned: list[Row] = [None if error else {} for error in errors]
         if self._function is not None:
-            returned, errors = _map_good(table, errors, self._function, "PreprocessError")
-            table = _merge(table, returned)
+            is_struct = _has_struct(table, SAMPLING_COLUMN)
+            function = _merging(self._function, is_struct=is_struct)
+            returned, errors = _map_good(table, errors, function, "PreprocessError")
+            table = merge(table, returned)
         if is_chained:
-            table = drop_leftovers(table, before, returned)
+            columns = self._prompt_columns
+            table = drop_leftovers(table, before, returned, prompt_columns=columns)
         self._check_supported(table)
-        if SAMPLING_COLUMN not in table.column_names:
-            table = table.append_column(SAMPLING_COLUMN, pa.nulls(table.num_rows, pa.string()))
+        for name in self._columns:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(table.num_rows, pa.string()))
         return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
 
     def _check_supported(self, table: pa.Table) -> None:
-        for name, feature in _UNSUPPORTED_COLUMNS.items():
-            if name not in table.column_names:
+        for name, told in _ASKING_COLUMNS.items():
+            if name not in table.column_names or name in self._supported:
                 continue
             column = table.column(name).drop_null()
             if name == "model" and set(map(str, python_values(column))) <= {self._model}:
                 continue
             if len(column):
                 raise ConfigError(
-                    f"the rows have a column {name!r}, which asks for {feature}; that is not "
-                    "supported: drop the column, or rename it if it is data of yours"
+                    f"the rows have a column {name!r}, which {told}. Otherwise drop it, or rename "
+                    "it if it is data of yours"
                 )
 
 
@@ -100,43 +152,95 @@ class Postprocess:
     """Maps `function` over a batch: what it returns replaces the row.
 
     A row with an error is not shown to the function: it keeps the values of the columns that the
-    function's rows have under the same name, and null in the others. `__inference_error__` is
-    always there. A column that the function hands through stays as it is.
+    function's rows have under the same name, and null in the others. Where no row of a batch says
+    which columns these are, nor a row that is imagined for it, all columns stay.
+    `__inference_error__` is always there: the row's error, or what the function returns for it. A
+    column that the function hands through stays as it is.
     """
 
-    def __init__(self, function: RowFunction) -> None:
+    def __init__(self, function: RowFunction, *, task: Task = "generate") -> None:
         self._function = function
+        self._task = task
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the table of what the function returned."""
         errors = table.column(ERROR_COLUMN).to_pylist()
-        returned, errors = _map_good(table, errors, self._function, "PostprocessError")
-        example = self._example(table) if all(row is None for row in returned) else None
-        names = _names([*returned, example])
-        columns = {
-            name: _replaced_column(name, table, returned, example)
-            for name in names
-            if name != ERROR_COLUMN
-        }
+        returned, errors = _map_good(table, errors, self._show, "PostprocessError")
+        errors = [
+            error or str((row or {}).get(ERROR_COLUMN) or "")
+            for row, error in zip(returned, errors, strict=True)
+        ]
+        is_failed = all(row is None for row in returned)
+        columns = self._of_failed(table) if is_failed else replace(table, returned)
+        columns.pop(ERROR_COLUMN, None)
         return pa.table({**columns, ERROR_COLUMN: pa.array(errors, pa.string())})
 
-    def _example(self, table: pa.Table) -> Mapping[str, Any] | None:
-        """Return what the function makes of an imagined good row, to know its columns."""
+    def _show(self, row: dict[str, Any]) -> Mapping[str, Any]:
+        return _checked(self._function(AnsweredRow(row)), plain_value)
+
+    def _of_failed(self, table: pa.Table) -> dict[str, Any]:
+        """Return the columns of rows that have all failed: those of good ones, or all there are."""
+        every = dict(zip(table.column_names, table.columns, strict=True))
         rows = python_rows(table.slice(0, 1))
         if not rows or isinstance(rows[0], Exception):
-            return None
-        found, _ = _map_rows([{**rows[0], **_EXAMPLE_ANSWER}], self._function, "PostprocessError")
-        return found[0]
+            return every
+        example = {**_EXAMPLE_NUMBERS[self._task], **_EXAMPLE_ANSWER}
+        imagined = {**rows[0], **{n: _shaped(value, table, n) for n, value in example.items()}}
+        (returned,), _ = _map_rows([imagined], self._show, "PostprocessError")
+        return every if returned is None else replace_failed(table, imagined, returned)
+
+
+def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of an example
+    """Return an example as its column has it: in a list where rows have several samples."""
+    if name not in table.column_names:
+        return value
+    kind, depth = table.schema.field(name).type, 0
+    while pa.types.is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return [value] if depth > isinstance(value, list) else value
+
+
+def _merging(function: RowFunction, *, is_struct: bool) -> RowFunction:
+    """Return the function with what it sets in its row among what it returns.
+
+    Args:
+        function: of the user.
+        is_struct: the rows have sampling options in a struct.
+    """
+
+    def merged(row: dict[str, Any]) -> Mapping[str, Any]:
+        before = dict(row)
+        returned: Any = function(row)
+        is_set = [name for name in row if name not in before or row[name] is not before[name]]
+        if isinstance(returned, Mapping):
+            returned = {**{name: row[name] for name in is_set}, **returned}
+            returned = returned if is_struct else _unbounded(returned)
+        return _checked(returned, asked_value)
+
+    return merged
+
+
+def _has_struct(table: pa.Table, name: str) -> bool:
+    """Return whether a column holds structs, in which None may only mean "not there"."""
+    return name in table.column_names and pa.types.is_struct(table.schema.field(name).type)
+
+
+def _unbounded(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Say "no bound" of the output in a number, where None would be "not said" further on."""
+    options = row.get(SAMPLING_COLUMN)
+    if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:
+        return row
+    return {**row, SAMPLING_COLUMN: {**options, "max_tokens": UNBOUNDED_TOKENS}}
 
 
 def _map_good(
     table: pa.Table, errors: Sequence[str], function: RowFunction, kind: str
-) -> tuple[list[Mapping[str, Any] | None], list[str]]:
+) -> tuple[list[Row], list[str]]:
     """Map the rows without an error; return None for the others, and the errors of all."""
     rows = python_rows(table)
     good = [i for i, error in enumerate(errors) if not error]
     found, failures = _map_rows([rows[i] for i in good], function, kind)
-    returned: list[Mapping[str, Any] | None] = [None] * len(rows)
+    returned: list[Row] = [None] * len(rows)
     all_errors = list(errors)
     for i, row, failure in zip(good, found, failures, strict=True):
         returned[i], all_errors[i] = row, failure
@@ -145,24 +249,29 @@ def _map_good(
 
 def _map_rows(
     rows: Sequence[dict[str, Any] | Exception], function: RowFunction, kind: str
-) -> tuple[list[Mapping[str, Any] | None], list[str]]:
-    returned: list[Mapping[str, Any] | None] = []
+) -> tuple[list[Row], list[str]]:
+    returned: list[Row] = []
     errors: list[str] = []
     for row in rows:
         try:
             if isinstance(row, Exception):
                 raise row
             result = function(dict(row))
-            if not isinstance(result, Mapping):
-                raise TypeError(f"the function must return a dict, got {type(result).__name__}")
-            _check_encodable(result)
-        except Exception as error:  # the function is the user's
+        except Exception as error:  # the function is the user's, and so are its values
             returned.append(None)
             errors.append(describe_error(kind, error_text(error)))
         else:
             returned.append(result)
             errors.append("")
     return returned, errors
+
+
+def _checked(returned: object, convert: Convert) -> dict[str, Any]:
+    """Return what a function has returned as a row with values that columns hold."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the function must return a dict, got {type(returned).__name__}")
+    _check_encodable(returned)
+    return converted(returned, convert)
 
 
 def _check_encodable(value: object) -> None:
@@ -176,89 +285,3 @@ def _check_encodable(value: object) -> None:
     elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
         for item in value:
             _check_encodable(item)
-
-
-def _merge(table: pa.Table, returned: Sequence[Mapping[str, Any] | None]) -> pa.Table:
-    for name in _names(returned):
-        values = [None if row is None else row.get(name) for row in returned]
-        if name in table.column_names:
-            column = _overwritten(table.column(name), values, returned, name)
-            table = table.set_column(table.column_names.index(name), name, column)
-        else:
-            table = table.append_column(name, _array(name, values))
-    return table
-
-
-def _overwritten(
-    column: pa.ChunkedArray,
-    values: list[Any],
-    returned: Sequence[Mapping[str, Any] | None],
-    name: str,
-) -> pa.Array | pa.ChunkedArray:
-    """Keep the value of a row whose function failed or left the column out."""
-    old = python_values(column)
-    kept = [
-        before if row is None or name not in row else value
-        for before, value, row in zip(old, values, returned, strict=True)
-    ]
-    return column if _is_equal(kept, old) else _array(name, kept, like=column.type)
-
-
-def _replaced_column(
-    name: str,
-    table: pa.Table,
-    returned: Sequence[Mapping[str, Any] | None],
-    example: Mapping[str, Any] | None,
-) -> pa.Array | pa.ChunkedArray:
-    column = table.column(name) if name in table.column_names else None
-    old = [None] * table.num_rows if column is None else python_values(column)
-    values = [
-        before if row is None else row.get(name) for before, row in zip(old, returned, strict=True)
-    ]
-    if column is not None:
-        return column if _is_equal(values, old) else _array(name, values, like=column.type)
-    if example is not None:
-        return pa.nulls(len(values), _array(name, [example.get(name)]).type)
-    return _array(name, values)
-
-
-def _is_equal(values: list[Any], old: list[Any]) -> bool:
-    """Compare with freshly read values: a function may have changed a list in place."""
-    try:
-        return all(a is b or a == b for a, b in zip(values, old, strict=True))
-    except ValueError:  # arrays, whose comparison is no truth value
-        return False
-
-
-def _names(rows: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows if row is not None for name in row))
-
-
-def _array(name: str, values: list[Any], *, like: pa.DataType | None = None) -> pa.Array:
-    """Return values as an array, of the type that the column had where they fit it."""
-    if like is not None and name != SAMPLING_COLUMN:
-        try:
-            return pa.array(values, like)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-            like = None
-    if name == SAMPLING_COLUMN:
-        values = [v if v is None or isinstance(v, str) else _json(v) for v in values]
-        return pa.array(values, pa.string())
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        if name == "messages":  # contents of several kinds have no common Arrow type
-            return pa.array([None if v is None else _json(v) for v in values], pa.string())
-        raise ConfigError(
-            f"the rows of one batch hold values of different types in {name!r}: {error}"
-        ) from error
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - numpy values of a row
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -8,11 +8,29 @@ import pyarrow as pa
 
 from raybatch.actors.wire import LOGPROBS_TYPE
 from raybatch.errors import ConfigError, encodable
+from raybatch.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
+from raybatch.types import Task
 
 ERROR_COLUMN = "__inference_error__"
 ROW_ID = "row_id"
 
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+_TOOL_CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)])
+# what is told beside the text of a sample, where it is asked for
+PARSED_COLUMNS: Mapping[str, pa.DataType] = {
+    REASONING: pa.string(),
+    TOOL_CALLS: pa.list_(_TOOL_CALL),
+    PARSE_ERROR: pa.string(),
+}
+
 Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "error", "crashed"]
+
+# of the tasks that generate nothing: the column of the numbers, and its type
+NUMBERS: Mapping[str, tuple[str, pa.DataType]] = {
+    "embed": ("embeddings", pa.list_(pa.float32())),
+    "classify": ("embeddings", pa.list_(pa.float32())),
+    "score": ("score", pa.float32()),
+}
 
 GOOD_STATUSES: tuple[Status, ...] = ("ok", "truncated", "filtered")
 
@@ -21,6 +39,8 @@ _STATUS_OF_ERROR: Mapping[str, Status] = {
     "CapacityError": "too_long",
     "InvalidPrompt": "invalid",
     "InvalidSampling": "invalid",
+    "InvalidPooling": "invalid",
+    "UnknownAdapter": "invalid",
     "InvalidRowId": "invalid",
     "RowTooLarge": "invalid",
     "RenderError": "invalid",
@@ -37,11 +57,16 @@ class OutputSchema:
         num_samples: samples per row; above 1 the columns of a sample become lists.
         has_logprobs: add the column `logprobs`.
         prefix: put before every name, for a second stage over the same rows.
+        task: of the stage; where nothing is generated, the columns of generated text make room for
+            the numbers.
+        parsed: which of `PARSED_COLUMNS` to add.
     """
 
     num_samples: int = 1
     has_logprobs: bool = False
     prefix: str = ""
+    task: Task = "generate"
+    parsed: tuple[str, ...] = ()
 
     def arrow(self) -> pa.Schema:
         """Return the added columns in their order."""
@@ -49,12 +74,20 @@ class OutputSchema:
         def per_sample(kind: pa.DataType) -> pa.DataType:
             return kind if self.num_samples == 1 else pa.list_(kind)
 
+        if self.task == "generate":
+            answer = {
+                "generated_text": per_sample(pa.string()),
+                "generated_tokens": per_sample(pa.list_(pa.int32())),
+            }
+            counted = {"num_generated_tokens": per_sample(pa.int32())}
+        else:
+            name, kind = NUMBERS[self.task]
+            answer, counted = {name: kind}, {}
         columns = {
             ROW_ID: pa.string(),
-            "generated_text": per_sample(pa.string()),
-            "generated_tokens": per_sample(pa.list_(pa.int32())),
+            **answer,
             "num_input_tokens": pa.int32(),
-            "num_generated_tokens": per_sample(pa.int32()),
+            **counted,
             "num_cached_tokens": pa.int32(),
             "finish_reason": per_sample(pa.string()),
             "group_id": pa.int64(),
@@ -62,6 +95,7 @@ class OutputSchema:
         }
         if self.has_logprobs:
             columns["logprobs"] = per_sample(LOGPROBS_TYPE)
+        columns |= {name: per_sample(PARSED_COLUMNS[name]) for name in self.parsed}
         columns[ERROR_COLUMN] = pa.string()
         return pa.schema([(self.prefix + name, kind) for name, kind in columns.items()])
 
@@ -96,8 +130,9 @@ class OutputSchema:
                     "that name is a string; rename it, or set output_prefix"
                 )
             raise ConfigError(
-                f"the input already has a column {name!r}, which the stage writes; rename it, "
-                f"or set output_prefix (for example LLMStage(..., output_prefix='answer_'))"
+                f"the input already has a column {name!r}, which the stage writes; rename it "
+                f"(ds.rename_columns), or set output_prefix where the stage has that option (for "
+                f"example LLMStage(..., output_prefix='answer_'))"
             )
 
 

@@ -32,7 +32,7 @@ def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
         num_asked=asked.num_rows,
         num_copies=_sum(copied),
         prompt_lengths=_bins(asked.column("num_input_tokens")),
-        output_lengths=_bins(_per_sample(asked, output)),
+        output_lengths=() if output.task != "generate" else _bins(_per_sample(asked, output)),
     )
 
 
@@ -75,16 +75,12 @@ def _errors(table: pa.Table) -> dict[str, ErrorCount]:
 
 def counted_columns(table: pa.Table, output: OutputSchema) -> pa.Table:
     """Return the counted columns of finished rows under their plain names, one reason per row."""
-    names = (
-        "row_id",
-        "finish_reason",
-        ERROR_COLUMN,
-        "num_input_tokens",
-        "num_cached_tokens",
-        "num_generated_tokens",
-        "attempts",
-    )
-    table = table.select([output.prefix + name for name in names]).rename_columns(list(names))
+    names = ["row_id", "finish_reason", ERROR_COLUMN, "num_input_tokens", "num_cached_tokens"]
+    names += ["attempts", *(["num_generated_tokens"] if output.task == "generate" else [])]
+    table = table.select([output.prefix + name for name in names]).rename_columns(names)
+    if output.task != "generate":
+        nothing = np.zeros(table.num_rows, np.int32)
+        table = table.append_column("num_generated_tokens", pa.array(nothing))
     if output.num_samples > 1:
         reasons = pc.list_element(table.column("finish_reason"), 0)
         table = table.set_column(1, "finish_reason", reasons)

@@ -46,6 +46,8 @@ _NO_EFFECT = frozenset(
         "tokenizer_mode",
     }
 )
+# of vLLM's server, with requests that nobody sends here
+_OF_SERVER = ("enable_log_requests",)
 # Options whose value must be the one that changes nothing, because more is not built yet.
 _ONLY: Mapping[str, Any] = {
     "data_parallel_size": 1,
@@ -59,28 +61,34 @@ _ONLY: Mapping[str, Any] = {
 
 
 def vllm_config(
-    engine_kwargs: Mapping[str, Any], backend: BackendConfig
-) -> tuple[EngineConfig, BackendConfig]:
-    """Return the options of an engine of vLLM, all of which have an effect.
+    engine_kwargs: Mapping[str, Any], backend: BackendConfig, *, model: str
+) -> tuple[EngineConfig, BackendConfig, list[str]]:
+    """Return the options of an engine of vLLM, and the names of those that have no effect.
 
     Args:
         engine_kwargs: as ray.data.llm takes them.
         backend: of kind "vllm"; its own `engine_kwargs` win.
+        model: of the processor, which the options may name once more.
 
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that is decided elsewhere.
     """
+    told = {"task_type": backend.task, "model": model}
+    engine_kwargs = {
+        n: value for n, value in engine_kwargs.items() if n not in told or value != told[n]
+    }
     values = {_RENAMED[name]: v for name, v in engine_kwargs.items() if name in _RENAMED}
     values["dtype"] = _DTYPES.get(values.get("dtype", "auto"), values.get("dtype", "auto"))
     engine = EngineConfig(**{name: v for name, v in values.items() if v is not None})
-    others = {n: value for n, value in engine_kwargs.items() if n not in DECIDED_BY_ENGINE}
+    decided = (*DECIDED_BY_ENGINE, *_OF_SERVER)
+    others = {n: value for n, value in engine_kwargs.items() if n not in decided}
     options = {
         **backend.options,
         "engine_kwargs": {**others, **backend.options.get("engine_kwargs", {})},
     }
     backend = replace(backend, options=options)
     check_options(backend, engine)
-    return engine, backend
+    return engine, backend, [f"engine_kwargs.{n}" for n in _OF_SERVER if n in engine_kwargs]
 
 
 def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[str]]:

@@ -9,8 +9,10 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from raybatch.actors.coordinator import Coordinator
-from raybatch.actors.crew import CrewPlan, Member
+from raybatch.actors.crew import Member
+from raybatch.actors.crew_plan import CrewPlan
 from raybatch.actors.records import Room, Submission
+from raybatch.actors.reserving import Reserved
 from raybatch.actors.wire import encode_completions
 from raybatch.types import Completion, ReplicaStats
 from tests.actors.pools import handle_of
@@ -50,7 +52,13 @@ class Bench:
         self.queue = self.coordinator._queue
 
     def join(self, replica_id, error=None):
-        member = Member(replica_id=replica_id, rank=0, actor=FakeActor(error), pid=replica_id)
+        member = Member(
+            replica_id=replica_id,
+            rank=0,
+            actor=FakeActor(error),
+            reserved=Reserved({}),
+            pid=replica_id,
+        )
         member.is_ready = True
         self.coordinator._crew.members[replica_id] = member
 

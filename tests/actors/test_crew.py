@@ -8,7 +8,8 @@ import pytest
 import ray
 
 from raybatch.actors import crew as crew_module
-from raybatch.actors.crew import Crew, CrewPlan
+from raybatch.actors.crew import Crew
+from raybatch.actors.crew_plan import CrewPlan
 from tests.actors.pools import handle_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -29,7 +30,7 @@ def make_coordinator(*, has_ended=False):
     return Coordinator.remote()
 
 
-def run_crew(end, *, has_ended=False):
+def run_crew(end, *, has_ended=False, bundles=()):
     """Start one replica, await `end(crew)` once it is ready, and return what the crew lost."""
     lost = []
 
@@ -38,7 +39,9 @@ def run_crew(end, *, has_ended=False):
         return True
 
     async def run():
-        plan = CrewPlan(num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1)
+        plan = CrewPlan(
+            num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1, bundles=bundles
+        )
         crew = Crew(handle_of().spec, plan, on_lost=on_lost, on_exhausted=lambda *_: None)
         coordinator = make_coordinator(has_ended=has_ended)
         crew.start(coordinator)
@@ -70,3 +73,50 @@ def test_a_replica_that_does_not_end_by_itself_is_stopped_without_a_cause(monkey
 
 def test_a_replica_that_ends_as_asked_has_no_cause():
     assert run_crew(Crew.stop, has_ended=True) == [(1, None)]
+
+
+def test_a_group_is_released_with_its_replica_and_made_anew_for_the_next():
+    groups = []
+
+    async def kill_the_first(crew):
+        (first,) = crew.members.values()
+        groups.append(first.reserved.group)
+        os.kill(first.pid, signal.SIGKILL)
+        while not crew.members or first.replica_id in crew.members or not crew.ledger.num_ready():
+            await asyncio.sleep(0.02)
+        (second,) = crew.members.values()
+        groups.append(second.reserved.group)
+        assert [state_of(group) for group in groups] == ["REMOVED", "CREATED"]
+        await crew.stop()
+
+    run_crew(kill_the_first, bundles=({"CPU": 0.1}, {"CPU": 0.1}))
+    assert [state_of(group) for group in groups] == ["REMOVED", "REMOVED"]
+
+
+def state_of(group):
+    return ray.util.placement_group_table(group)["state"]
+
+
+def groups_alive():
+    table = ray.util.placement_group_table()
+    return {name for name, group in table.items() if group["state"] != "REMOVED"}
+
+
+def test_a_replica_that_ray_refuses_ends_its_rank_and_leaves_no_group(tmp_path):
+    before, told = groups_alive(), []
+
+    async def run():
+        plan = CrewPlan(
+            num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1, bundles=({"CPU": 0.1},)
+        )
+        spec = handle_of(pool={"runtime_env": {"working_dir": str(tmp_path)}}).spec
+        crew = Crew(spec, plan, on_lost=lambda *_: True, on_exhausted=lambda *of: told.append(of))
+        crew.start(make_coordinator())
+        while not told:
+            await asyncio.sleep(0.02)
+        await crew.stop()
+
+    asyncio.run(run())
+    ((rank, cause),) = told
+    assert (rank, "is not a valid URI" in cause) == (0, True)
+    assert groups_alive() == before

@@ -67,6 +67,14 @@ def test_a_poison_row_becomes_one_error_row(own):
     assert [row for row, error in enumerate(errors) if error] == [2]
 
 
+def test_the_error_of_a_row_says_what_its_last_engine_said(own):
+    handle = own(raise_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
+    results = handle.generate_sync(table_of(prompts_of(4, poison=[2])), (SAMPLING,))
+    (error,) = [error for error in results["error"].to_pylist() if error]
+    assert error.startswith("ReplicaCrash: the engine died")
+    assert "; the last time: RuntimeError: the fake backend was told to break" in error
+
+
 def test_a_broken_engine_is_replaced(own):
     handle = own(raise_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
     handle.generate_sync(table_of(prompts_of(1, poison=[0])), (SAMPLING,))

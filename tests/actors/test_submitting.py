@@ -1,8 +1,9 @@
 """What the coordinator learns of a request table."""
 
 import numpy as np
+import pytest
 
-from raybatch.actors.submitting import make_submission
+from raybatch.actors.submitting import make_submission, row_keys
 from raybatch.actors.wire import request_table
 from raybatch.config import EngineConfig
 from raybatch.types import Sampling
@@ -51,3 +52,43 @@ def test_expected_outputs_travel_beside_the_upper_bound():
     submission = submitted(expected_lens=[3, None, 20])
     assert [3, 9, 9] == submission.expected_new_tokens.tolist()
     assert [9, 9, 9] == submission.max_new_tokens.tolist()
+
+
+def prefix_keys(payloads):
+    """Block keys of two rows whose prompts are equal, and their digests."""
+    tokens = np.arange(128, dtype=np.int32)
+    table = request_table(["a", "b"], [tokens, tokens], payloads=payloads)
+    keys = row_keys(table, 64).blocks
+    return np.split(keys.keys, 2), keys.digest
+
+
+@pytest.mark.parametrize(
+    ("payloads", "is_shared", "is_identical"),
+    [
+        ([None, None], True, True),
+        (['{"adapter":"x"}', '{"adapter":"x"}'], True, True),
+        (['{"adapter":"x"}', '{"adapter":"y"}'], False, False),
+        ([None, '{"adapter":"x"}'], False, False),
+        ([None, '{"pooling":{"dimensions":2}}'], True, False),
+    ],
+)
+def test_equal_prompts_share_with_the_same_adapter_and_are_alike_with_the_same_payload(
+    payloads, is_shared, is_identical
+):
+    (one, other), digest = prefix_keys(payloads)
+    assert is_shared == bool((one == other).all())
+    assert is_shared == bool((one == other).any())
+    assert is_identical == (digest[0] == digest[1])
+
+
+def test_rows_of_one_adapter_are_known_by_it_whatever_else_they_have():
+    payloads = [
+        None,
+        '{"adapter":"x"}',
+        '{"adapter":"x","images":["i"]}',
+        '{"chat":{"adapter":"x"}}',
+    ]
+    table = request_table(list("abcd"), plain_prompts([1, 1, 1, 1]), payloads=payloads)
+    none, x, with_image, below = row_keys(table, BLOCK).adapters.tolist()
+    assert (none, below, x) == (0, 0, with_image)
+    assert x > 0

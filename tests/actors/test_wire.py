@@ -22,6 +22,7 @@ from raybatch.actors.wire import (
     row_numbers,
 )
 from raybatch.errors import ConfigError
+from raybatch.parsed_text import ParsedText
 from raybatch.types import Completion, Sampling
 
 SAMPLINGS = (Sampling(max_tokens=4), Sampling(max_tokens=3, n=2))
@@ -56,11 +57,13 @@ def as_tuple(completion):
         completion.stop_reason,
         completion.num_cached_tokens,
         completion.text,
+        None if completion.vector is None else completion.vector.tolist(),
         logprobs,
         completion.error,
         completion.num_input_tokens,
         completion.num_generated_tokens,
         completion.cost,
+        completion.parsed,
     )
 
 
@@ -131,6 +134,7 @@ def test_completions_come_out_as_they_went_in():
         Completion(request_id=0, token_ids=ids(1, 2), stop_reason="END", num_cached_tokens=3),
         Completion(request_id=1, sample_idx=1, token_ids=ids(9), stop_reason=9, text="nine"),
         Completion(request_id=2, text="", num_input_tokens=9, num_generated_tokens=4, cost=0.5),
+        Completion(request_id=2, text="", parsed=ParsedText(reasoning="r", error="e")),
         Completion(
             request_id=2,
             token_ids=ids(4),
@@ -140,7 +144,14 @@ def test_completions_come_out_as_they_went_in():
         Completion(request_id=3, finish_reason="error", error="ValueError: no"),
     ]
     completions = [replace(c, request_id=row) for row, c in enumerate(completions)]
-    decoded = decode_completions(encode_completions(range(5), completions))
+    decoded = decode_completions(encode_completions(range(6), completions))
+    assert [as_tuple(c) for c in completions] == [as_tuple(c) for c in decoded]
+
+
+def test_vectors_come_out_as_they_went_in():
+    vectors = [np.array([0.5, -1], np.float32), None, np.empty(0, np.float32)]
+    completions = [Completion(request_id=i, vector=v) for i, v in enumerate(vectors)]
+    decoded = decode_completions(encode_completions([0, 1, 2], completions))
     assert [as_tuple(c) for c in completions] == [as_tuple(c) for c in decoded]
 
 

@@ -1,13 +1,14 @@
 """A small OpenAI-compatible server in this process; its answers follow from prompt and seed."""
 
 import asyncio
+import base64
 import json
 import threading
 
 import numpy as np
 from aiohttp import web
 
-from raybatch.backends.fake_answers import fake_answer
+from raybatch.backends.fake_answers import fake_answer, fake_vector
 from raybatch.types import Request, Sampling
 
 # prefixes that the server's cache shares
@@ -73,6 +74,7 @@ class EndpointServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/embeddings", self._complete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -110,6 +112,9 @@ class EndpointServer:
         prompt = prompt_ids(body)
         if len(prompt) >= self.max_model_len or self.error_on in prompt:
             return web.json_response({"error": {"message": "a bad prompt"}}, status=400)
+        if "input" in body:
+            self.num_answered += 1
+            return web.json_response(embedding_answer(body))
         answers = answers_to(body, self.max_model_len)
         if self.is_stepped:
             due = self.num_steps + max(len(answer.tokens) for answer in answers)
@@ -155,12 +160,37 @@ class EndpointServer:
 
 def prompt_ids(body):
     """The prompt as the server counts it: token ids, or the bytes of the texts."""
-    prompt = body.get("prompt")
+    prompt = body.get("prompt", body.get("input"))
     if isinstance(prompt, list):
         return tuple(prompt)
     if prompt is None:
         prompt = "".join(f"{m['role']}:{m['content']}\n" for m in body["messages"])
     return tuple(prompt.encode())
+
+
+def expected_embedding(body):
+    """The vector that a server answers with."""
+    options = {name: body[name] for name in ("dimensions", "use_activation") if name in body}
+    request = Request(
+        request_id=0,
+        row_id="",
+        prompt_token_ids=np.array(prompt_ids(body), np.int32),
+        sampling=Sampling(),
+        payload={"pooling": options},
+    )
+    return fake_vector(request, "embed")
+
+
+def embedding_answer(body):
+    """What a server answers, in base64 where that is asked for."""
+    vector = expected_embedding(body)
+    is_text = body.get("encoding_format") == "base64"
+    said = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+    num_tokens = len(prompt_ids(body))
+    return {
+        "data": [{"object": "embedding", "index": 0, "embedding": said}],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
 
 
 def answers_to(body, max_model_len):

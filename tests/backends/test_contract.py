@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raybatch.backends.create import create_backend
-from raybatch.backends.vllm_backend import start_inner
+from raybatch.backends.vllm_start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.kv_cache import kv_bytes_per_token
 from raybatch.engine.model_config import read_model_spec

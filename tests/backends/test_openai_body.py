@@ -1,11 +1,13 @@
 """What an endpoint is asked and what its answers say, as plain JSON."""
 
+import json
+
 import numpy as np
 import pytest
 
 from raybatch.backends.openai_body import BadAnswer, body_of, completions_of
 from raybatch.backends.openai_options import OpenAIOptions
-from raybatch.types import Request, Sampling
+from raybatch.types import UNBOUNDED_TOKENS, Request, Sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 URL = "http://localhost:8000/v1"
@@ -51,6 +53,16 @@ def one(answer, **sampling):
 def test_a_prompt_decides_where_it_is_asked(payload, path, field, value):
     found, body = body_of(request(payload), options(), "m")
     assert (found, body[field], body["model"]) == (path, value, "m")
+
+
+@pytest.mark.parametrize(
+    ("payload", "sent"),
+    [({"messages": MESSAGES}, {}), ({"prompt": "say"}, {"max_tokens": None})],
+    ids=["chat", "text"],
+)
+def test_no_bound_of_the_output_is_none_for_the_endpoint_as_well(payload, sent):
+    _, body = body_of(request(payload, max_tokens=UNBOUNDED_TOKENS), options(), "m")
+    assert {name: value for name, value in body.items() if name == "max_tokens"} == sent
 
 
 def test_defaults_send_nothing_that_openai_does_not_know():
@@ -254,3 +266,50 @@ def test_tokens_that_are_named_by_text_have_no_ids():
 def test_log_probabilities_are_asked_for_in_the_words_of_the_api(payload, fields):
     _, body = body_of(request(payload, logprobs=3), options(), "m")
     assert {name: body.get(name) for name in fields} == fields
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def told(message, **changes):
+    answer = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+    (sample,) = completions_of(request(), answer, options(**changes))
+    return sample
+
+
+def test_a_message_that_is_a_call_has_no_text_where_calls_are_told_apart():
+    sample = told({"content": None, "tool_calls": [CALL]}, return_tool_calls=True)
+    assert (sample.text, sample.error, sample.finish_reason) == ("", "", "stop")
+    assert [call.to_openai() for call in sample.parsed.tool_calls] == [CALL]
+
+
+def test_without_a_column_the_calls_are_the_text():
+    sample = told({"content": None, "tool_calls": [CALL]})
+    assert (json.loads(sample.text), sample.parsed) == ([CALL], None)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_told_under_either_name(name):
+    sample = told({"content": "so", name: "hm"}, return_reasoning=True)
+    assert (sample.text, sample.parsed.reasoning) == ("so", "hm")
+
+
+def test_reasoning_that_nobody_asks_for_is_left_out():
+    assert told({"content": "so", "reasoning": "hm"}).parsed is None
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "arguments"),
+    [
+        ({"id": 7, "function": {"name": "add", "arguments": {"a": 1}}}, "add", '{"a": 1}'),
+        ({"id": "c", "function": {"name": "add"}}, "add", "{}"),
+        ({"type": "custom", "custom": {"input": "x"}}, "custom", None),
+        ("add()", "", "add()"),
+    ],
+    ids=["object", "none", "custom", "text"],
+)
+def test_a_call_of_another_form_is_kept(call, name, arguments):
+    sample = told({"content": None, "tool_calls": [call]}, return_tool_calls=True)
+    (found,) = sample.parsed.tool_calls
+    expected = json.dumps(call) if arguments is None else arguments
+    assert (found.name, found.arguments) == (name, expected)

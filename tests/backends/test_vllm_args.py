@@ -8,7 +8,7 @@ from raybatch.backends.vllm_args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.stages.options import build_stage_config
-from raybatch.stages.prepare import check_model, max_model_len
+from raybatch.stages.stage_model import check_model, max_model_len
 
 
 def vllm(**engine_kwargs):
@@ -23,8 +23,11 @@ def vllm(**engine_kwargs):
         ({"kv_cache_memory_bytes": 10}, "set engine.kv_cache_bytes instead"),
         ({"model": "other"}, "engine_kwargs.model: take the model of the stage"),
         ({"data_parallel_size": 2}, "must be 1 here, got 2; take pool.replicas"),
-        ({"distributed_executor_backend": "ray"}, "must be None or 'mp' or 'uni' here, got 'ray'"),
-        ({"runner": "pooling"}, "runner must be 'auto' or 'generate' here"),
+        ({"nnodes": 2}, "must be 1 here, got 2; set distributed_executor_backend='ray'"),
+        (
+            {"distributed_executor_backend": "external_launcher"},
+            "must be None or 'mp' or 'uni' or 'ray' here, got 'external",
+        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a number of at least 1"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be a number of at least 1"),
     ],
@@ -86,9 +89,39 @@ def test_sizes_that_nobody_has_set_are_left_to_vllm():
     }
 
 
+@pytest.mark.parametrize(("task", "found"), [("generate", True), ("embed", None), ("score", None)])
+def test_vllm_decides_whether_a_pooling_model_can_share_prefixes(task, found):
+    args = engine_args(VllmOptions(), EngineConfig(), task)
+    assert args.get("enable_prefix_caching") is found
+    off = EngineConfig(enable_prefix_caching=False)
+    assert engine_args(VllmOptions(), off, task)["enable_prefix_caching"] is False
+
+
 def test_what_vllm_is_told_wins_over_our_defaults():
     args = engine_args(VllmOptions(engine_kwargs={"disable_log_stats": False}), EngineConfig())
     assert args["disable_log_stats"] is False
+
+
+@pytest.mark.parametrize(
+    ("task", "kwargs", "name", "expected"),
+    [
+        ("classify", {"convert": "auto"}, "convert", "classify"),
+        ("embed", {"runner": "auto"}, "runner", "pooling"),
+        ("classify", {"convert": "none"}, "convert", "none"),
+        (
+            "generate",
+            {"tensor_parallel_size": 2, "distributed_executor_backend": None},
+            "distributed_executor_backend",
+            "mp",
+        ),
+        ("generate", {"reasoning_parser": None}, "reasoning_parser", "qwen3"),
+    ],
+    ids=["convert", "runner", "given", "ranks", "parser"],
+)
+def test_what_leaves_a_choice_open_replaces_no_choice(task, kwargs, name, expected):
+    parser = "qwen3" if task == "generate" else None
+    options = VllmOptions(engine_kwargs=kwargs, reasoning_parser=parser)
+    assert engine_args(options, EngineConfig(), task)[name] == expected
 
 
 def test_an_engine_takes_as_many_gpus_as_it_has_ranks():
@@ -138,3 +171,31 @@ def test_a_model_that_vllm_alone_runs_passes_the_check_of_jobs(gpt2):
 
 def test_the_length_of_such_a_model_is_known_to_stages(gpt2):
     assert max_model_len(stage_of(gpt2, "vllm"), gpt2) == 300
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reasoning_parser": "qwen"}, "reasoning_parser: .* no 'qwen' .did you mean 'qwen3'"),
+        ({"tool_call_parser": "hermess"}, "did you mean 'hermes'"),
+        ({"tool_call_parser": "zz"}, "it has apertus, "),
+        (
+            {"reasoning_parser": "qwen3", "engine_kwargs": {"reasoning_parser": "granite"}},
+            "are one option",
+        ),
+    ],
+    ids=["reasoning", "calls", "nothing-near", "twice"],
+)
+def test_a_parser_that_vllm_lacks_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        VllmOptions(**options)
+
+
+def test_a_plugin_may_bring_a_parser_of_any_name():
+    kwargs = {"reasoning_parser_plugin": "mine.py"}
+    assert VllmOptions(reasoning_parser="mine", engine_kwargs=kwargs).reasoning_parser == "mine"
+
+
+def test_a_constraint_of_vllm_waits_for_the_end_of_the_reasoning():
+    args = engine_args(VllmOptions(reasoning_parser="qwen3"), EngineConfig())
+    assert args["reasoning_parser"] == "qwen3"

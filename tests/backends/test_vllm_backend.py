@@ -1,11 +1,16 @@
 """What the vLLM backend does of its own: lines, samples and restarts over a told engine."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from raybatch.backends.vllm_backend import VllmBackend
 from raybatch.backends.vllm_sampling import can_resume, sampling_params
 from raybatch.backends.vllm_sequence import Answer, Progress, RequestRefused
+from raybatch.media import with_images
+from raybatch.payload import IMAGES
 from raybatch.types import Capacity, Request, Sampling, SequenceState
 
 EOS = 9
@@ -247,3 +252,13 @@ def test_every_option_has_its_name_in_vllm():
         "stop": ["a"],
         "logprobs": 2,
     }
+
+
+def test_few_rows_with_images_are_unpacked_before_a_step(engine):
+    payload = json.loads(with_images(None, np.array([7, 8], np.int32), [b"file"]))
+    backend = VllmBackend(engine)
+    backend.submit([replace(request(i), payload=payload) for i in range(MAX_NUM_SEQS + 1)])
+    backend.poll()
+    assert len(engine.asked) == MAX_NUM_SEQS
+    tokens, options = engine.asked[0]
+    assert (tokens, options[IMAGES]) == ([7, 8], [b"file"])

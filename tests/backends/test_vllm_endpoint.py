@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig
@@ -25,6 +27,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(START_S + 120)]
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """The address of a server that runs for this module."""
+    with serving(tmp_path_factory.mktemp("vllm") / "log", "--enable-prompt-tokens-details") as url:
+        yield url
+
+
+@contextmanager
+def serving(log, *flags):
+    """The address of a server of the embedded model."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -34,14 +43,13 @@ def url(tmp_path_factory):
         *("--model", str(resolve_model("demo"))),
         *("--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
-        "--enable-prompt-tokens-details",
+        *flags,
     ]
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as file:
         server = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
         try:
@@ -64,9 +72,9 @@ def wait_for(address, server, log):
     raise AssertionError(log.read_text()[-2000:])
 
 
-def ask(url, *requests, **options):
+def ask(url, *requests, task="generate", **options):
     """The completions of requests by request and sample."""
-    config = BackendConfig(kind="openai", options={"base_url": url, **options})
+    config = BackendConfig(kind="openai", options={"base_url": url, **options}, task=task)
     return run(create_backend("served", config, EngineConfig()), requests)
 
 
@@ -159,3 +167,20 @@ def test_a_choice_is_kept_to(url):
 def test_a_model_that_the_server_has_not_ends_the_backend(url):
     with pytest.raises(EndpointError, match="takes no request: 404 "):
         ask(url, request(1), model="another")
+
+
+def test_embeddings_are_the_states_of_the_last_tokens_in_transformers(prompts, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    (_, ids) = prompts[1]
+    requests = [request(i, payload=payload, ids=ids) for i, (payload, _) in enumerate(prompts[1:])]
+    with serving(tmp_path / "log", "--runner", "pooling", "--convert", "embed") as url:
+        asked = ask(url, *requests, task="embed")
+        lists = ask(url, requests[0], task="embed", extra_body={"encoding_format": "float"})
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("demo"), dtype=torch.float32).model
+    with torch.no_grad():
+        state = model(torch.tensor([ids.tolist()])).last_hidden_state[0, -1]
+    expected = torch.nn.functional.normalize(state, dim=0).numpy()
+    for completion in (asked[0, 0], asked[1, 0], lists[0, 0]):
+        assert (completion.error, completion.num_input_tokens) == ("", len(ids))
+        np.testing.assert_allclose(completion.vector, expected, rtol=1e-3, atol=1e-4)

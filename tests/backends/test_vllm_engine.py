@@ -231,3 +231,14 @@ def test_the_driver_knows_the_length_that_vllm_takes(tmp_path, variant):
     config.save_pretrained(tmp_path)
     model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
     assert model_length(tmp_path) == model.max_model_len
+
+
+def test_requests_start_only_where_those_that_run_can_grow(backend):
+    # eight prompts would fill all blocks but one, and each needs one more for its first token
+    prompts = np.random.default_rng(5).integers(10, 250, (12, 7 * BLOCK_TOKENS))
+    before = backend.stats().num_preemptions
+    backend.submit([request(i, prompt=prompt, max_tokens=8) for i, prompt in enumerate(prompts)])
+    ended = run(backend)
+
+    assert {completion.finish_reason for completion in ended.values()} == {"length"}
+    assert backend.stats().num_preemptions == before

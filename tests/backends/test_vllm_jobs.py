@@ -6,14 +6,17 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
 
 from raybatch import Job, LLMStage, build_processor, vLLMEngineProcessorConfig
 from raybatch.actors.pool import PoolHandle
 from raybatch.errors import ReplicaError
+from tests.backends.lora import merge_adapter, write_adapter
 from tests.backends.vllm_engines import BLOCK_TOKENS, save_text_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
@@ -150,3 +153,67 @@ def test_a_processor_runs_vllm_with_its_own_options(model, answered):
     rows = processor(ray.data.from_items([{"text": "abc"}, {"text": "abd"}])).take_all()
     assert {row["text"]: len(row["tokens"]) for row in rows} == {"abc": 5, "abd": 5}
     processor.get_stage_by_name("LLMStage").pool.shutdown()
+
+
+def transformers_model(folder, adapter=None):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        merge_adapter(model, adapter)
+    return model
+
+
+def test_vectors_are_the_states_of_the_last_tokens_in_transformers(model, source, tmp_path):
+    stage = LLMStage(
+        str(model),
+        task="embed",
+        prompt="{document}{question}",
+        id_column="id",
+        backend="vllm",
+        engine=ENGINE,
+    )
+    report = Job(source, tmp_path / "out", stage).run()
+    rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
+    assert (len(rows), report.rows_failed, report.generated_tokens) == (36, 0, 0)
+    reference = transformers_model(model).model
+    for row in rows[:6]:
+        ids = torch.tensor([list((row["document"] + row["question"]).encode())])
+        with torch.no_grad():
+            state = reference(ids).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(state, dim=0)
+        np.testing.assert_allclose(expected.numpy(), row["embeddings"], rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_a_job_are_answered_by_the_adapters_that_they_name(model, tmp_path):
+    names = [None, "one", "two", "three"]
+    for seed, name in enumerate(names[1:]):
+        write_adapter(tmp_path / "adapters" / name, seed)
+    rows = [{"id": i, "text": f"row {i // 4}", "adapter": names[i % 4]} for i in range(24)]
+    rows.append({"id": 24, "text": "row", "adapter": "none"})
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "a.parquet")
+    options = {"engine_kwargs": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}}
+    stage = LLMStage(
+        str(model),
+        prompt="{text}",
+        sampling={"max_tokens": 6, "ignore_eos": True},
+        id_column="id",
+        lora_column="adapter",
+        lora_path=str(tmp_path / "adapters"),
+        backend={"kind": "vllm", "options": options},
+        engine=ENGINE,
+    )
+    Job(tmp_path / "in", tmp_path / "out", stage).run()
+    found = rows_in(tmp_path / "out")
+    assert found.pop(24)["__inference_error__"].startswith("UnknownAdapter: no adapter in")
+    assert {row["__inference_error__"] for row in found.values()} == {""}
+    for name in names:
+        reference = transformers_model(model, name and tmp_path / "adapters" / name)
+        for row in rows[:24]:
+            if row["adapter"] == name:
+                ids = torch.tensor([list(row["text"].encode())])
+                said = reference.generate(
+                    ids, min_new_tokens=6, max_new_tokens=6, do_sample=False, eos_token_id=None
+                )
+                assert said[0, ids.shape[1] :].tolist() == found[row["id"]]["generated_tokens"]

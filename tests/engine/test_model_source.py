@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from raybatch.engine.checkpoint import weight_files
 from raybatch.engine.model_source import check_hub_model, model_fingerprint, resolve_model
 from raybatch.errors import ConfigError
+from tests.engine import refusing_files  # noqa: F401 - registers them
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,14 @@ def test_an_empty_uri_is_refused():
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(ConfigError, match="cannot be read"):
         resolve_model("nosuch://bucket/model")
+
+
+@pytest.mark.parametrize(
+    ("uri", "failed"), [("locked://b/m", "read"), ("listed://b/m", "download")]
+)
+def test_a_file_system_that_refuses_is_told(uri, failed):
+    with pytest.raises(ConfigError, match=f"model '{uri}' cannot be {failed}.*NoCredentialsError"):
+        resolve_model(uri)
 
 
 def test_pickled_weights_are_refused_with_the_way_out(folder):

@@ -6,7 +6,7 @@ from typing import Any
 
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.bodies import BodyRules
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS
+from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.openai_batch.run import BatchRun
 from raybatch.openai_batch.writing import BatchFiles
 from raybatch.types import Sampling
@@ -25,6 +25,11 @@ def chat(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
 def completion(custom_id: str, prompt: Any = "hello", **body: Any) -> dict[str, Any]:
     """Return the line of a completion request."""
     return line(custom_id, COMPLETIONS, {"model": "m", "prompt": prompt, "max_tokens": 4, **body})
+
+
+def embedding(custom_id: str, text: Any = "hello", **body: Any) -> dict[str, Any]:
+    """Return the line of a request for embeddings."""
+    return line(custom_id, EMBEDDINGS, {"model": "m", "input": text, **body})
 
 
 def line(custom_id: str, url: str, body: Any) -> dict[str, Any]:

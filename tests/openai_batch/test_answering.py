@@ -163,3 +163,27 @@ def test_logprobs_of_a_completion_have_their_own_form():
 def test_refusal_survives_its_record():
     refusal = Refusal("m", code="c", param="p", status=404)
     assert Refusal(**refusal.record()).record() == refusal.record()
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def test_calls_are_in_the_message_and_why_it_ended():
+    found, _ = answered(row(generated_text="", reasoning="hm", tool_calls=[CALL]))
+    (choice,) = found["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning": "hm",
+        "tool_calls": [CALL],
+    }
+
+
+def test_each_sample_has_its_own_calls():
+    samples = {name: ["a", "b"] for name in ("generated_text", "finish_reason")}
+    counts = {"num_generated_tokens": [1, 1], "tool_calls": [[], [CALL]]}
+    found, _ = answered(row(**samples | counts))
+    choices = found["response"]["body"]["choices"]
+    assert [choice["message"].get("tool_calls") for choice in choices] == [None, [CALL]]

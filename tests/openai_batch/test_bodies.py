@@ -7,8 +7,8 @@ import pytest
 
 from raybatch.openai_batch.bodies import read_request
 from raybatch.openai_batch.refusal import Refusal
-from raybatch.openai_batch.requests import CHAT, Form, Reply
-from tests.openai_batch.support import RULES, chat, completion, line
+from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Form, Reply
+from tests.openai_batch.support import RULES, chat, completion, embedding, line
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -170,3 +170,41 @@ def test_line_for_another_endpoint_than_the_batch_is_refused():
 )
 def test_request_of_another_shape_is_refused(change, param):
     assert refused({**chat("a"), **change}).param == param
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "prompts"),
+    [
+        ("a", "prompt", ["a"]),
+        (["a", "b"], "prompt", ["a", "b"]),
+        ([[1], [2, 3]], "tokens", [[1], [2, 3]]),
+    ],
+)
+def test_inputs_of_embeddings_become_rows(given, kind, prompts):
+    found = asked(embedding("a", given, dimensions=4, user="me"), task="embed")
+    assert (found.form, found.prompts) == (Form(kind, 1, False), prompts)
+    assert (found.sampling, found.reply) == ({"dimensions": 4}, Reply(EMBEDDINGS, "m"))
+
+
+def test_the_form_of_embeddings_is_told():
+    found = asked(embedding("a", encoding_format="base64", normalize=False), task="embed")
+    assert (found.reply.encoding, found.sampling) == ("base64", {"use_activation": False})
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": "4"}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"temperature": 0}, "temperature"),
+        ({"text": []}, "input"),
+        ({"text": {"a": 1}}, "input"),
+    ],
+)
+def test_bad_values_of_embeddings_are_refused_by_name(body, param):
+    assert refused(embedding("a", **body), task="embed").param == param
+
+
+def test_texts_are_refused_where_embeddings_are_made():
+    assert "url must be one of /v1/embeddings" in refused(chat("a"), task="embed").message

@@ -97,7 +97,7 @@ def test_messages_come_from_a_column(tmp_path):
     [
         {"prompt": None},
         {"messages": "m"},
-        {"endpoint": "embeddings"},
+        {"endpoint": "images"},
         {"endpoint": "completions", "system": "s"},
         {"sampling": {"top_k": 3}},
     ],

@@ -1,5 +1,7 @@
 """The plan of rows in memory: order, groups, loads and units."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -209,3 +211,21 @@ def test_a_part_follows_what_is_decided_for_the_whole():
 def test_nothing_is_reordered_where_plans_are_off():
     plan, _ = plan_rows(rows_of(letters(["aab", "aac"])), PlanConfig(mode="off"))
     assert [-1, -1] == plan.group_id.tolist()
+
+
+@given(prompt_lists, block_sizes, st.integers(0, 5))
+def test_rows_of_an_adapter_follow_each_other(prompts, block_size, seed):
+    adapters = np.random.default_rng(seed).integers(0, 3, len(prompts)).astype(np.uint64)
+    rows = rows_of(prompts, block_size)
+    zeros = np.zeros_like(adapters)
+    rows = replace(rows, keys=rows.keys.salted(adapters, zeros), adapters=adapters)
+    plan, _ = plan_rows(rows, CONFIG)
+    assert list(range(len(prompts))) == sorted(plan.order.tolist())
+    runs(adapters[plan.order].tolist())
+
+
+def test_rows_of_adapters_are_ordered_although_they_share_nothing():
+    rows = rows_of([[1], [2], [3], [4]])
+    rows = replace(rows, adapters=np.array([1, 2, 1, 2], np.uint64))
+    plan, _ = plan_rows(rows, PlanConfig())
+    assert plan.order.tolist() == [0, 2, 1, 3]

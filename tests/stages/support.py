@@ -31,8 +31,18 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(folder: Path, *, has_chat_template: bool = True, has_bos: bool = False) -> Path:
-    """Write a tokenizer whose first 256 ids are the bytes."""
+def make_tokenizer(
+    folder: Path,
+    *,
+    has_chat_template: bool = True,
+    has_bos: bool = False,
+    frame: bool = False,
+    has_types: bool = False,
+) -> Path:
+    """Write a tokenizer whose first 256 ids are the bytes.
+
+    With a frame, texts are "<|system|> text <|eos|>", and pairs "<|system|> a <|eos|> b <|eos|>".
+    """
     symbols = _byte_symbols()
     tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -42,6 +52,12 @@ def make_tokenizer(folder: Path, *, has_chat_template: bool = True, has_bos: boo
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|system|> $A", special_tokens=[("<|system|>", SYSTEM)]
         )
+    if frame:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|system|> $A <|eos|>",
+            pair="<|system|> $A <|eos|> $B:1 <|eos|>:1",
+            special_tokens=[("<|system|>", SYSTEM), ("<|eos|>", EOS)],
+        )
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     options: dict[str, Any] = {
@@ -49,6 +65,8 @@ def make_tokenizer(folder: Path, *, has_chat_template: bool = True, has_bos: boo
         "eos_token": "<|eos|>",
         "clean_up_tokenization_spaces": False,
     }
+    if has_types:
+        options["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if has_chat_template:
         options["chat_template"] = _CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
@@ -70,6 +88,7 @@ class LocalPool:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._options = FakeOptions(**spec.backend.options)
+        self._task = spec.backend.task
         self.batches: list[list[str]] = []
         self.requests: list[Any] = []
         self.rows_outside = 0
@@ -88,7 +107,7 @@ class LocalPool:
         watch: Any = None,
     ) -> pa.Table:
         self.batches.append(table.column("row_id").to_pylist())
-        backend = FakeBackend(self._options)
+        backend = FakeBackend(self._options, self._task)
         requests = RequestReader(table, samplings).read(0, table.num_rows, 0)
         self.requests.extend(requests)
         backend.submit(requests)
@@ -174,16 +193,15 @@ def make_data_context() -> None:
 
 
 @contextmanager
-def local_ray() -> Iterator[None]:
+def local_ray(*, num_cpus: int = 4) -> Iterator[None]:
     """Start a small cluster, or use the one that runs."""
     make_data_context()
     is_mine = not ray.is_initialized()
     if is_mine:
         # another cluster on this machine is none of ours
-        # another cluster on this machine is none of ours
         ray.init(
             address="local",
-            num_cpus=4,
+            num_cpus=num_cpus,
             include_dashboard=False,
             object_store_memory=200 << 20,
             log_to_driver=False,

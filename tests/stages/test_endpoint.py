@@ -16,14 +16,10 @@ from raybatch.stages.endpoint import EndpointTokenizer, text_of_triples, triples
 from raybatch.stages.fingerprint import fingerprint
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.plan_columns import prompt_columns, take_off, with_columns
-from raybatch.stages.prepare import (
-    find_copies,
-    find_model,
-    load_tokenizer,
-    max_model_len,
-    prepare,
-)
-from raybatch.stages.render import Prompt, PromptReader
+from raybatch.stages.prepare import find_copies, prepare
+from raybatch.stages.prompt import Prompt
+from raybatch.stages.render import PromptReader
+from raybatch.stages.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.types import Sampling
 from tests.stages.support import make_tokenizer
 
@@ -183,5 +179,5 @@ def test_answers_are_told_apart_by_what_decides_them():
 
 def test_options_of_a_template_that_a_row_brings_are_an_error_of_the_row():
     tokenizer = EndpointTokenizer(openai_options({"base_url": URL}))
-    with pytest.raises(InvalidPrompt, match=r"\(tools\) cannot be sent to an endpoint"):
-        tokenizer.read_chat([{"role": "user", "content": "a"}], row_options={"tools": [{}]})
+    with pytest.raises(InvalidPrompt, match=r"\(documents\) cannot be sent to an endpoint"):
+        tokenizer.read_chat([{"role": "user", "content": "a"}], row_options={"documents": [{}]})

@@ -7,7 +7,7 @@ from raybatch.actors.wire import combine_results, encode_completions
 from raybatch.backends.openai_options import openai_options
 from raybatch.stages.endpoint import EndpointTokenizer, triples
 from raybatch.stages.finish import Answers, finish_rows
-from raybatch.stages.render import Prompt
+from raybatch.stages.prompt import Prompt
 from raybatch.stages.schema import OutputSchema
 from raybatch.types import Completion, Sampling
 

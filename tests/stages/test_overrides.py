@@ -40,7 +40,11 @@ def test_json_texts_and_vllm_spellings_are_read():
         ('{"max_tokens": true}', "max_tokens must be a number, got True"),
         ('{"temperature": -1}', "Sampling.temperature must be at least 0, got -1.0"),
         ('{"ignore_eos": 1}', "ignore_eos must be true or false, got 1"),
-        ('{"n": 2}', "n is one value for the whole stage (1), the row asks for 2"),
+        (
+            '{"n": 2}',
+            "n is one value for the whole stage (1), the row asks for 2; set it in the sampling of "
+            "the stage",
+        ),
         ("[1]", "sampling options must be a JSON object, got '[1]'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -288,6 +289,38 @@ def test_parts_save_what_the_whole_saves_and_keep_groups_together(tmp_path, mode
     ranked = [groups[row] for row in order_of(shard) if groups[row] is not None]
     runs = [g for i, g in enumerate(ranked) if i == 0 or ranked[i - 1] != g]
     assert len(runs) == len(set(runs))
+
+
+@pytest.fixture
+def with_adapters(tmp_path, model):
+    """A job whose rows name three adapters in turn, and their names."""
+    for name in "abc":
+        folder = tmp_path / "adapters" / name
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text('{"r": 8}')
+    table = document_rows(30)
+    names = [None if i % 4 == 3 else "abc"[i % 4] for i in range(table.num_rows)]
+    table = table.append_column("adapter", pa.array(names, pa.string()))
+    options = {"lora_column": "adapter", "lora_path": str(tmp_path / "adapters")}
+    return planned_run(tmp_path, model, table, **options), np.array(names)
+
+
+def test_one_part_of_rows_with_adapters_is_planned_as_the_driver_plans_it(with_adapters):
+    job, _ = with_adapters
+    planned = plan_gathered(gather(job), job.config, job.plan)
+    expected = shard_of(planned.whole, np.full(planned.num_rows, np.nan))
+    assert digest_of(expected) == digest_of(Tasks(job, 1).shards(1).combine_chunks())
+
+
+@pytest.mark.parametrize(("num_parts", "num_stretches"), [(1, 1), (2, 1), (2, 3)])
+def test_rows_of_an_adapter_follow_each_other_in_stretches(with_adapters, num_parts, num_stretches):
+    job, names = with_adapters
+    shard = Tasks(job, num_parts).shards(num_stretches)
+    order = order_of(shard)
+    assert sorted(order) == list(range(len(names)))
+    in_order = names[order[: -sum(p.unasked.total() for p in Tasks(job, 1).pieces)]]
+    changes = sum(one != other for one, other in pairwise(in_order))
+    assert changes < 4 * num_parts * num_stretches
 
 
 def test_probed_rows_come_first_and_their_lengths_order_the_others(tmp_path, model):

@@ -1,3 +1,5 @@
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -49,11 +51,28 @@ def test_error_of_an_earlier_processor_stays_the_rows_error():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("model", "adapter"), ("multimodal_data", {"image": "x"})]
+    ("name", "value", "way"),
+    [
+        ("model", "adapter", "set enable_lora in engine_kwargs, with backend='vllm'"),
+        ("multimodal_data", {"image": "x"}, "backend='vllm' .* endpoint as image_url parts"),
+        ("mm_processor_kwargs", {"a": 1}, "set mm_processor_kwargs in engine_kwargs"),
+        ("multimodal_uuids", {"image": ["a"]}, "told apart by their bytes"),
+        ("pooling_params", {"dimensions": 2}, "set task_type to 'embed'"),
+        ("tokenization_kwargs", {"max_length": 9}, "cut texts in preprocess"),
+    ],
 )
-def test_column_that_asks_for_more_than_there_is_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"column '{name}'.*rename"):
+def test_column_that_asks_for_more_than_there_is_names_the_way_to_it(name, value, way):
+    with pytest.raises(ConfigError, match=f"column '{name}'.*{way}.*rename it"):
         Preprocess(lambda row: {name: value})(pa.table({"id": [1]}))
+
+
+def test_images_are_handed_on_where_they_are_read():
+    out = Preprocess(lambda row: {"multimodal_data": {"image": b"file"}}, has_images=True)(
+        pa.table({"id": [1]})
+    )
+    assert out.column("multimodal_data").to_pylist() == [
+        {"image": [{"bytes": b"file", "path": None}]}
+    ]
 
 
 def test_model_column_that_names_the_stages_model_is_fine():
@@ -85,10 +104,15 @@ def test_prompts_that_are_handed_through_beside_new_ones_are_dropped():
     assert ("prompt" in out.column_names, "messages" in out.column_names) == (True, False)
 
 
-@pytest.mark.parametrize("prompt", ["text", " text "], ids=["equal", "changed"])
-def test_several_prompts_of_an_earlier_processor_are_refused_whatever_their_values_are(prompt):
-    table = after_a_processor(messages="[]", prompt=prompt)
-    with pytest.raises(ConfigError, match=r"'messages' and 'prompt'.*return only that one"):
+def test_first_of_several_prompts_of_an_earlier_processor_is_asked():
+    table = after_a_processor(messages="[]", prompt="text")
+    out = Preprocess(lambda row: {**row, "messages": "[1]"})(table)
+    assert (out["messages"].to_pylist(), "prompt" in out.column_names) == (["[1]"], False)
+
+
+def test_second_of_several_prompts_of_an_earlier_processor_is_refused_when_it_is_changed():
+    table = after_a_processor(messages="[]", prompt=" text ")
+    with pytest.raises(ConfigError, match=r"'messages' and changes 'prompt'.*return only the one"):
         Preprocess(lambda row: {**row, "prompt": row["prompt"].strip()})(table)
 
 
@@ -187,3 +211,12 @@ def test_postprocess_of_failed_rows_alone_has_the_schema_of_good_ones():
 
     process = Postprocess(postprocess)
     assert process(answered(["ValueError: x"])).schema == process(answered([""])).schema
+
+
+def test_postprocess_that_fails_for_every_row_of_a_batch_loses_no_column():
+    table = answered(["", "ValueError: x"])
+    out = Postprocess(lambda row: {"answer": json.loads(row["generated_text"])})(table)
+    assert out.drop_columns(ERROR_COLUMN).equals(table.drop_columns(ERROR_COLUMN))
+    first, second = out[ERROR_COLUMN].to_pylist()
+    assert first.startswith("PostprocessError: JSONDecodeError: ")
+    assert second == "ValueError: x"

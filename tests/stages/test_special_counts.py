@@ -13,7 +13,8 @@ from raybatch.durable.units import UnitCounts, sum_counts
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.stages.plan.store import StoredPlan, read_plan
 from raybatch.stages.plan_columns import PlannedRows, prompt_columns, take_off
-from raybatch.stages.render import Prompt, PromptReader
+from raybatch.stages.prompt import Prompt
+from raybatch.stages.render import PromptReader
 from raybatch.stages.storage import store_of
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
 from tests.outputs.support import OUTPUT, SCHEMA, finished_rows, make_sink

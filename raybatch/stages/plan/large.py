@@ -106,6 +106,11 @@ class LargePlan:
         """Share of the prompt tokens that engines do not compute."""
         return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
 
+    def is_reordered(self, plan: PlanConfig) -> bool:
+        """Return whether rows run in another order than that of the input."""
+        adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))
+        return is_worth_ordering(self.saved_fraction, plan, has_adapters=len(adapters) > 1)
+
     @property
     def piece_rows(self) -> Ints:
         """Number of the first row of each piece, and of all rows: int64 [T + 1]."""
@@ -214,7 +219,7 @@ def forecast_large(
     """
     forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
     what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
-    is_reordered = is_worth_ordering(large.saved_fraction, job.plan)
+    is_reordered = large.is_reordered(job.plan)
     share = max(share, NUM_WINDOWS)
     by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
     if is_whole := large.num_rows <= max_rows:
@@ -253,7 +258,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    plan, is_reordered = job.plan, is_worth_ordering(large.saved_fraction, job.plan)
+    plan, is_reordered = job.plan, large.is_reordered(job.plan)
     shards: list[tuple[_Ref, _Ref]] = []
     if is_reordered:
         shards, unit_rows = _ranked(large, plan)

@@ -22,6 +22,7 @@ from raybatch.prefix.plan import (
     Arrangement,
     PlanRows,
     arrange_rows,
+    by_adapter,
     order_entries,
     plan_rows,
     rank_entries,
@@ -56,9 +57,8 @@ def arrange(
         probed: rows that were generated already, which are left out; None before a probe.
         pieces: rows of the part, piece after piece in input order.
     """
-    plan, keys = job.plan, keys_of(pieces)
-    row, max_tokens = _column(pieces, "row"), _column(pieces, "max_tokens")
-    rows = PlanRows(keys=keys, expected_tokens=_column(pieces, "expected"))
+    plan, rows = job.plan, _plan_rows(pieces)
+    keys, row, max_tokens = rows.keys, _column(pieces, "row"), _column(pieces, "max_tokens")
     found = arrange_rows(rows, plan, dedup=job.dedup)
     group_id = found.groups.group_id
     probe = np.zeros(0, np.int64)
@@ -72,7 +72,7 @@ def arrange(
     is_length_known = probed is not None or plan.expected_tokens_column is not None
     expected = rows.expected_tokens if is_length_known else np.full(len(row), np.nan)
     left_out = np.zeros(0, np.int64) if probed is None else probed.row
-    part = _ordered(found, row, expected, plan, left_out)
+    part = _ordered(found, replace(rows, expected_tokens=expected), row, plan, left_out)
     num_boxes = max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
     summary = PartSummary(
         num_rows=len(part.row),
@@ -96,7 +96,7 @@ def arrange(
 
 
 def _ordered(
-    found: Arrangement, row: Ints, expected: Floats, plan: PlanConfig, left_out: Ints
+    found: Arrangement, rows: PlanRows, row: Ints, plan: PlanConfig, left_out: Ints
 ) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
     entries, values = order_entries(found, plan)
@@ -109,9 +109,12 @@ def _ordered(
         row=row[ranked],
         group_id=found.groups.group_id[ranked],
         prefix_len=found.groups.prefix_tokens[ranked],
-        expected=expected[ranked],
+        expected=rows.expected_tokens[ranked],
         entry_rows=sizes[sizes > 0],
         values=values[sizes > 0],
+        adapters=None
+        if rows.adapters is None
+        else rows.adapters[found.rows[found.starts[:-1]]][entries][sizes > 0],
     )
 
 
@@ -127,7 +130,7 @@ def forecast(
         max_rows: rows to simulate for each order.
         pieces: rows of the part.
     """
-    rows = PlanRows(keys=keys_of(pieces), expected_tokens=_column(pieces, "expected"))
+    rows = _plan_rows(pieces)
     plan, found = plan_rows(rows, job.plan, dedup=job.dedup, is_reordered=is_reordered)
     return forecast_orders(
         rows.keys,
@@ -162,6 +165,7 @@ def rank(
         first_group: number of the part's first group.
         piece_rows: int64 [T + 1], number of the first row of each piece, and of all rows.
     """
+    ranked = _ranked_rows(part, cuts)
     unit, pos = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for starts, first in zip(_units(part, cuts, plan), first_units, strict=True):
         sizes = np.diff(starts)
@@ -170,10 +174,14 @@ def rank(
     group_id = np.where(part.group_id >= 0, part.group_id + first_group, -1)
     by_row = np.argsort(part.row)
     row = part.row[by_row]
+    # where each row, in the order of the part, stands among the units
+    place = np.empty_like(ranked)
+    place[ranked] = np.arange(len(ranked))
+    place = place[by_row]
     columns = {
         "row": row,
-        "unit": np.concatenate(unit)[by_row].astype(np.int32),
-        "pos": np.concatenate(pos)[by_row].astype(np.int32),
+        "unit": np.concatenate(unit)[place].astype(np.int32),
+        "pos": np.concatenate(pos)[place].astype(np.int32),
         "group_id": pa.array(group_id[by_row], mask=group_id[by_row] < 0),
         "prefix_len": part.prefix_len[by_row],
         "expected": part.expected[by_row],
@@ -189,13 +197,37 @@ def rank(
 
 def _units(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
     """Return the places at which units begin in each stretch, and its number of rows at the end."""
-    bounds = [0, *np.searchsorted(part.values, cuts).tolist(), len(part.values)]
     return [
-        cut_units(
-            part.entry_rows[start:stop], target_rows=plan.unit_rows, max_rows=plan.max_unit_rows
-        )
-        for start, stop in pairwise(bounds)
+        cut_units(part.entry_rows[entries], target_rows=plan.unit_rows, max_rows=plan.max_unit_rows)
+        for entries in _stretches(part, cuts)
     ]
+
+
+def _stretches(part: ArrangedPart, cuts: Floats) -> list[Ints]:
+    """Return the entries of each stretch in their order; those of an adapter follow each other."""
+    bounds = [0, *np.searchsorted(part.values, cuts).tolist(), len(part.values)]
+    found = [np.arange(start, stop) for start, stop in pairwise(bounds)]
+    if part.adapters is None:
+        return found
+    return [by_adapter(entries, part.adapters) for entries in found]
+
+
+def _ranked_rows(part: ArrangedPart, cuts: Floats) -> Ints:
+    """Return the places in the part of its rows, in the order of their stretches: int64 [R]."""
+    entries = np.concatenate(_stretches(part, cuts))
+    sizes, ends = part.entry_rows[entries], np.cumsum(part.entry_rows)
+    first = ends[entries] - sizes
+    ranked: Ints = np.arange(sizes.sum()) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
+    return ranked
+
+
+def _plan_rows(pieces: Sequence[pa.Table]) -> PlanRows:
+    has_adapters = "adapter" in pieces[0].column_names
+    return PlanRows(
+        keys=keys_of(pieces),
+        expected_tokens=_column(pieces, "expected"),
+        adapters=_column(pieces, "adapter") if has_adapters else None,
+    )
 
 
 def _sketch(values: Floats, ends: Ints) -> dict[str, Any]:

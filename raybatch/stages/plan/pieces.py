@@ -66,6 +66,10 @@ def describe(
     table = table.append_column("row", pa.array(piece.asked + first_row))
     table = table.append_column("expected", pa.array(piece.expected_tokens))
     table = table.append_column("max_tokens", pa.array(piece.max_tokens))
+    adapters = np.zeros(0, np.uint64)
+    if describer.has_adapters:
+        table = table.append_column("adapter", pa.array(piece.adapters))
+        adapters = np.unique(piece.adapters)
     chosen = np.arange(piece.keys.num_rows)[::sample_every]
     summary = PieceSummary(
         num_rows=piece.num_rows,
@@ -73,6 +77,7 @@ def describe(
         unasked=piece.unasked,
         sample=keys_of([table.take(chosen)]),
         contents=contents_digest(piece.keys),
+        adapters=adapters,
     )
     return summary, table
 

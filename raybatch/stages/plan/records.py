@@ -27,6 +27,8 @@ class PieceSummary:
         unasked: rows that no engine sees, by class of error, or "filtered".
         sample: keys of some rows.
         contents: digest of what decides the results of its rows.
+        adapters: uint64 [A], different ones that its rows name, 0 for none; empty where the stage
+            has none.
     """
 
     num_rows: int
@@ -34,6 +36,7 @@ class PieceSummary:
     unasked: Counter[str]
     sample: BlockKeys
     contents: str
+    adapters: npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,6 +75,7 @@ class ArrangedPart:
         expected: float64 [R], output to expect of each row; NaN where nothing is known.
         entry_rows: int64 [E], rows of each entry.
         values: float64 [E], rising; what entries of different parts are ordered by.
+        adapters: uint64 [E], of each entry; None where the stage has none.
     """
 
     row: Ints
@@ -80,6 +84,7 @@ class ArrangedPart:
     expected: Floats
     entry_rows: Ints
     values: Floats
+    adapters: npt.NDArray[np.uint64] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.submitting import row_keys
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, hash_blocks
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.lengths import expected_lengths
 from raybatch.stages.identity import row_seed
+from raybatch.stages.pooled_rows import POOLED
 from raybatch.stages.prepare import Prepared, is_deterministic
 from raybatch.stages.schema import error_class
 from raybatch.types import Sampling
@@ -36,6 +38,7 @@ class Sidecar:
         max_tokens: int64 [A], longest output over all samples.
         expected_tokens: float64 [A], output to expect over all samples.
         num_rows: rows described.
+        adapters: uint64 [A], what the adapter of each of these rows is known by; 0 for none.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
     """
 
@@ -44,6 +47,7 @@ class Sidecar:
     max_tokens: npt.NDArray[np.int64]
     expected_tokens: npt.NDArray[np.float64]
     num_rows: int
+    adapters: npt.NDArray[np.uint64]
     unasked: Counter[str]
 
     @classmethod
@@ -58,6 +62,7 @@ class Sidecar:
             max_tokens=np.concatenate([part.max_tokens for part in parts]),
             expected_tokens=np.concatenate([part.expected_tokens for part in parts]),
             num_rows=int(firsts[-1]),
+            adapters=np.concatenate([part.adapters for part in parts]),
             unasked=sum((part.unasked for part in parts), Counter()),
         )
 
@@ -83,21 +88,22 @@ def describe_rows(
     Raises:
         ConfigError: the column is no column of numbers, or holds a length below 0.
     """
-    lists = prepared.requests.column("prompt_token_ids").combine_chunks()
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    keys = hash_blocks(lists.values.to_numpy(), offsets, block_size)
+    keys, adapters = row_keys(prepared.requests, block_size)
     asked = np.asarray(prepared.rows, np.int64)
     samplings = prepared.request_samplings
     max_tokens = np.array([s.max_tokens * s.n for s in samplings], np.int64)
+    generates = np.array([s is not POOLED for s in samplings], np.int64)
     num_samples = np.array([s.n for s in samplings], np.int64)
     row_ids = [prepared.row_ids[row] for row in prepared.rows]
     reasons = (p.error or FILTERED for p in prepared.prompts if not p.is_asked)
     return Sidecar(
         keys=replace(keys, digest=_result_keys(keys.digest, samplings, row_ids)),
         asked=asked,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens * generates,
+        # one where nothing is generated, so that short prompts come first
         expected_tokens=_expected(table, expected_column, prepared, max_tokens, num_samples),
         num_rows=table.num_rows,
+        adapters=adapters,
         unasked=Counter(error_class(reason) for reason in reasons),
     )
 

@@ -33,14 +33,10 @@ from raybatch.stages.plan_columns import (
     prompt_columns,
     with_columns,
 )
-from raybatch.stages.prepare import (
-    Prepared,
-    find_model,
-    load_tokenizer,
-    max_model_len,
-    prepare,
-)
-from raybatch.stages.render import Prompt, PromptReader
+from raybatch.stages.prepare import Prepared, prepare
+from raybatch.stages.prompt import Prompt
+from raybatch.stages.render import PromptReader
+from raybatch.stages.stage_model import find_model, load_tokenizer, max_model_len
 
 __all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small"]
 
@@ -60,6 +56,11 @@ class RowDescriber:
         self._plan = plan
         self._reader = PromptReader(config, load_tokenizer(config, model_dir))
         self._max_model_len = max_model_len(config, model_dir)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether rows may name adapters."""
+        return self._config.lora_column is not None
 
     def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
         """Return the prompts of a table and what planning needs of them."""
@@ -154,7 +155,11 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
     """Plan rows that are in memory."""
     sidecar = rows.sidecar
     plan_of_asked, found = plan_rows(
-        PlanRows(keys=sidecar.keys, expected_tokens=sidecar.expected_tokens),
+        PlanRows(
+            keys=sidecar.keys,
+            expected_tokens=sidecar.expected_tokens,
+            adapters=sidecar.adapters if len(np.unique(sidecar.adapters)) > 1 else None,
+        ),
         plan,
         dedup=config.dedup,
     )

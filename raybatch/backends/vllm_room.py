@@ -1,0 +1,87 @@
+"""Room that vLLM leaves for the requests that run, so that it takes it away from fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["blocks_to_grow", "leave_room"]
+
+# steps for which running requests find room, as in the native engine; more start requests later
+_STEPS = 4
+
+
+def blocks_to_grow(
+    num_tokens: int, max_tokens: int, block_size: int, num_steps: int = _STEPS
+) -> int:
+    """Return the blocks that a request will need beyond those of its tokens within some steps.
+
+    Args:
+        num_tokens: that it has, prompt and output.
+        max_tokens: that it can come to.
+        block_size: tokens of a block.
+        num_steps: each makes one token.
+    """
+    grown = min(num_tokens + num_steps, max_tokens)
+    return max(0, -(-grown // block_size) - -(-num_tokens // block_size))
+
+
+def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM's own type
+    """Let vLLM start requests only where those that run can grow for some steps.
+
+    Its own measure is a fixed number of blocks (`watermark`, which still holds), 0 unless given:
+    then it starts what fits at this moment, preempts it where running requests grow, and computes
+    it again. An engine without that measure is left as it is.
+
+    Args:
+        scheduler: of vLLM 0.32, in this process.
+        block_size: tokens of a block.
+    """
+    manager = scheduler.kv_cache_manager
+    fixed = getattr(manager, "watermark_blocks", None)
+    if fixed is None:
+        return
+    room = _Room(scheduler, block_size)
+    schedule, allocate = scheduler.schedule, manager.allocate_slots
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        room.forget()
+        return schedule(*args, **kwargs)
+
+    def allocated(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if request.status.name not in ("WAITING", "PREEMPTED"):
+            return allocate(request, *args, **kwargs)
+        needed = room.of([request])
+        manager.watermark_blocks = max(fixed, room.taken() + needed)
+        blocks = allocate(request, *args, **kwargs)
+        if blocks is not None:
+            room.take(needed)
+        return blocks
+
+    scheduler.schedule, manager.allocate_slots = scheduled, allocated
+
+
+class _Room:
+    """Blocks that are left free in one step, counted when they are first asked for."""
+
+    def __init__(self, scheduler: Any, block_size: int) -> None:  # noqa: ANN401
+        self._scheduler = scheduler
+        self._block_size = block_size
+        self._num_taken: int | None = None
+
+    def forget(self) -> None:
+        self._num_taken = None
+
+    def of(self, requests: Iterable[Any]) -> int:
+        return sum(
+            blocks_to_grow(r.num_tokens, r.num_prompt_tokens + r.max_tokens, self._block_size)
+            for r in requests
+        )
+
+    def taken(self) -> int:
+        if self._num_taken is None:
+            self._num_taken = self.of(self._scheduler.running)
+        return self._num_taken
+
+    def take(self, num_blocks: int) -> None:
+        self._num_taken = self.taken() + num_blocks

@@ -1,0 +1,56 @@
+"""Frozen configs of every component, validated when built; alone in reading the environment.
+
+`from_mapping` builds any of them from a plain mapping (a job file, keyword options) and refuses
+unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
+"""
+
+from typing import Literal
+
+from raybatch.config.checks import (
+    check_choice,
+    check_fraction,
+    check_min,
+    check_whole,
+    from_mapping,
+)
+from raybatch.config.engine import BackendConfig, BackendKind, DType, EngineConfig
+from raybatch.config.environment import (
+    armed_fault,
+    cache_dir,
+    environment,
+    is_hub_offline,
+    proxy_of,
+    secret_of,
+)
+from raybatch.config.job import LimitConfig, OrderName, PlanConfig, WaveConfig
+from raybatch.config.pool import PoolConfig, Strategy, check_bundles
+
+__all__ = [
+    "BackendConfig",
+    "BackendKind",
+    "DType",
+    "EngineConfig",
+    "LimitConfig",
+    "OnError",
+    "OrderName",
+    "PlanConfig",
+    "PoolConfig",
+    "SpecialTokens",
+    "Strategy",
+    "WaveConfig",
+    "armed_fault",
+    "cache_dir",
+    "check_bundles",
+    "check_choice",
+    "check_fraction",
+    "check_min",
+    "check_whole",
+    "environment",
+    "from_mapping",
+    "is_hub_offline",
+    "proxy_of",
+    "secret_of",
+]
+
+OnError = Literal["row", "raise"]
+SpecialTokens = Literal["escape", "allow"]

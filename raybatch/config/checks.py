@@ -1,0 +1,80 @@
+"""Checks of options that all configs share, and configs from plain mappings."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from raybatch.errors import ConfigError, did_you_mean
+
+_T = TypeVar("_T")
+
+
+def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
+    """Build the config dataclass `cls` from `mapping`.
+
+    Args:
+        cls: a dataclass of this library.
+        mapping: field names to values; nested configs are built by the caller.
+        where: what the mapping is, for error messages, such as "job.yaml: engine".
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a missing one, or a value out of range.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in fields:
+            raise ConfigError(f"{where}: unknown option {key!r}{did_you_mean(str(key), fields)}")
+    for name, field_ in fields.items():
+        is_needed = field_.default is field_.default_factory is dataclasses.MISSING
+        if is_needed and name not in mapping:
+            raise ConfigError(f"{where}: the option {name!r} is missing")
+    try:
+        return cls(**mapping)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_min(config: object, name: str, minimum: float) -> None:
+    """Raise ConfigError unless the field is a number of at least `minimum`."""
+    value = getattr(config, name)
+    # also NaN, of which nothing is true
+    if not is_number(value) or not value >= minimum:
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}"
+        )
+
+
+def check_whole(config: object, name: str, minimum: int) -> None:
+    """Raise ConfigError unless the field is a whole number of at least `minimum`."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}, got "
+            f"{value!r}"
+        )
+
+
+def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -> None:
+    """Raise ConfigError unless the field is a number between 0 and 1."""
+    value = getattr(config, name)
+    if not is_number(value) or not 0 <= value <= 1 or not (value or is_zero_allowed):
+        lowest = "from 0 to 1" if is_zero_allowed else "above 0 and at most 1"
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a number {lowest}, such as 0.01, got {value!r}"
+        )
+
+
+def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the field is one of `choices`."""
+    value = getattr(config, name)
+    if value not in choices:
+        hint = did_you_mean(str(value), choices)
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be one of {', '.join(choices)}, "
+            f"got {value!r}{hint}"
+        )
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, which truth values are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,76 @@
+"""Options of one engine, and which backend runs it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from raybatch.config.checks import check_choice, check_min, check_whole
+from raybatch.types import Task
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Options of one engine; vLLM takes those that it has under its own names.
+
+    Args:
+        dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
+        device: "auto" takes a GPU where Ray assigned one, else the CPU.
+        kv_cache_bytes: memory for KV; None takes a share of the free memory.
+        block_size_tokens: positions of one cache block.
+        max_batched_tokens: token budget of one step.
+        max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
+        max_model_len: longest prompt plus output; None takes the model's own limit.
+        enable_prefix_caching: share the KV of equal leading blocks between requests.
+        kv_admission_fraction: sequences start while the KV memory in use is forecast to stay below
+            this share of the cache; above 1 more run at once and some are computed again. None
+            makes no forecast: sequences start while there are free blocks.
+        num_threads: torch threads of one engine on a CPU.
+        tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
+            cleared again in every step; changes the whole process, Linux only.
+    """
+
+    dtype: DType = "auto"
+    device: str = "auto"
+    kv_cache_bytes: int | None = None
+    block_size_tokens: int = 64
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 1024
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    kv_admission_fraction: float | None = None
+    num_threads: int = 1
+    tune_malloc: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
+        for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
+            check_whole(self, name, 1)
+        for name in ("kv_cache_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_min(self, name, 1)
+        if self.kv_admission_fraction is not None:
+            check_min(self, "kv_admission_fraction", 0.01)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendConfig:
+    """Which backend a replica runs.
+
+    Args:
+        kind: "native", "vllm", "transformers" (slow, for models that the native engine has not),
+            "openai" (an endpoint that speaks OpenAI's API), or "fake" (no model: answers are
+            derived from the prompt; for tests).
+        options: of the backend itself, for example the address of an endpoint.
+        task: what its engines make of a prompt; that of the stage.
+    """
+
+    kind: BackendKind = "native"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    task: Task = "generate"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "kind", get_args(BackendKind))
+        check_choice(self, "task", get_args(Task))

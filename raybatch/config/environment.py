@@ -1,0 +1,47 @@
+"""What the environment of the process says: nothing else reads it."""
+
+import os
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+def is_hub_offline() -> bool:
+    """Return whether the environment forbids the model hub (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment, for secrets whose variables an option names."""
+    return os.environ
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy by which the environment wants a URL to be reached; None for none."""
+    parts = urlsplit(url)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
+def armed_fault() -> str | None:
+    """Return the point where this process shall die (RAYBATCH_FAULT), for tests of recovery."""
+    return os.environ.get("RAYBATCH_FAULT") or None
+
+
+def secret_of(variable: str) -> str:
+    """Return what a variable of the environment holds, "" where there is none."""
+    return os.environ.get(variable, "").strip()
+
+
+def cache_dir() -> Path:
+    """Return the folder for files that can be made again: downloads and prepared weights.
+
+    RAYBATCH_CACHE_DIR wins, then XDG_CACHE_HOME/raybatch, then ~/.cache/raybatch.
+    """
+    own = os.environ.get("RAYBATCH_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path("~/.cache").expanduser()) / "raybatch"

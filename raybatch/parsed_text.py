@@ -1,0 +1,59 @@
+"""What an answer says beside its text: reasoning, and calls of tools."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["PARSE_ERROR", "REASONING", "TOOL_CALLS", "ParsedText", "ToolCall"]
+
+# columns of an output
+REASONING = "reasoning"
+TOOL_CALLS = "tool_calls"
+PARSE_ERROR = "parse_error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A call that the model asks for; `arguments` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return it as a message of OpenAI's chat API has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedText:
+    """What was found in an answer and is no part of its text any more.
+
+    Args:
+        reasoning: None where the answer has none.
+        tool_calls: in their order.
+        error: what kept a part from being found, "Type: message"; that part is still in the text.
+    """
+
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+
+    def to_json(self) -> str:
+        """Return it as a text for `from_json`."""
+        calls = [[call.id, call.name, call.arguments] for call in self.tool_calls]
+        return json.dumps([self.reasoning, calls, self.error])
+
+    @classmethod
+    def from_json(cls, text: str) -> "ParsedText":
+        """Return what `to_json` made a text of."""
+        reasoning, calls, error = json.loads(text)
+        tool_calls = tuple(ToolCall(id=i, name=name, arguments=given) for i, name, given in calls)
+        return cls(reasoning=reasoning, tool_calls=tool_calls, error=error)
+
+    def columns(self) -> dict[str, Any]:
+        """Return the values of the columns of an output."""
+        calls: Sequence[dict[str, Any]] = [call.to_openai() for call in self.tool_calls]
+        return {REASONING: self.reasoning, TOOL_CALLS: calls, PARSE_ERROR: self.error}

@@ -1,0 +1,68 @@
+"""Options of a pooling task for one row, with the names of vLLM's PoolingParams."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from raybatch.errors import ConfigError, did_you_mean
+
+__all__ = ["Pooling", "pooling_of"]
+
+# what older versions of vLLM call an option
+_OTHER_NAMES = {"normalize": "use_activation"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pooling:
+    """Options that decide the numbers of one row; None leaves a choice to the model.
+
+    Args:
+        use_activation: normalise an embedding to length 1, make probabilities of the values of a
+            classifier; False gives the bare numbers. `normalize` is another name for it.
+        dimensions: of an embedding, for models that can be cut (Matryoshka).
+
+    Raises:
+        ConfigError: a value has the wrong type or is outside its range.
+    """
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise ConfigError(
+                f"Pooling.use_activation must be true, false or none, got {self.use_activation!r}"
+            )
+        if self.dimensions is not None and (
+            type(self.dimensions) is not int or self.dimensions < 1
+        ):
+            raise ConfigError(
+                "Pooling.dimensions must be none or a whole number of at least 1, got "
+                f"{self.dimensions!r}"
+            )
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def pooling_of(options: Mapping[str, Any], *, default: Pooling | None = None) -> Pooling:
+    """Return options with those of a mapping; an absent one, or None, keeps the default.
+
+    A whole number may be a float, as Arrow makes of one in a struct.
+
+    Raises:
+        ConfigError: an unknown name (with a suggestion), or a value out of range.
+    """
+    values = {} if default is None else default.given()
+    known = [f.name for f in fields(Pooling)]
+    for name, value in options.items():
+        own = _OTHER_NAMES.get(name, name)
+        if own not in known:
+            hint = did_you_mean(str(name), [*known, *_OTHER_NAMES])
+            raise ConfigError(f"pooling: unknown option {name!r}{hint}")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is not None:
+            values[own] = value
+    return Pooling(**values)

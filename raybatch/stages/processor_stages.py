@@ -1,0 +1,189 @@
+"""The nested stage configs of ray.data.llm: there each stage is a pool of actors, here a function.
+
+What decides a prompt or a text is taken over; what only shapes those actors has no effect.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from raybatch.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "ChatTemplateStageConfig",
+    "Checked",
+    "DetokenizeStageConfig",
+    "PrepareMultimodalStageConfig",
+    "ProcessorStageConfig",
+    "TokenizerStageConfig",
+    "read_stage",
+    "replicas_of",
+]
+
+Concurrency = int | tuple[int, int]
+
+# they shape the actors of a stage, of which there are none
+_OF_ACTORS = ("batch_size", "concurrency", "runtime_env", "num_cpus", "memory")
+
+
+class Checked(type):
+    """Refuses unknown options with a suggestion, before Python says it in its own words."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"{cls.__name__}: unknown option {name!r}{did_you_mean(name, known)}"
+                )
+        return super().__call__(*args, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorStageConfig(metaclass=Checked):
+    """Options that all stages of ray.data.llm have.
+
+    Args:
+        enabled: whether the stage runs; what that decides here is said at each stage.
+        batch_size: no effect, as `concurrency`, `runtime_env`, `num_cpus` and `memory`: there are
+            no actors of a stage.
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion), or a value of the wrong type.
+    """
+
+    _IDLE: ClassVar[tuple[str, ...]] = _OF_ACTORS
+
+    enabled: bool = True
+    batch_size: int | None = None
+    concurrency: Concurrency | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    num_cpus: float | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ConfigError(
+                f"{type(self).__name__}.enabled must be true or false, got {self.enabled!r}"
+            )
+        if self.concurrency is not None:
+            replicas_of(self.concurrency)
+
+    def without_effect(self) -> list[str]:
+        """Return the names of the given options that change nothing."""
+        idle = [f for f in fields(self) if f.name in self._IDLE]
+        return [f.name for f in idle if getattr(self, f.name) != f.default]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplateStageConfig(ProcessorStageConfig):
+    """How `messages` become a prompt; not enabled, a column `messages` is not read.
+
+    Args:
+        model_source: only the model of the processor.
+        chat_template: in place of the model's own.
+        chat_template_kwargs: options of the template, such as enable_thinking.
+    """
+
+    model_source: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerStageConfig(ProcessorStageConfig):
+    """Not enabled, a column `tokenized_prompt` is asked before a column `prompt`.
+
+    Args:
+        model_source: only the model of the processor.
+    """
+
+    model_source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeStageConfig(ProcessorStageConfig):
+    """No effect: `generated_text` is always there, without the stop string that ended it.
+
+    Args:
+        model_source: only the model of the processor.
+    """
+
+    model_source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareMultimodalStageConfig(ProcessorStageConfig):
+    """No effect: with vLLM images of messages are read in any case, and no other backend reads any.
+
+    Args:
+        model_config_kwargs: of vLLM's model config.
+        chat_template_content_format: "string" or "openai".
+        apply_sys_msg_formatting: whether system messages are formatted.
+    """
+
+    _IDLE: ClassVar[tuple[str, ...]] = (
+        *_OF_ACTORS,
+        "model_config_kwargs",
+        "chat_template_content_format",
+        "apply_sys_msg_formatting",
+    )
+
+    model_config_kwargs: Mapping[str, Any] | None = None
+    chat_template_content_format: str | None = "string"
+    apply_sys_msg_formatting: bool | None = False
+
+
+_Stage = TypeVar("_Stage", bound=ProcessorStageConfig)
+
+
+def read_stage(
+    value: object, kind: type[_Stage], *, name: str, model_source: str, is_default: bool = True
+) -> _Stage:
+    """Return the options of a stage from what ray.data.llm takes: a bool, a mapping or a config.
+
+    Args:
+        value: as the user gave it; None stands for `is_default`.
+        kind: of config.
+        name: of the option, for error messages.
+        model_source: of the processor.
+        is_default: whether the stage is enabled where nothing is said.
+
+    Raises:
+        ConfigError: another type, an unknown option, or another model than the processor's.
+    """
+    if value is None:
+        value = is_default
+    if isinstance(value, bool):
+        return kind(enabled=value)
+    if isinstance(value, Mapping):
+        try:
+            value = kind(**value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} must be a bool, a mapping or a raybatch.llm.{kind.__name__}, got {value!r}"
+        )
+    own = getattr(value, "model_source", None)
+    if own is not None and own != model_source:
+        raise ConfigError(
+            f"{name}.model_source is {own!r}, and prompts and texts are those of the model itself, "
+            f"{model_source!r}; leave it out, and give another template as chat_template"
+        )
+    return value
+
+
+def replicas_of(concurrency: object) -> int:
+    """Return how many replicas ray.data.llm may start: the number, or the larger one of a pair.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    sizes = concurrency if isinstance(concurrency, tuple | list) else (concurrency, concurrency)
+    is_valid = len(sizes) == 2 and all(type(n) is int and n >= 1 for n in sizes)
+    if not is_valid or sizes[0] > sizes[1]:
+        raise ConfigError(
+            f"concurrency must be a number of at least 1 or a pair (min, max), got {concurrency!r}"
+        )
+    return int(sizes[1])

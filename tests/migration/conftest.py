@@ -1,0 +1,12 @@
+"""The cluster of tests that run processors of ray.data.llm."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def wide_cluster():
+    """Ray with CPUs for all actors of ray.data.llm, each of which reserves its own."""
+    from tests.stages.support import local_ray
+
+    with local_ray(num_cpus=16):
+        yield
