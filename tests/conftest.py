@@ -1,9 +1,14 @@
 """Fixtures of the whole suite: a seeded generator, and memory that is never clean by luck."""
 
+import os
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
+
+# Ray's workers step back behind everything else on the machine, and a test would wait for ever
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,3 +62,31 @@ def cluster():
 
     with local_ray():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """Tell beside a failure what the Ray cluster of the test had free, and who waited for it."""
+    report = yield
+    if report.failed and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        report.sections.append(("Ray cluster", _cluster_text(ray)))
+    return report
+
+
+def _cluster_text(ray: ModuleType) -> str:
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    try:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        groups = ray.util.placement_group_table()
+    except Exception as error:
+        # the cluster itself may have failed
+        return f"no answer: {error!r}"
+    return "\n".join(
+        [
+            f"usage: {status.cluster_resource_usage}",
+            f"waiting: {status.resource_demands}",
+            f"groups: {[(g['name'], g['state'], g['bundles']) for g in groups.values()]}",
+            f"actors: {ray.util.list_named_actors(all_namespaces=True)}",
+        ]
+    )

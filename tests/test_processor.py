@@ -225,8 +225,9 @@ def test_rows_that_all_fail_in_preprocess_need_no_prompt(model):
     ]
 
 
+@pytest.mark.ray
 def test_engines_that_keep_all_cpus_but_one_leave_that_to_the_next_execution(model):
-    with local_ray(num_cpus=2):
+    with local_ray():
         bundle = {"CPU": int(ray.cluster_resources()["CPU"]) - 1}
         config = ProcessorConfig(
             model_source=str(model),

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from raybatch.actors.crew_plan import CrewPlan, asked_of_ray
-from raybatch.actors.records import PoolSpec
+from raybatch.actors.records import FailedStart, PoolSpec
 from raybatch.actors.replica import Replica
 from raybatch.actors.reserving import Reserved, reserve
 from raybatch.actors.starts import StartLedger
@@ -109,16 +109,19 @@ class Crew:
     async def _keep(self, rank: int, coordinator: ActorHandle) -> None:
         while not self._is_stopping:
             member = self._make(rank)
+            failed: FailedStart | None = None
             cause: str | None = None
             has_lost_rows = False
             try:
-                cause = await self._start(member) or await self._run(member, coordinator)
+                failed = await self._start(member)
+                cause = failed.cause if failed else await self._run(member, coordinator)
             finally:
                 self._remove(member)
                 has_lost_rows = self._on_lost(member, cause)
             if cause is None:
                 return
-            delay_s = self.ledger.died(rank, lost_rows=has_lost_rows)
+            is_final = failed is not None and failed.is_final
+            delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             if delay_s is None:
                 _logger.error("replica %d is given up: %s", rank, cause)
                 if self.ledger.is_exhausted():
@@ -139,24 +142,27 @@ class Crew:
         self.members[replica_id] = member
         return member
 
-    async def _start(self, member: Member) -> str:
-        """Return "" when the replica is ready, else why it is not."""
+    async def _start(self, member: Member) -> FailedStart | None:
+        """Return why the replica is not ready, None when it is."""
         timeout_s = self._spec.pool.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 member.pid = await member.actor.pid.remote()
-                cause = str(await member.actor.start.remote(self._plan.num_engines_on_host))
+                failed: FailedStart | None = await member.actor.start.remote(
+                    self._plan.num_engines_on_host
+                )
         except TimeoutError:
-            return (
-                f"the start took longer than start_timeout_s={timeout_s} (one replica asks for "
-                f"{asked_of_ray(self._plan, self._spec.pool)})"
+            asked = asked_of_ray(self._plan, self._spec.pool)
+            return FailedStart(
+                cause=f"the start took longer than start_timeout_s={timeout_s} (one replica asks "
+                f"for {asked})"
             )
         except RayError as error:
-            return _summary(error)
-        if not cause:
+            return FailedStart(cause=_summary(error))
+        if failed is None:
             member.is_ready = True
             self.ledger.ready(member.rank, time.monotonic())
-        return cause
+        return failed
 
     async def _run(self, member: Member, coordinator: ActorHandle) -> str | None:
         """Return why the replica died, None when it ended as asked."""

@@ -173,6 +173,19 @@ class Assignment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailedStart:
+    """Why an engine could not be built.
+
+    Args:
+        cause: as text, because exceptions of an engine need not survive pickling.
+        is_final: whether another start would fail in the same way, as options do.
+    """
+
+    cause: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
     """How much more one replica wants, in rows and in prompt tokens that it would compute.
 

@@ -14,11 +14,11 @@ from ray.actor import ActorHandle
 from raybatch.actors.begun import encode_begun, sequence_states
 from raybatch.actors.engine_thread import EngineThread
 from raybatch.actors.metrics import ReplicaMetrics
-from raybatch.actors.records import Assignment, PoolSpec, RowGroups
+from raybatch.actors.records import Assignment, FailedStart, PoolSpec, RowGroups
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
-from raybatch.errors import EndpointError, error_text
+from raybatch.errors import ConfigError, EndpointError, MissingDependency, error_text
 from raybatch.types import Completion, Request, SequenceState
 
 _LEAD_STEPS = 4
@@ -64,11 +64,8 @@ class Replica:
         self._dropped: set[int] = set()
         self._engine: EngineThread | None = None
 
-    async def start(self, num_engines_on_host: int) -> str:
-        """Build the engine; return "" or why it could not be built.
-
-        The cause travels as text: exceptions of an engine need not survive pickling.
-        """
+    async def start(self, num_engines_on_host: int) -> FailedStart | None:
+        """Build the engine; return why it could not be built, if so."""
         self._loop = asyncio.get_running_loop()
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
@@ -79,9 +76,10 @@ class Replica:
             capacity = await asyncio.wrap_future(self._engine.start())
         except Exception as error:
             _logger.exception("the engine could not be built")
-            return error_text(error)
+            is_final = isinstance(error, ConfigError | MissingDependency)
+            return FailedStart(cause=error_text(error), is_final=is_final)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
-        return ""
+        return None
 
     async def pid(self) -> int:
         """Return the process id."""

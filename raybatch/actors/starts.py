@@ -58,8 +58,13 @@ class StartLedger:
         self._ranks[rank].start_began = None
         self._ranks[rank].is_ready = False
 
-    def died(self, rank: int, *, lost_rows: bool) -> float | None:
+    def died(self, rank: int, *, lost_rows: bool, is_final: bool = False) -> float | None:
         """Note a death or a failed start.
+
+        Args:
+            rank: of the replica.
+            lost_rows: whether the death cost rows.
+            is_final: whether another start would fail as this one did.
 
         Returns:
             Seconds to wait before the next start, or None: the rank is given up.
@@ -70,7 +75,7 @@ class StartLedger:
             self.num_restarts += 1
             return 0.0
         state.num_failures += 1
-        if state.num_failures >= self.max_start_failures:
+        if is_final or state.num_failures >= self.max_start_failures:
             state.is_retired = True
             return None
         self.num_restarts += 1

@@ -15,6 +15,7 @@ from raybatch.backends.fake_answers import FakeAnswer, fake_answer, fake_tokens,
 from raybatch.backends.fake_options import FakeOptions, log_finished, mark_start
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.engine.completions import completion_of
+from raybatch.errors import ConfigError
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState, Task
 
 __all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
@@ -44,6 +45,8 @@ class FakeBackend(IntakeBackend):
         self._max_len = options.max_model_len + (task != "generate")
         start = mark_start(options.marks_dir)
         time.sleep(options.start_s)
+        if options.refuse_start:
+            raise ConfigError("the fake backend was told to refuse its options")
         if options.fail_start or start < options.num_failing_starts:
             raise RuntimeError("the fake backend was told to fail its start")
         self._options = options

@@ -22,6 +22,7 @@ class FakeOptions:
         error_on: a prompt with this token id becomes an error completion.
         start_s: seconds that a start takes.
         fail_start: every start raises.
+        refuse_start: every start raises as for a wrong option.
         marks_dir: existing directory in which each start leaves a mark; needed by the next two.
         num_failing_starts: so many first starts raise.
         num_slow_starts: so many first started engines take `slow_step_s` per step.
@@ -39,6 +40,7 @@ class FakeOptions:
     error_on: int | None = None
     start_s: float = 0.0
     fail_start: bool = False
+    refuse_start: bool = False
     marks_dir: str | None = None
     num_failing_starts: int = 0
     num_slow_starts: int = 0

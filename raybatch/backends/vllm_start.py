@@ -16,7 +16,7 @@ from raybatch.backends.vllm_pooling import ScorePairs
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_source import resolve_model
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 
 if TYPE_CHECKING:
     from raybatch.backends.vllm_engine import VllmEngine
@@ -132,7 +132,11 @@ def _start_engine(
             from raybatch.backends.vllm_cpu_lora import leave_bare_rows_alone
 
             leave_bare_rows_alone()
-    config = EngineArgs(model=str(model_dir), **args).create_engine_config(UsageContext.LLM_CLASS)
+    try:
+        made = EngineArgs(model=str(model_dir), **args)
+        config = made.create_engine_config(UsageContext.LLM_CLASS)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM refuses its options: {error_text(error)}") from error
     engine = LLMEngine(
         vllm_config=config,
         executor_class=Executor.get_class(config),

@@ -22,8 +22,8 @@ class PoolConfig:
         num_gpus_per_replica: GPUs of one replica; None takes, where the cluster has GPUs, 1 or with
             vLLM the product of its tensor, pipeline and context parallel sizes.
         max_row_crashes: a row whose replica died this often with it becomes an error row.
-        max_start_failures: starts of one replica that may fail in a row before it is given up;
-            the pool fails when no replica is left.
+        max_start_failures: starts of one replica that may fail in a row before it is given up, one
+            where it refuses its options; the pool fails when no replica is left.
         start_timeout_s: a start that takes longer counts as failed; it includes the wait for
             resources. None waits for ever.
         feeder_timeout_s: the rows of a feeder that was silent for so long are dropped.

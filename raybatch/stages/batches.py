@@ -6,6 +6,7 @@ objects, time zones are gone, and strings that are not UTF-8 stop the job in Ray
 `LLMStage.apply` asks for Arrow, therefore.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from ray.data.block import BlockAccessor
+
+from raybatch.errors import ConfigError
 
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
@@ -56,6 +59,22 @@ def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
     keys = pa.array([key for row in rows for key, _ in row])
     items = pa.array([item for row in rows for _, item in row])
     return pa.array(column, pa.map_(keys.type, items.type))
+
+
+def json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
+    """Return what a cell of JSON text, or of values, says; None for null and for an empty text.
+
+    Args:
+        value: as `python_values` returns it.
+
+    Raises:
+        ValueError: the text is no JSON, or the value could not be read.
+    """
+    if isinstance(value, Exception):
+        raise ConfigError(f"the value cannot be read: {value}")
+    if isinstance(value, str | bytes):
+        return json.loads(value) if value else None
+    return value
 
 
 def python_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:

@@ -1,14 +1,13 @@
 """The sampling options of each row: the stage's own, with what the row's columns replace."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.stages.batches import python_values
+from raybatch.stages.batches import json_value, python_values
 from raybatch.stages.option_checks import FIXED_PER_STAGE
 from raybatch.stages.sampling_names import own_options
 from raybatch.stages.schema import describe_error
@@ -99,11 +98,9 @@ def _changes(
 
 
 def _parse(value: object) -> dict[str, Any]:
-    if value is None or value == "":
+    options = json_value(value)
+    if options is None:
         return {}
-    if isinstance(value, Exception):
-        raise ConfigError(f"the value cannot be read: {value}")
-    options = json.loads(value) if isinstance(value, str | bytes) else value
     if not isinstance(options, Mapping):
         raise ConfigError(f"sampling options must be a JSON object, got {value!r}")
     return own_options({n: option for n, option in options.items() if option is not None})

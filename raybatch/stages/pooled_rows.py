@@ -10,7 +10,7 @@ import pyarrow as pa
 from raybatch.errors import ConfigError
 from raybatch.payload import DOCUMENT_AT, POOLING, add_payload
 from raybatch.pooling import Pooling, pooling_of
-from raybatch.stages.batches import python_values
+from raybatch.stages.batches import json_value, python_values
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import OnTooLong
 from raybatch.stages.prompt import Prompt
@@ -79,10 +79,9 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
 def _options(value: object, pooling: Pooling, column: str) -> Mapping[str, Any] | str:
     """Return the options of a row, or what is wrong with them."""
     try:
-        if isinstance(value, Exception):
-            raise ConfigError(f"the value cannot be read: {value}")
-        given = json.loads(value) if isinstance(value, str | bytes) and value else value
-        given = given or {}
+        given = json_value(value)
+        if given is None:
+            return {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"pooling options must be a JSON object, got {value!r}")
         return pooling_of(given, default=pooling).given()

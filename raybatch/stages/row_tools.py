@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.payload import CHAT
-from raybatch.stages.batches import python_values
+from raybatch.stages.batches import json_value, python_values
 from raybatch.stages.inputs import column_of
 from raybatch.stages.options import StageConfig
 
@@ -63,27 +63,29 @@ def chat_payload(options: Mapping[str, Any]) -> str:
 
 
 def _parse_tools(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    if value is None or value == "":
+    tools = _value_of(value, "tools")
+    if tools is None:
         return {}
-    try:
-        tools = json.loads(value) if isinstance(value, str) else _without_nulls(value)
-    except ValueError as error:
-        raise InvalidPrompt(f"tools are a text and not JSON: {error}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidPrompt(f"tools must be a list of objects, got {value!r:.200}")
     return {TOOLS: tools} if tools else {}
 
 
 def _parse_options(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    if value is None or value == "":
+    options = _value_of(value, "options of the chat template")
+    if options is None:
         return {}
-    try:
-        options = json.loads(value) if isinstance(value, str) else _without_nulls(value)
-    except ValueError as error:
-        raise InvalidPrompt(f"options of the chat template are no JSON: {error}") from error
     if not isinstance(options, Mapping):
         raise InvalidPrompt(f"options of the chat template are no JSON object: {value!r}")
     return {name: option for name, option in options.items() if option is not None}
+
+
+def _value_of(value: object, what: str) -> Any:  # noqa: ANN401 - data of a row
+    try:
+        found = json_value(value)
+    except ValueError as error:
+        raise InvalidPrompt(f"{what} are no JSON: {error}") from error
+    return found if isinstance(value, str) else _without_nulls(found)
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row

@@ -90,6 +90,13 @@ def test_a_failing_start_raises_with_its_cause(own):
             handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
 
 
+def test_options_that_an_engine_refuses_end_the_pool_at_its_first_start(own, tmp_path):
+    handle = own(refuse_start=True, marks_dir=str(tmp_path), pool={"replicas": 1})
+    with pytest.raises(ReplicaError, match="ConfigError: the fake backend was told to refuse"):
+        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_failed_pool_gets_another_try_at_the_next_execution(own, tmp_path):
     handle = own(
         marks_dir=str(tmp_path),

@@ -65,7 +65,7 @@ def run(monkeypatch):
 
     async def drive(scene):
         coordinator, replica = ScriptedCoordinator(), Replica(spec, 1)
-        assert await replica.start(1) == ""
+        assert await replica.start(1) is None
         running = asyncio.create_task(replica.run(coordinator))
         async with asyncio.timeout(TIMEOUT_S):
             await coordinator.asked.acquire()

@@ -13,6 +13,12 @@ def test_failed_starts_wait_longer_each_time_and_end():
     assert delays == [0.2, 1.0, 5.0, None]
 
 
+def test_a_start_that_can_only_fail_again_is_not_tried_again():
+    starts = ledger()
+    assert starts.died(0, lost_rows=False, is_final=True) is None
+    assert starts.is_exhausted()
+
+
 def test_a_death_that_cost_rows_is_answered_at_once():
     assert [ledger().died(0, lost_rows=True) for _ in range(5)] == [0.0] * 5
 

@@ -206,7 +206,10 @@ def local_ray(*, num_cpus: int = 4) -> Iterator[None]:
             object_store_memory=200 << 20,
             log_to_driver=False,
         )
-    yield
-    release_pools()
-    if is_mine:
-        ray.shutdown()
+    try:
+        yield
+    finally:
+        # a test that failed leaves nothing to those after it
+        release_pools()
+        if is_mine:
+            ray.shutdown()

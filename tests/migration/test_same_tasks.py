@@ -1,0 +1,77 @@
+"""Vectors and adapters of ray.data.llm and of raybatch.llm, from the same vLLM."""
+
+import numpy as np
+import pytest
+import ray
+
+from raybatch.actors.pool import release_pools
+from tests.backends.lora import write_adapter
+from tests.engine.tiny_models import build
+from tests.migration.both import ENGINE, HERE, PLACED, THERE, compared
+from tests.stages.support import make_tokenizer
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("wide_cluster"),
+]
+
+PLAIN = {"chat_template_stage": False, "concurrency": 1, "batch_size": 4}
+# as the examples of ray.data.llm write them
+SCRIPT = """
+from {module} import build_processor, vLLMEngineProcessorConfig
+
+processor = build_processor(vLLMEngineProcessorConfig(**config), preprocess)
+answered = processor(ray.data.from_items(rows, override_num_blocks=1)).take_all()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small random model whose tokens are bytes."""
+    folder = make_tokenizer(tmp_path_factory.mktemp("tasks") / "model", has_chat_template=False)
+    build("qwen3", vocab_size=260).save_pretrained(folder)
+    return str(folder)
+
+
+def both_answer(rows, preprocess, **config):
+    """Return the rows there and here, in the order of their ids."""
+    answers = {}
+    for module in (THERE, HERE):
+        names = {"config": PLACED | PLAIN | config, "preprocess": preprocess, "rows": rows}
+        exec(SCRIPT.format(module=module), names | {"ray": ray})
+        answers[module] = sorted(names["answered"], key=lambda row: row["id"])
+    release_pools()
+    return answers[THERE], answers[HERE]
+
+
+def test_embeddings_are_the_same(model):
+    rows = [{"id": i, "prompt": f"text {i} " * (i + 1)} for i in range(6)]
+    config = {"model_source": model, "task_type": "embed", "engine_kwargs": ENGINE}
+    there, here = both_answer(rows, lambda row: row, detokenize=False, **config)
+    for found, expected in zip(here, there, strict=True):
+        assert found["num_input_tokens"] == expected["num_input_tokens"]
+        np.testing.assert_allclose(found["embeddings"], expected["embeddings"], atol=2e-5)
+    assert len({tuple(row["embeddings"]) for row in here}) == len(rows)
+
+
+def test_rows_are_answered_by_the_same_adapters(model, tmp_path):
+    write_adapter(tmp_path / "one", 1)
+    write_adapter(tmp_path / "two", 2)
+    models = [model, str(tmp_path / "one"), str(tmp_path / "two")]
+    rows = [{"id": i, "prompt": f"row {i // 3}", "model": models[i % 3]} for i in range(12)]
+    sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    loras = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    there, here = both_answer(
+        rows,
+        lambda row: {**row, "sampling_params": sampling},
+        model_source=model,
+        engine_kwargs=ENGINE | loras,
+    )
+    names = ("id", "generated_text", "generated_tokens", "num_generated_tokens")
+    assert compared(here, names) == compared(there, names)
+    # an adapter that is left out would answer as the model does
+    assert len({row["generated_text"] for row in here[:3]}) == 3
