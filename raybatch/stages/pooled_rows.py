@@ -80,8 +80,8 @@ def _options(value: object, pooling: Pooling, column: str) -> Mapping[str, Any] 
     """Return the options of a row, or what is wrong with them."""
     try:
         given = json_value(value)
-        if given is None:
-            return {}
+        # a row without options has those of the stage
+        given = {} if given is None else given
         if not isinstance(given, Mapping):
             raise ConfigError(f"pooling options must be a JSON object, got {value!r}")
         return pooling_of(given, default=pooling).given()
