@@ -177,6 +177,13 @@ def _on_cpu(args: dict[str, Any], num_engines_on_host: int) -> dict[str, Any]:
         args["dtype"] = "float32"
     has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
     if not has_size & set(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        free = free_memory_bytes(torch.device("cpu"))
+        free = min(free_memory_bytes(torch.device("cpu")), _free_of_node())
         args["kv_cache_memory_bytes"] = int(_CPU_KV_FRACTION * free / num_engines_on_host)
     return args
+
+
+def _free_of_node() -> int:
+    """Return the free bytes of the memory node to which vLLM will hold its cache."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    return int(get_memory_node_info(get_allowed_cpu_list()[0].numa_node).available_memory)
