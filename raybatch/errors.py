@@ -2,6 +2,7 @@
 
     RaybatchError
       ConfigError(ValueError)         a wrong option, template or job file
+        UnreachableError              what an option names cannot be read now
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
       EndpointError                   an endpoint refuses every request: its key, model or address
@@ -31,6 +32,10 @@ class RaybatchError(Exception):
 
 class ConfigError(RaybatchError, ValueError):
     """A wrong option, template or job file, found before any work starts."""
+
+
+class UnreachableError(ConfigError):
+    """What an option names, such as a model in a bucket, cannot be read now; it may be later."""
 
 
 class CapacityError(RaybatchError):
@@ -103,6 +108,12 @@ def encodable(text: str) -> str:
 def error_text(error: BaseException) -> str:
     """Return "Class: message" without secrets."""
     return encodable(redacted(f"{type(error).__name__}: {error}"))
+
+
+def last_line(error: BaseException) -> str:
+    """Return "Class: text" with the last line of an error that Ray has put a trace into."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return encodable(f"{type(error).__name__}: {lines[-1] if lines else ''}")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

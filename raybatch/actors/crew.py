@@ -17,7 +17,7 @@ from raybatch.actors.records import FailedStart, PoolSpec
 from raybatch.actors.replica import Replica
 from raybatch.actors.reserving import Reserved, reserve
 from raybatch.actors.starts import StartLedger
-from raybatch.errors import encodable, error_text
+from raybatch.errors import error_text, last_line
 from raybatch.types import ReplicaStats
 
 _STOP_GRACE_S = 5.0
@@ -158,7 +158,7 @@ class Crew:
                 f"for {asked})"
             )
         except RayError as error:
-            return FailedStart(cause=_summary(error))
+            return FailedStart(cause=last_line(error))
         if failed is None:
             member.is_ready = True
             self.ledger.ready(member.rank, time.monotonic())
@@ -169,7 +169,7 @@ class Crew:
         try:
             await member.actor.run.remote(coordinator)
         except RayError as error:
-            return member.cause or _summary(error)
+            return member.cause or last_line(error)
         return None
 
     def _remove(self, member: Member) -> None:
@@ -177,8 +177,3 @@ class Crew:
         del self.members[member.replica_id]
         self.ledger.stopped(member.rank)
         member.reserved.end(member.actor)
-
-
-def _summary(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return encodable(f"{type(error).__name__}: {lines[-1] if lines else ''}")

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import ray
 
 from raybatch.actors.records import PoolSpec
-from raybatch.backends.options import actors_of_engine, check_pool, gpus_of_engine
+from raybatch.backends.options import (
+    actors_of_engine,
+    check_pool,
+    check_share,
+    gpus_of_engine,
+)
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
@@ -37,10 +42,11 @@ class CrewPlan:
     bundles: tuple[Mapping[str, float], ...] = ()
 
     def total(self) -> dict[str, float]:
-        """Return the CPUs and GPUs of one replica with its ranks."""
+        """Return CPUs, GPUs and what else the bundles name, of one replica with its ranks."""
         names = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         if not self.bundles:
             return names
+        names |= dict.fromkeys((name for bundle in self.bundles for name in bundle), 0.0)
         return {name: sum(bundle.get(name, 0) for bundle in self.bundles) for name in names}
 
     def asks_for(self) -> str:
@@ -82,11 +88,7 @@ def plan_crew(spec: PoolSpec) -> CrewPlan:
         num_replicas = max(1, int(cluster_gpus / num_gpus))
     else:
         num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    if 0 < num_gpus < 1 and spec.engine.kv_cache_bytes is None:
-        raise ConfigError(
-            f"pool.num_gpus_per_replica is {num_gpus}: engines that share a GPU each need "
-            "engine.kv_cache_bytes, or the first takes all the memory"
-        )
+    check_share(num_gpus, spec.backend, spec.engine)
     kind = "GPU" if num_gpus else "CPU"
     hosts = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind)]
     of_hosts = [float(host["Resources"].get("GPU", 0)) for host in hosts]

@@ -14,7 +14,7 @@ from raybatch.actors.crew_plan import CrewPlan, asked_of_ray, plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.actors.reserving import reserve
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
-from raybatch.errors import MeasureError, encodable
+from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost_model import CostModel
 
 __all__ = ["NO_SPEED_OF_ENDPOINTS", "busy_resources", "measure_pool"]
@@ -63,7 +63,8 @@ def measure_pool(
     found = load_cost_model(path) if is_here else None
     if found is not None:
         return found
-    _check_free(plan.total(), spec)
+    others = {} if plan.bundles else spec.pool.resources
+    _check_free({**plan.total(), **others}, spec)
     return _measure_in_actor(spec, plan, folder, timeout_s)
 
 
@@ -82,7 +83,7 @@ def _measure_in_actor(
             f"{asked_of_ray(plan, spec.pool)}"
         ) from error
     except RayError as error:
-        raise MeasureError(f"{spec.model} could not be measured: {_last_line(error)}") from error
+        raise MeasureError(f"{spec.model} could not be measured: {last_line(error)}") from error
     finally:
         with suppress(RayError):
             reserved.end(actor)
@@ -144,8 +145,3 @@ class _Measurer:
             )
         except MeasureError as error:
             return str(error)
-
-
-def _last_line(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return encodable(f"{type(error).__name__}: {lines[-1] if lines else ''}")

@@ -18,7 +18,13 @@ from raybatch.actors.records import Assignment, FailedStart, PoolSpec, RowGroups
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
-from raybatch.errors import ConfigError, EndpointError, MissingDependency, error_text
+from raybatch.errors import (
+    ConfigError,
+    EndpointError,
+    MissingDependency,
+    UnreachableError,
+    error_text,
+)
 from raybatch.types import Completion, Request, SequenceState
 
 _LEAD_STEPS = 4
@@ -77,6 +83,8 @@ class Replica:
         except Exception as error:
             _logger.exception("the engine could not be built")
             is_final = isinstance(error, ConfigError | MissingDependency)
+            # a bucket or a hub that is away may come back
+            is_final = is_final and not isinstance(error, UnreachableError)
             return FailedStart(cause=error_text(error), is_final=is_final)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None

@@ -25,6 +25,7 @@ __all__ = [
     "actors_of_engine",
     "answering_options",
     "check_pool",
+    "check_share",
     "gpus_of_engine",
     "length_of_model",
     "parsed_columns",
@@ -68,6 +69,7 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
         backend: that they run.
         engine: their options.
     """
+    check_share(pool.num_gpus_per_replica or 0, backend, engine)
     num_ranks = actors_of_engine(backend, engine)
     if pool.bundles is not None and not num_ranks:
         raise ConfigError(
@@ -80,6 +82,28 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
             f"pool.num_gpus_per_replica={pool.num_gpus_per_replica!r} has no effect on engines "
             f"whose ranks are actors of Ray: each of the {num_ranks} ranks takes a GPU; leave it "
             "out, or say in pool.bundles what they take"
+        )
+
+
+def check_share(num_gpus: float, backend: BackendConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where engines share a GPU and nothing bounds the memory of each.
+
+    Args:
+        num_gpus: of one engine.
+        backend: that they run.
+        engine: their options.
+    """
+    if not 0 < num_gpus < 1 or engine.kv_cache_bytes is not None:
+        return
+    has_share = False
+    if backend.kind == "vllm":
+        kwargs = vllm_options(backend, engine).engine_kwargs
+        has_share = bool({"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(kwargs))
+    if not has_share:
+        raise ConfigError(
+            f"an engine has {num_gpus:g} of a GPU: engines that share one each need "
+            "engine.kv_cache_bytes (engine_kwargs.kv_cache_memory_bytes of a processor) or, of "
+            "vLLM, engine_kwargs.gpu_memory_utilization, or the first takes all the memory"
         )
 
 

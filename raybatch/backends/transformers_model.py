@@ -14,7 +14,7 @@ from raybatch.backends.transformers_options import TransformersOptions
 from raybatch.config import EngineConfig
 from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.model_config import merge_eos
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.types import TokenIds
 
 __all__ = ["HubModel"]
@@ -80,7 +80,8 @@ class HubModel:
                 trust_remote_code=options.trust_remote_code,
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"transformers cannot load {path}: {error_text(error)}") from error
+            kind = UnreachableError if isinstance(error, OSError) else ConfigError
+            raise kind(f"transformers cannot load {path}: {error_text(error)}") from error
         model.to(device).eval()
         logger.info("%s loaded as %s on %s", type(model).__name__, model.dtype, device)
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT

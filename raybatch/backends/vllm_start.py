@@ -1,7 +1,8 @@
 """Starts vLLM in this process, once the environment is what vLLM reads when it is imported."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,18 +126,17 @@ def _start_engine(
 
     from raybatch.backends.vllm_engine import VllmEngine
 
-    args = _with_configs(args, EngineArgs)
+    with _refusing():
+        args = _with_configs(args, EngineArgs)
     if current_platform.is_cpu():
         args = _on_cpu(args, num_engines_on_host)
         if args.get("enable_lora"):
             from raybatch.backends.vllm_cpu_lora import leave_bare_rows_alone
 
             leave_bare_rows_alone()
-    try:
+    with _refusing():
         made = EngineArgs(model=str(model_dir), **args)
         config = made.create_engine_config(UsageContext.LLM_CLASS)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"vLLM refuses its options: {error_text(error)}") from error
     engine = LLMEngine(
         vllm_config=config,
         executor_class=Executor.get_class(config),
@@ -150,6 +150,19 @@ def _start_engine(
     except BaseException:
         engine.engine_core.shutdown()
         raise
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Make a ConfigError of what vLLM raises where an option cannot be."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        # pydantic writes several lines, of which a log would show one
+        said = " ".join(error_text(error).split())
+        raise ConfigError(f"vLLM refuses its options: {said}") from error
 
 
 def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's

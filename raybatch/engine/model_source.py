@@ -15,7 +15,7 @@ import fsspec
 
 from raybatch.config import cache_dir, is_hub_offline
 from raybatch.engine.checkpoint import weight_files
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError, UnreachableError, error_text
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -158,8 +158,8 @@ def _hub_errors(source: str) -> Iterator[None]:
         raise _unreachable(source) from error
 
 
-def _unreachable(source: str) -> ConfigError:
-    return ConfigError(
+def _unreachable(source: str) -> UnreachableError:
+    return UnreachableError(
         f"model {source!r} is not in the local hub cache and the hub cannot be reached; pass a "
         f"local folder, or pre-download it where there is a network: hf download {source}"
     )
@@ -189,7 +189,7 @@ def fetch_folder(
             return Path(root)
         listing = filesystem.ls(root, detail=True)
     except Exception as error:  # each file system has errors of its own
-        raise ConfigError(f"{what} {uri!r} cannot be read: {error_text(error)}") from error
+        raise UnreachableError(f"{what} {uri!r} cannot be read: {error_text(error)}") from error
     wanted = {
         PurePosixPath(entry["name"]).name: entry
         for entry in listing
@@ -206,7 +206,7 @@ def fetch_folder(
         try:
             _copy(filesystem, {name: entry["name"] for name, entry in wanted.items()}, target)
         except Exception as error:  # each file system has errors of its own
-            raise ConfigError(
+            raise UnreachableError(
                 f"{what} {uri!r} cannot be downloaded: {error_text(error)}"
             ) from error
     return target

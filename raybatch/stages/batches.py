@@ -73,7 +73,10 @@ def json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, Exception):
         raise ConfigError(f"the value cannot be read: {value}")
     if isinstance(value, str | bytes):
-        return json.loads(value) if value else None
+        try:
+            return json.loads(value) if value else None
+        except RecursionError as error:
+            raise ConfigError("the JSON is nested too deeply") from error
     return value
 
 

@@ -126,14 +126,21 @@ def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     if name not in WHOLE_OPTIONS:
-        return float(value)
+        return _number(name, value)
     whole = _whole(name, value)
     # vLLM writes "all tokens" as 0 or -1.
     return None if name == "top_k" and whole in (0, -1) else whole
 
 
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ConfigError(f"{name} is larger than any number of its kind") from error
+
+
 def _whole(name: str, value: float) -> int:
-    if isinstance(value, bool) or value != value or not float(value).is_integer():
+    if isinstance(value, bool) or value != value or not _number(name, value).is_integer():
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     return int(value)
 

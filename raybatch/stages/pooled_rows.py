@@ -66,9 +66,11 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
         return prompt._replace(is_filtered=True)
     if on_too_long == "error" or border > max_len or stop - start <= excess:
         longest = max(len(ids) - border, border)
+        way_out = "set on_too_long to cut or drop such rows, or cut them before"
+        if border > max_len:
+            way_out = "a query is never cut: shorten it, or leave the row out"
         return prompt._replace(
-            error=f"PromptTooLong: {longest} prompt tokens in a context of {max_len}; set "
-            "on_too_long to cut or drop such rows"
+            error=f"PromptTooLong: {longest} prompt tokens in a context of {max_len}; {way_out}"
         )
     cut = slice(start, start + excess) if on_too_long == "truncate_left" else None
     cut = cut or slice(stop - excess, stop)

@@ -236,6 +236,9 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
         return vllm_config(config.engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())
     engine, ignored = engine_config(config.engine_kwargs)
+    if backend.kind == "openai":
+        # the engine is somebody else's
+        ignored = [f"engine_kwargs.{n}" for n in config.engine_kwargs if n != "max_model_len"]
     return engine, backend, ignored
 
 
@@ -300,7 +303,7 @@ def _log_ignored(
     if stages["prepare_multimodal_stage"].enabled:
         given.append("prepare_multimodal_stage")
     if given or ignored:
-        logger.info(
+        logger.warning(
             "options without effect, because rows do not wait for batches and the engine decides "
             "by memory: %s",
             ", ".join([*given, *ignored]),

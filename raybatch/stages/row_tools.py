@@ -85,7 +85,7 @@ def _value_of(value: object, what: str) -> Any:  # noqa: ANN401 - data of a row
         found = json_value(value)
     except ValueError as error:
         raise InvalidPrompt(f"{what} are no JSON: {error}") from error
-    return found if isinstance(value, str) else _without_nulls(found)
+    return found if isinstance(value, str | bytes) else _without_nulls(found)
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row

@@ -68,4 +68,4 @@ def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def tell_once(name: str) -> None:
     """Log that an option has no effect, once in this process."""
-    logger.info("the sampling option %s has no effect: texts and tokens are always there", name)
+    logger.warning("the sampling option %s has no effect: texts and tokens are always there", name)

@@ -1,5 +1,6 @@
 """Cost models measured in an actor like a replica."""
 
+import dataclasses
 import time
 
 import pytest
@@ -43,17 +44,25 @@ def test_an_engine_that_takes_too_long_is_an_error(tmp_path):
         measure_pool(spec_of(start_s=60), folder=tmp_path, timeout_s=0.1)
 
 
-@pytest.fixture
-def all_cpus(ray_cluster):
-    """An actor that holds all CPUs."""
+def hold(**resources):
+    """Return an actor that does nothing but hold what it asked for."""
 
+    # workers do not find the modules of tests
     class Holder:
         def ready(self):
             return True
 
-    num_cpus = ray.cluster_resources()["CPU"]
-    actor = ray.remote(Holder).options(num_cpus=num_cpus).remote()
+    actor = ray.remote(Holder).options(**resources).remote()
     ray.get(actor.ready.remote())
+    return actor
+
+
+@pytest.fixture
+def all_cpus(ray_cluster):
+    """An actor that holds all CPUs."""
+
+    num_cpus = ray.cluster_resources()["CPU"]
+    actor = hold(num_cpus=num_cpus)
     yield
     ray.kill(actor)
     while ray.available_resources().get("CPU", 0) < num_cpus:
@@ -64,6 +73,17 @@ def all_cpus(ray_cluster):
 def test_a_measurement_that_would_wait_for_engines_is_an_error(tmp_path):
     with pytest.raises(MeasureError, match=r"2 CPUs, of which 0 are free; explain before the run"):
         measure_pool(spec_of(num_cpus=2, step_s=0.001), folder=tmp_path)
+
+
+def test_a_measurement_that_would_wait_for_a_resource_that_is_held_is_an_error(tmp_path):
+    head = "node:__internal_head__"
+    holder = hold(num_cpus=0, resources={head: 1})
+    spec = dataclasses.replace(spec_of(), pool=PoolConfig(replicas=1, resources={head: 1}))
+    try:
+        with pytest.raises(MeasureError, match=r"__internal_head__s, of which 0 are free"):
+            measure_pool(spec, folder=tmp_path, timeout_s=20)
+    finally:
+        ray.kill(holder)
 
 
 def test_a_pool_without_reserved_cpus_is_measured_on_a_busy_cluster(all_cpus, tmp_path):

@@ -2,6 +2,7 @@ import pytest
 
 from raybatch.actors.crew_plan import CrewPlan, check_cluster, check_hosts, plan_crew
 from raybatch.actors.records import PoolSpec
+from raybatch.backends.options import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.stages.options import build_stage_config
@@ -64,6 +65,31 @@ def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator(gpus):
     )
     of_host = {"accelerator_type:H100": 0.001}
     assert plan_crew(spec).bundles == (bundles[0] | of_host, *bundles[1:])
+
+
+def test_all_that_the_bundles_name_is_asked_for():
+    bundles = ({"GPU": 1.0, "CPU": 2, "fast": 1}, {"GPU": 1.0, "fast": 2})
+    plan = CrewPlan(num_replicas=1, num_cpus=0, num_gpus=2, num_engines_on_host=1, bundles=bundles)
+    assert plan.total() == {"CPU": 2, "GPU": 2, "fast": 3}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "engine"),
+    [({"gpu_memory_utilization": 0.45}, {}), ({}, {"kv_cache_bytes": 1 << 30})],
+    ids=["share of the memory", "bytes"],
+)
+def test_engines_share_a_gpu_where_their_memory_is_bounded(kwargs, engine):
+    backend = BackendConfig(kind="vllm", options={"engine_kwargs": kwargs})
+    check_share(0.5, backend, EngineConfig(**engine))
+    with pytest.raises(ConfigError, match="gpu_memory_utilization, or the first takes all"):
+        check_share(0.5, BackendConfig(kind="vllm"), EngineConfig())
+
+
+def test_engines_that_share_a_gpu_without_a_bound_are_refused_when_a_stage_is_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"an engine has 0\.5 of a GPU"):
+        build_stage_config(
+            "demo", {"prompt": "{a}", "pool": {"num_gpus_per_replica": 0.5}}, where="test"
+        )
 
 
 def test_gpus_of_a_replica_are_refused_where_each_rank_takes_one(gpus):

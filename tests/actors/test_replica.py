@@ -146,3 +146,21 @@ def test_an_abort_of_rows_that_are_not_here_is_confirmed(run):
         return replica._engine.is_idle()
 
     assert run(scene)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_final"),
+    [("/nowhere/at/all", True), ("http://127.0.0.1:9/model", False)],
+    ids=["no such folder", "a server that is away"],
+)
+def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    spec = PoolSpec(
+        model=model,
+        backend=BackendConfig(kind="native"),
+        engine=EngineConfig(),
+        pool=PoolConfig(replicas=1),
+    )
+    failed = asyncio.run(Replica(spec, 1).start(1))
+    assert failed.is_final == is_final
+    assert failed.cause

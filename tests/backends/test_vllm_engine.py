@@ -12,6 +12,7 @@ from raybatch.backends.create import create_backend
 from raybatch.backends.vllm_model import model_length
 from raybatch.backends.vllm_names import ENGINE_ARGS
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError
 from raybatch.types import Request, Sampling
 from tests.backends.vllm_engines import (
     BLOCK_TOKENS,
@@ -231,6 +232,17 @@ def test_the_driver_knows_the_length_that_vllm_takes(tmp_path, variant):
     config.save_pretrained(tmp_path)
     model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
     assert model_length(tmp_path) == model.max_model_len
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"structured_outputs_config": {"nonsense": 1}}, {"seed": "a text"}],
+    ids=["inside a config", "of its own"],
+)
+def test_a_value_that_vllm_refuses_is_an_error_of_the_options(folder, kwargs):
+    backend = BackendConfig(kind="vllm", options={"engine_kwargs": kwargs})
+    with pytest.raises(ConfigError, match=r"vLLM refuses its options: .*(nonsense|seed)"):
+        create_backend(str(folder), backend, EngineConfig())
 
 
 def test_requests_start_only_where_those_that_run_can_grow(backend):

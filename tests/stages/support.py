@@ -210,6 +210,8 @@ def local_ray(*, num_cpus: int = 4) -> Iterator[None]:
         yield
     finally:
         # a test that failed leaves nothing to those after it
-        release_pools()
-        if is_mine:
-            ray.shutdown()
+        try:
+            release_pools()
+        finally:
+            if is_mine:
+                ray.shutdown()

@@ -58,6 +58,22 @@ def test_broken_json_is_the_rows_error():
     assert found.startswith("InvalidSampling: ")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"max_tokens": 1' + "0" * 400 + "}",
+        '{"temperature": 1' + "0" * 400 + "}",
+        '{"stop_token_ids": [1' + "0" * 400 + "]}",
+    ],
+    ids=["deep", "max_tokens", "temperature", "stop_token_ids"],
+)
+def test_a_value_beyond_all_bounds_is_its_rows_error(text):
+    bad, good = samplings_of(pa.array([text, '{"max_tokens": 3}']))
+    assert bad.startswith("InvalidSampling: ")
+    assert good.max_tokens == 3
+
+
 def test_typed_column_wins_over_the_json_column():
     table = pa.table({"p": ['{"max_tokens": 2, "seed": 9}'], "m": [3]})
     found = row_samplings(table, BASE, overrides={"max_tokens": "m"}, sampling_column="p")
