@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
-
-if TYPE_CHECKING:
-    import torch
-
-    from raybatch.engine.forward_batch import ForwardBatch
-    from raybatch.engine.runner import ModelRunner
 
 __all__ = ["NativeBackend", "create"]
 
@@ -95,21 +85,4 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     spec, tokenizer = runner.spec, LazyTokenizer(path)
     grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
     sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars)
-    return NativeBackend(Engine(_PoolRunner(runner), sampler, StopChecker(tokenizer), engine))
-
-
-class _PoolRunner:
-    """A `ModelRunner` whose pool the step loop may clean."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.spec = runner.spec
-        self.num_blocks = runner.num_blocks
-        self.device = runner.device
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._runner.forward(batch)
-
-    def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
-        for pool in (self._runner.cache.k, self._runner.cache.v):
-            pool[:, block_ids] = 0
+    return NativeBackend(Engine(runner, sampler, StopChecker(tokenizer), engine))

@@ -27,6 +27,10 @@ class EngineConfig:
         kv_admission_fraction: sequences start while the KV memory in use is forecast to stay below
             this share of the cache; above 1 more run at once and some are computed again. None
             makes no forecast: sequences start while there are free blocks.
+        attn_batch_tokens: tokens that attend at once; None takes all of a step. With a number,
+            larger steps run as coroutines: attention part by part, feed-forward blocks together.
+        moe_batch_tokens: tokens for which a feed-forward block waits where steps run as coroutines;
+            None waits for all that come, 0 for none.
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
@@ -41,6 +45,8 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     kv_admission_fraction: float | None = None
+    attn_batch_tokens: int | None = None
+    moe_batch_tokens: int | None = None
     num_threads: int = 1
     tune_malloc: bool = True
 
@@ -48,9 +54,14 @@ class EngineConfig:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
-        for name in ("kv_cache_bytes", "max_model_len"):
+        for name, least in (
+            ("kv_cache_bytes", 1),
+            ("max_model_len", 1),
+            ("attn_batch_tokens", 1),
+            ("moe_batch_tokens", 0),
+        ):
             if getattr(self, name) is not None:
-                check_min(self, name, 1)
+                check_min(self, name, least)
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
 

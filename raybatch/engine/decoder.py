@@ -1,4 +1,9 @@
-"""A decoder-only transformer: tokens of one step in, logits out. No state but its weights."""
+"""A decoder-only transformer: tokens of one step in, logits out. No state but its weights.
+
+`forward` runs a whole step; its parts are there one by one for whoever stops between modules.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -14,6 +19,21 @@ from raybatch.kernels.mlp import add_linear_, add_mlp_
 from raybatch.kernels.moe import moe_ffn
 from raybatch.kernels.norm import rms_norm
 from raybatch.kernels.rotary import rotate_, rotation_table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedBatch:
+    """A forward batch with what all its layers share.
+
+    Args:
+        batch: tokens of one step.
+        rotation: of its positions, complex64 [T, 1, D / 2].
+        attention: the plan as index tensors.
+    """
+
+    batch: ForwardBatch
+    rotation: torch.Tensor
+    attention: PreparedAttention
 
 
 class Decoder:
@@ -35,26 +55,75 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Compute one step: writes the KV of its tokens and returns float32 logits [S, V]."""
-        weights, spec = self._weights, self._spec
-        x = functional.embedding(batch.token_ids, weights.embed)
-        rotation = rotation_table(
-            batch.positions, self._inverse_frequencies, spec.rope.attention_factor
+        prepared, x = self.prepare(batch, cache), self.embed(batch)
+        for layer_idx in range(self._spec.num_layers):
+            x = self.attention(layer_idx, x, prepared, cache)
+            self.ffn_(layer_idx, x)
+        return self.logits(x)
+
+    @torch.inference_mode()
+    def prepare(self, batch: ForwardBatch, cache: KVCache) -> PreparedBatch:
+        """Do once per step what all layers share."""
+        spec = self._spec
+        return PreparedBatch(
+            batch=batch,
+            rotation=rotation_table(
+                batch.positions, self._inverse_frequencies, spec.rope.attention_factor
+            ),
+            attention=self._prepare(batch, batch.attention, cache),
         )
-        prepared = self._prepare(batch, batch.attention, cache)
-        last = spec.num_layers - 1
-        needs_all_rows = len(batch.logits_idx) == len(batch.token_ids)
-        for i, layer in enumerate(weights.layers):
-            if i == last and batch.logits_attention is not None:
-                attended = self._attend_last(layer, x, rotation, cache, prepared, batch)
-            else:
-                attended = self._attend(i, layer, x, rotation, cache, prepared)
-                if i == last and not needs_all_rows:
-                    attended = attended.index_select(0, batch.logits_idx)
-            if i == last and not needs_all_rows:
-                x = x.index_select(0, batch.logits_idx)
-            add_linear_(x, attended, layer.o, layer.o_bias)
-            self._add_ffn(layer, x)
-        return functional.linear(rms_norm(x, weights.norm, spec.rms_eps), weights.head).float()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._spec.num_layers
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the hidden states of a batch before its first layer, [T, M]."""
+        return functional.embedding(batch.token_ids, self._weights.embed)
+
+    @torch.inference_mode()
+    def attention(
+        self,
+        layer_idx: int,
+        x: torch.Tensor,  # [T, M], modified in place
+        prepared: PreparedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """Write the KV of a batch in one layer and return its hidden states after attention.
+
+        In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
+        """
+        batch, layer = prepared.batch, self._weights.layers[layer_idx]
+        is_last = layer_idx == self._spec.num_layers - 1
+        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
+        if is_last and batch.logits_attention is not None:
+            attended = self._attend_last(layer, x, prepared, cache)
+        else:
+            attended = self._attend(layer_idx, layer, x, prepared, cache)
+            if drops_rows:
+                attended = attended.index_select(0, batch.logits_idx)
+        if drops_rows:
+            x = x.index_select(0, batch.logits_idx)
+        add_linear_(x, attended, layer.o, layer.o_bias)
+        return x
+
+    @torch.inference_mode()
+    def ffn_(
+        self,
+        layer_idx: int,
+        x: torch.Tensor,  # [T, M], modified in place
+    ) -> None:
+        """Add the feed-forward block of one layer; its rows may come from any batches."""
+        self._add_ffn(self._weights.layers[layer_idx], x)
+
+    @torch.inference_mode()
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [S, V] of hidden states [S, M] after the last layer."""
+        weights = self._weights
+        normed = rms_norm(x, weights.norm, self._spec.rms_eps)
+        return functional.linear(normed, weights.head).float()
 
     def _prepare(
         self,
@@ -80,34 +149,33 @@ class Decoder:
         layer_idx: int,
         layer: LayerWeights,
         x: torch.Tensor,
-        rotation: torch.Tensor,
+        prepared: PreparedBatch,
         cache: KVCache,
-        prepared: PreparedAttention,
     ) -> torch.Tensor:
-        spec = self._spec
+        spec, attention = self._spec, prepared.attention
         hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
-        qk, v = self._project(layer, hidden, rotation, slice(0, self._num_projected))
+        heads = slice(0, self._num_projected)
+        qk, v = self._project(layer, hidden, prepared.rotation, heads)
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
-        store_kv(k, v, k_pool, v_pool, prepared)
-        return attend(q, k, v, k_pool, v_pool, prepared, spec.windows[layer_idx])
+        store_kv(k, v, k_pool, v_pool, attention)
+        return attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
 
     def _attend_last(
         self,
         layer: LayerWeights,
         x: torch.Tensor,
-        rotation: torch.Tensor,
+        prepared: PreparedBatch,
         cache: KVCache,
-        prepared: PreparedAttention,
-        batch: ForwardBatch,
     ) -> torch.Tensor:
         """Attend in the last layer: all rows leave their KV, those with logits have queries."""
+        batch, rotation = prepared.batch, prepared.rotation
         assert batch.logits_attention is not None, "the plan of the last layer"
         spec, rows = self._spec, batch.logits_idx
         hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
         k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
         k_pool, v_pool = cache.k[-1], cache.v[-1]
-        store_kv(k, v, k_pool, v_pool, prepared)
+        store_kv(k, v, k_pool, v_pool, prepared.attention)
         q, _ = self._project(
             layer,
             hidden.index_select(0, rows),

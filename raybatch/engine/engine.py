@@ -5,15 +5,16 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch_builder import BatchBuilder
 from raybatch.engine.block_manager import BlockManager
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
 from raybatch.engine.row_checks import RowLimits
 from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
+from raybatch.engine.step_forward import StepForward
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["Engine"]
@@ -63,7 +64,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             kv_admission_fraction=config.kv_admission_fraction,
         )
-        self._builder = BatchBuilder(self._table, runner.num_blocks, runner.device)
+        self._forward = StepForward(runner, self._table, config)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
@@ -226,9 +227,13 @@ class Engine:
             self._fill_slot(slot)
         completions = [record.completion("capacity") for record in schedule.ended]
         if schedule.num_tokens:
-            logits = self._runner.forward(self._builder.build(schedule))
+            logits, failed = self._forward.run(schedule)
             self._num_steps += 1
             slots = self._scheduler.advance(schedule)
+            if failed:
+                completions += [self._fail(slot, error) for slot, error in failed.items()]
+                is_whole = ~np.isin(slots, list(failed))
+                slots, logits = slots[is_whole], logits[torch.from_numpy(is_whole)]
             if len(slots):
                 num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
                 result = self._sampler.sample(logits, slots, num_generated)
@@ -255,13 +260,14 @@ class Engine:
             completions.append(self._scheduler.finish(slot).completion(reason, stop_reason))
         return completions
 
-    def _fail(self, slot: int) -> Completion:
+    def _fail(self, slot: int, error: str | None = None) -> Completion:
         self._clear_slot(slot)
         blocks = self._table.blocks(slot).astype(np.int64)
         record = self._scheduler.remove(slot, is_trusted=False)
         self._runner.clear_blocks(blocks[self._blocks.num_refs[blocks] == 0])
-        num_tokens = record.num_tokens
-        error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
+        if error is None:
+            places = f"after {record.num_tokens} tokens"
+            error = f"NonFiniteLogits: the model gave no finite logits {places}"
         return record.completion("error", error=error)
 
     def _fill_slot(self, slot: int) -> None:

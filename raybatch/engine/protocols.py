@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.runtime import PartBatch, StepResult
 from raybatch.types import Sampling, TokenIds
 
 __all__ = ["ModelLimits", "Runner", "SampleResultLike", "SamplerLike", "StopCheckerLike"]
@@ -52,6 +53,9 @@ class Runner(Protocol):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits [S, V], one row per `batch.logits_idx`."""
+
+    def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
+        """Return the logits of parts of a step that do not read what another one writes."""
 
     def clear_blocks(self, block_ids: Int64s) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""

@@ -3,7 +3,10 @@
 import ctypes
 import logging
 import sys
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
@@ -14,6 +17,7 @@ from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
+from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime, PartBatch, StepResult
 from raybatch.engine.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -28,7 +32,9 @@ class ModelRunner:
         self.spec = spec
         self.config = config
         self.cache = cache
-        self._decoder = decoder
+        self.decoder = decoder
+        policy = CombineAtExperts(config.moe_batch_tokens)
+        self.runtime = CoroutineRuntime(decoder, cache, policy)
 
     @classmethod
     def load(
@@ -78,7 +84,16 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens."""
-        return self._decoder.forward(batch, self.cache)
+        return self.decoder.forward(batch, self.cache)
+
+    def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
+        """Run one step as coroutines; parts must not read what another one writes."""
+        return self.runtime.forward(parts)
+
+    def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Zero these blocks of the pool."""
+        for pool in (self.cache.k, self.cache.v):
+            pool[:, block_ids] = 0
 
 
 def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

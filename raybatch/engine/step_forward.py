@@ -1,0 +1,45 @@
+"""Runs what the scheduler decided: as one forward pass, or as coroutines of its parts."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.batch_builder import BatchBuilder
+from raybatch.engine.partition import logits_order, row_slots, split_schedule
+from raybatch.engine.protocols import Runner
+from raybatch.engine.runtime import PartBatch
+from raybatch.engine.schedule import Schedule
+from raybatch.engine.sequences import SequenceTable
+
+__all__ = ["StepForward"]
+
+_NONE: Mapping[int, str] = MappingProxyType({})
+
+
+class StepForward:
+    """Builds the batches of a step and hands them to the model.
+
+    Args:
+        runner: the model with its KV pool.
+        table: running sequences.
+        config: with `attn_batch_tokens`, steps of more tokens run as coroutines.
+    """
+
+    def __init__(self, runner: Runner, table: SequenceTable, config: EngineConfig) -> None:
+        self._runner = runner
+        self._table = table
+        self._builder = BatchBuilder(table, runner.num_blocks, runner.device)
+        self._max_tokens = config.attn_batch_tokens
+
+    def run(self, schedule: Schedule) -> tuple[torch.Tensor, Mapping[int, str]]:
+        """Return the logits of a step [S, V], and by slot why a sequence failed in it."""
+        if self._max_tokens is None or schedule.num_tokens <= self._max_tokens:
+            return self._runner.forward(self._builder.build(schedule)), _NONE
+        parts = split_schedule(schedule, self._table, self._max_tokens)
+        result = self._runner.forward_parts(
+            [PartBatch(self._builder.build(part), row_slots(part)) for part in parts]
+        )
+        order = torch.from_numpy(logits_order(schedule, parts, self._table))
+        return result.logits.index_select(0, order.to(result.logits.device)), result.failed

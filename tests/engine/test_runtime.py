@@ -1,0 +1,242 @@
+"""Steps as coroutines: any order of firing gives the tokens of the plain forward pass."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.backends.native import NativeBackend
+from raybatch.config import EngineConfig
+from raybatch.engine.coroutine import Module
+from raybatch.engine.engine import Engine
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import ModelRunner
+from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.sampler import Sampler
+from raybatch.types import Request, Sampling
+from tests.engine.fakes import FakeStopChecker
+from tests.engine.tiny_models import save
+
+NUM_TOKENS = 10
+BLOCK = 4
+# attention over all of the past, over a window, and with experts
+VARIANTS = ("qwen3", "mistral-window", "qwen3-moe")
+
+
+class AnyOrder:
+    """Fires some of the coroutines of some yield point."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+
+    def choose(self, waiting):
+        here = waiting[self._random.choice(sorted(waiting))]
+        return self._random.sample(list(here), self._random.randint(1, len(here)))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save(request.param, path)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sparse")
+    save("qwen3-moe", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def make_engine(path, *, num_blocks=120, policy=None, hooks=(), **options):
+    spec = read_model_spec(path)
+    config = EngineConfig(
+        block_size_tokens=BLOCK,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=num_blocks * BLOCK * kv_bytes_per_token(spec, torch.float32),
+        **options,
+    )
+    runner = ModelRunner.load(str(path), config)
+    if policy is not None or hooks:
+        policy = policy or CombineAtExperts(config.moe_batch_tokens)
+        runner.runtime = CoroutineRuntime(runner.decoder, runner.cache, policy, hooks=hooks)
+    sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
+    return Engine(runner, sampler, FakeStopChecker(), config), runner
+
+
+def prompts(seed=3, count=9):
+    """Prompts of which several share blocks that are filled in one step."""
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(1, 211, 3 * BLOCK)
+    return [
+        np.r_[stem[: rng.integers(len(stem))], rng.integers(1, 211, rng.integers(1, 20))]
+        for _ in range(count)
+    ]
+
+
+def requests(seed=3, count=9, **sampling):
+    options = Sampling(max_tokens=NUM_TOKENS, **sampling)
+    return [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=prompt.astype(np.int32),
+            sampling=options,
+            seed=i,
+        )
+        for i, prompt in enumerate(prompts(seed, count))
+    ]
+
+
+def finish(engine):
+    backend, done = NativeBackend(engine), {}
+    while backend.num_unfinished():
+        for completion in backend.poll():
+            done[completion.request_id] = completion
+        engine.check()
+    return done
+
+
+def tokens_of(done):
+    return {i: completion.token_ids.tolist() for i, completion in done.items()}
+
+
+def run(path, **options):
+    engine, runner = make_engine(path, **options)
+    engine.add(requests())
+    return tokens_of(finish(engine)), runner.runtime.counters
+
+
+@pytest.mark.parametrize("moe", [0, 5, None])
+@pytest.mark.parametrize("attn", [1, 3, 7, 64])
+def test_every_pair_of_batch_sizes_gives_the_tokens_of_transformers(checkpoint, attn, moe):
+    path, model = checkpoint
+    found, counters = run(path, attn_batch_tokens=attn, moe_batch_tokens=moe)
+    for i, prompt in enumerate(prompts()):
+        ids = torch.from_numpy(prompt)[None]
+        said = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False)
+        assert found[i] == said[0, len(prompt) :].tolist()
+    assert counters.num_attention_calls > 0
+
+
+def test_experts_run_once_per_layer_for_all_parts_of_a_step(sparse):
+    _, together = run(sparse, attn_batch_tokens=2)
+    _, apart = run(sparse, attn_batch_tokens=2, moe_batch_tokens=0)
+    num_layers = read_model_spec(sparse).num_layers
+    assert together.num_ffn_calls % num_layers == 0
+    assert together.num_ffn_calls < together.num_attention_calls / 3
+    assert apart.num_ffn_calls == apart.num_attention_calls == together.num_attention_calls
+    assert apart.num_ffn_rows == together.num_ffn_rows
+    assert apart.max_hidden_bytes == together.max_hidden_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), attn=st.integers(1, 12))
+def test_whole_runs_in_any_order_of_firing_give_the_same_tokens(sparse, seed, attn):
+    engine, _ = make_engine(sparse, policy=AnyOrder(seed), attn_batch_tokens=attn)
+    engine.add(requests(seed=seed % 5))
+    plain, _ = make_engine(sparse)
+    plain.add(requests(seed=seed % 5))
+    assert tokens_of(finish(engine)) == tokens_of(finish(plain))
+
+
+def test_thousands_of_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint):
+    path, _ = checkpoint
+    engine, runner = make_engine(path, attn_batch_tokens=2, max_batched_tokens=40)
+    num_orders = Counter()
+
+    def in_many_orders(parts):
+        expected = torch.cat([runner.forward(part.batch) for part in parts])
+        for seed in range(40):
+            runtime = CoroutineRuntime(runner.decoder, runner.cache, AnyOrder(seed))
+            result = runtime.forward(parts)
+            torch.testing.assert_close(result.logits, expected, atol=1e-4, rtol=1e-4)
+            num_orders[len(parts)] += 1
+        return result
+
+    runner.forward_parts = in_many_orders
+    engine.add(requests())
+    finish(engine)
+    assert num_orders.total() >= 400
+    assert max(num_orders) > 5
+
+
+def test_a_hook_sees_every_sequence_once_at_every_boundary(sparse):
+    seen = Counter()
+
+    def look(view):
+        seen[view.point, view.slot] += 1
+
+    engine, _ = make_engine(sparse, hooks=[look], attn_batch_tokens=1)
+    engine.add(requests(count=3, ignore_eos=True))
+    found = tokens_of(finish(engine))
+    plain, _ = make_engine(sparse)
+    plain.add(requests(count=3, ignore_eos=True))
+    assert found == tokens_of(finish(plain))
+    num_layers = read_model_spec(sparse).num_layers
+    points = {point for point, _ in seen}
+    assert len(points) == 2 * num_layers
+    # each sequence runs for as many steps as it has tokens, its prompt in one of them
+    behind_attention = [p for p in points if p.module is Module.FFN]
+    assert {sum(seen[p, slot] for slot in range(3)) for p in behind_attention} == {3 * NUM_TOKENS}
+
+
+def test_a_hook_that_raises_fails_its_row_and_no_other(sparse):
+    def refuse(view):
+        if view.slot == 1 and view.point.layer == 1 and len(view.hidden) == 1:
+            raise OSError("no room")
+
+    engine, _ = make_engine(sparse, hooks=[refuse], attn_batch_tokens=2)
+    engine.add(requests(ignore_eos=True))
+    done = finish(engine)
+    plain, _ = make_engine(sparse)
+    plain.add(requests(ignore_eos=True))
+    expected = tokens_of(finish(plain))
+    (bad,) = (i for i, completion in done.items() if completion.error)
+    assert done[bad].error == "OSError: no room"
+    assert done[bad].token_ids.tolist() == expected.pop(bad)[: len(done[bad].token_ids)]
+    assert {i: done[i].token_ids.tolist() for i in expected} == expected
+
+
+def test_a_hook_may_change_hidden_states(sparse):
+    def forget(view):
+        if view.slot == 0:
+            view.hidden.zero_()
+
+    # shared blocks would bring what it did to others
+    options = {"enable_prefix_caching": False}
+    engine, _ = make_engine(sparse, hooks=[forget], attn_batch_tokens=2, **options)
+    engine.add(requests(ignore_eos=True))
+    found = tokens_of(finish(engine))
+    plain, _ = make_engine(sparse, **options)
+    plain.add(requests(ignore_eos=True))
+    expected = tokens_of(finish(plain))
+    assert {i for i in found if found[i] != expected[i]} == {0}
+
+
+@settings(max_examples=10, deadline=None)
+@given(num_steps=st.integers(1, 12), moved=st.sets(st.integers(0, 8)), attn=st.integers(1, 9))
+def test_sequences_that_move_to_another_engine_end_with_the_same_tokens(
+    sparse, num_steps, moved, attn
+):
+    first, _ = make_engine(sparse, attn_batch_tokens=attn)
+    second, _ = make_engine(sparse)
+    first.add(requests())
+    done = {}
+    for _ in range(num_steps):
+        done |= {completion.request_id: completion for completion in first.step()}
+    second.restore(first.export(moved))
+    done |= finish(first) | finish(second)
+    plain, _ = make_engine(sparse)
+    plain.add(requests())
+    assert tokens_of(done) == tokens_of(finish(plain))
