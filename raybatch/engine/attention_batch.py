@@ -25,15 +25,21 @@ class AttentionBatch:
 
     Args:
         x: hidden states [T, M].
+        positions: int64 [T], in the sequence.
+        slot_mapping: int64 [T], where the KV of a token goes.
         rotation: of the tokens' positions, complex64 [T, 1, D / 2].
         cache: KV of one layer, [1, N, G, B, D], filled with random numbers: pages of zeros would
             all be one page of memory.
-        prepared: the plan of the batch.
+        plan: what each token attends to.
+        prepared: the plan as index tensors.
     """
 
     x: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
     rotation: torch.Tensor
     cache: KVCache
+    plan: AttentionPlan
     prepared: PreparedAttention
 
     @classmethod
@@ -67,8 +73,9 @@ class AttentionBatch:
         positions = torch.cat([cached + torch.arange(n) for n in lens]).to(device)
         owners = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).to(device)
         slots = owners * blocks_per_seq * block_size + positions
+        plan = _plan(lens, cached, blocks_per_seq, block_size, device)
         prepared = prepare_attention(
-            _plan(lens, cached, blocks_per_seq, block_size, device),
+            plan,
             positions=positions,
             slot_mapping=slots,
             pool=cache.k[0],
@@ -77,8 +84,11 @@ class AttentionBatch:
         frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
         return cls(
             x=torch.randn(tokens, spec.model_dim, generator=random).to(like),
+            positions=positions,
+            slot_mapping=slots,
             rotation=rotation_table(positions, frequencies, spec.rope.attention_factor),
             cache=cache,
+            plan=plan,
             prepared=prepared,
         )
 
