@@ -15,7 +15,7 @@ from raybatch.policy.roofline import Roofline, Work
 __all__ = ["ForwardTime", "forward_dag", "forward_time"]
 
 # layers that are laid out one by one; what is beyond repeats the second half of them
-_UNROLLED_LAYERS = 8
+_UNROLLED_LAYERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,16 @@ def forward_time(
     prefetched parameters no longer have the head start of the first.
     """
     num_laid = min(_UNROLLED_LAYERS, model.num_layers)
-    laid = critical_path(forward_dag(model, costs, plan, workload, num_layers=num_laid))
-    num_first = max(num_laid // 2, 1)
-    if num_first == num_laid:
-        layer_s = laid.seconds
+    nodes = forward_dag(model, costs, plan, workload, num_layers=num_laid)
+    laid = critical_path(nodes)
+    num_first = num_laid // 2
+    if num_first:
+        # no node waits for one of a later layer, so the first ones end as they would alone
+        per_layer = len(nodes) // num_laid
+        first_s = max(laid.finish_s[: num_first * per_layer])
+        layer_s = (laid.seconds - first_s) / (num_laid - num_first)
     else:
-        first = critical_path(forward_dag(model, costs, plan, workload, num_layers=num_first))
-        layer_s = (laid.seconds - first.seconds) / (num_laid - num_first)
+        layer_s = laid.seconds
     # a plan that takes no time keeps nothing busy
     total = laid.seconds or 1.0
     return ForwardTime(

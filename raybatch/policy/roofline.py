@@ -66,8 +66,8 @@ class Roofline:
 
     Args:
         fixed_s: of every run.
-        operation_s: per operation; 0 where computing was never what bound a measured run.
-        byte_s: per byte; 0 where moving never was.
+        operation_s: per operation.
+        byte_s: per byte; 0 where moving bound no measured run.
         serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
             textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
         fit_error: root mean square of the relative errors over the measured runs.
@@ -127,7 +127,8 @@ def fit_roofline(
     Whether a run is bound by computing depends on its operations per byte alone. So runs are sorted
     by these, every place to cut them into bound by bytes and bound by computing is tried, and each
     cut is a linear problem without negative costs. O(N) problems of N rows for each of the
-    `serial_fractions`, of which the first wins a tie.
+    `serial_fractions`, of which the first wins a tie. Among cuts, the one with the most runs bound
+    by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
 
     Args:
         points: measured runs, in any order.

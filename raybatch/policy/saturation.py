@@ -66,9 +66,9 @@ def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 
     """
     if not 0 < efficiency < 1:
         raise ConfigError(f"efficiency is {efficiency}; it must be above 0 and below 1")
-    best_s = cost.seconds(shape.ffn_work(_MANY_TOKENS)) / _MANY_TOKENS
-    if not best_s:
+    if not (cost.operation_s or cost.byte_s):
         raise ConfigError("experts that cost nothing have no batch that keeps them busy")
+    best_s = cost.seconds(shape.ffn_work(_MANY_TOKENS)) / _MANY_TOKENS
 
     def is_enough(tokens: int) -> bool:
         return cost.seconds(shape.ffn_work(tokens)) / tokens <= best_s / efficiency

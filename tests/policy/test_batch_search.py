@@ -23,7 +23,7 @@ from tests.policy.layers import MODEL, costs
 DECODE = Workload(cached_tokens=500)
 GRID = PlanGrid(
     attention_tokens=(8, 64),
-    gate_tokens=(8, 64, 512, 4096),
+    gate_tokens=(8, 64, 512),
     parameter_buffers=(None, 2, 4),
 )
 # parameters are 2.0 GB, KV of one sequence 12 MB
@@ -61,7 +61,7 @@ def brute_force(found_costs, workload, device_bytes, host_bytes, grid=GRID):
     bandwidth=st.sampled_from((1e9, 1e10, 1e11, 1e12)),
     waiting=st.sampled_from((None, 8, 600)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_search_finds_what_trying_everything_finds(device, host, bandwidth, waiting):
     found_costs = costs(link_bytes_per_s=bandwidth)
     workload = replace(DECODE, waiting_sequences=waiting)
@@ -101,7 +101,7 @@ def test_kv_stays_on_the_device_where_the_link_is_slow():
 def test_kv_stays_on_the_device_where_its_memory_is_large():
     plan = best_plan(device_bytes=PLENTY, bandwidth=1e13)
     assert not plan.has_kv_on_host
-    assert 4096 == plan.gate_tokens
+    assert 512 == plan.gate_tokens
 
 
 def test_kv_stays_on_the_device_where_the_host_has_no_room():
@@ -122,7 +122,7 @@ def test_the_best_plan_is_not_the_shortest_pass():
         key=lambda priced: priced.time.seconds,
     )
     assert 8 == shortest.plan.gate_tokens
-    assert 4096 == best.plan.gate_tokens
+    assert 512 == best.plan.gate_tokens
     assert best.token_s < shortest.token_s
 
 
@@ -169,7 +169,7 @@ def test_a_grid_up_to_a_size_has_that_size_and_two_layers_of_buffers():
 
 def test_a_grid_gives_every_plan_once_and_none_that_attends_to_more_than_it_gates():
     plans = list(GRID.plans())
-    assert len(plans) == len(set(plans)) == (1 + 3 * 2) * 3 * 2
+    assert len(plans) == len(set(plans)) == (1 + 2 + 2) * 3 * 2
     assert all(p.attention_tokens <= p.gate_tokens for p in plans)
 
 

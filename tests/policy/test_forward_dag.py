@@ -87,9 +87,8 @@ def test_kv_on_the_host_is_restored_beside_attention():
     plan = replace(HERE, has_kv_on_host=True)
     sizes = [100 * SPARSE.kv_bytes_per_token * n for n in (16, 16, 8)]
     restores_s = sum(found.to_device.seconds(Work(operations=0, moved_bytes=b)) for b in sizes)
-    both_s = restores_s + attention_s(found, 16, 16, 8)
     layer_s = forward_time(MODEL, found, plan, DECODE).layer_s
-    assert restores_s <= layer_s < both_s
+    assert pytest.approx(restores_s) == layer_s
 
 
 def test_a_third_sub_batch_waits_for_the_slot_of_the_first():

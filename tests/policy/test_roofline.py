@@ -58,17 +58,19 @@ def test_runs_on_both_sides_of_the_ridge_are_told_apart():
     assert bound == sorted(bound)
 
 
-def test_a_side_that_bound_no_run_costs_nothing():
-    found = fit_roofline(
-        [
-            MeasuredWork(
-                tokens=n, work=Work(operations=1.0, moved_bytes=1e6 * n), seconds=1e-3 * n + 1e-5
-            )
-            for n in (1, 2, 5, 9)
-        ]
-    )
-    assert found.operation_s == 0.0
-    assert pytest.approx(1e-9, rel=1e-6) == found.byte_s
+def test_moving_costs_nothing_where_it_bound_no_run():
+    found = fit_roofline(runs_of(replace(TRUTH, byte_s=0.0)))
+    assert 0.0 == found.byte_s
+    assert pytest.approx(TRUTH.operation_s) == found.operation_s
+
+
+def test_a_batch_beyond_runs_that_bytes_bound_is_taken_to_gain_nothing():
+    sizes = (1, 2, 4, 8, 16)
+    assert not any(TRUTH.is_compute_bound(run.work) for run in runs_of(TRUTH, sizes))
+    found = fit_roofline(runs_of(TRUTH, sizes))
+    assert relative_error(found, runs_of(TRUTH, sizes)) < 1e-9
+    variable = [found.seconds(SPARSE.ffn_work(n)) - found.fixed_s for n in (16, 160)]
+    assert pytest.approx(10 * variable[0]) == variable[1]
 
 
 def test_seconds_are_fixed_and_the_longer_side_and_a_share_of_the_shorter():
