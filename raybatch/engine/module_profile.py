@@ -3,14 +3,14 @@
 What is measured feeds `raybatch.policy.roofline`, not `raybatch.policy.cost_model`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
 from raybatch.engine.attention_batch import AttentionBatch
 from raybatch.engine.model_config import ModelSpec
-from raybatch.engine.stopwatch import Clock, Stopwatch, clock_of
+from raybatch.engine.stopwatch import Clock, Run, Stopwatch, clock_of
 from raybatch.engine.weights import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError
 from raybatch.kernels.mlp import add_mlp_
@@ -23,6 +23,8 @@ from raybatch.policy.roofline import MeasuredWork, Work, fit_roofline
 __all__ = ["ModuleProfile", "ProfileOptions", "model_shape", "profile_layer", "run_ffn"]
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
+# copies and layers take turns over so much memory, which is more than processors have of cache
+_BEYOND_CACHE_BYTES = 128 << 20
 # of the time budget: attention, experts, copies
 _SHARES = (0.45, 0.45, 0.1)
 
@@ -128,8 +130,9 @@ def profile_layer(
 ) -> ModuleProfile:
     """Measure attention, experts and copies of a model; takes about `options.budget_s`.
 
-    Repeated samples take turns over the layers of the representative kind: one layer alone would
-    stay in the processor's cache, where no forward pass finds it.
+    Repeated runs take turns over layers of the representative kind: one layer alone would stay in
+    the processor's cache, where no forward pass finds it. Their weights are read once before, as
+    those of a mapped file come from disk at first.
 
     Args:
         spec: what the model is.
@@ -144,9 +147,13 @@ def profile_layer(
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
     model = model_shape(spec, dtype=dtype, num_pieces=num_pieces)
     is_sparse = model.layer.num_experts > 1
-    layers = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
+    alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
+    num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
+    layers = alike[: max(num_layers, 2)]
     budgets = [options.budget_s * share for share in _SHARES]
     with torch.inference_mode():
+        for layer in layers:
+            _read(layer)
         attention = _profile_attention(spec, model.layer, layers, options, stopwatch, budgets[0])
         ffn = _profile_ffn(spec, model.layer, layers, options, stopwatch, budgets[1])
         to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
@@ -158,6 +165,13 @@ def profile_layer(
         to_host=to_host,
         copies_overlap=device.type == "cuda",
     )
+
+
+def _read(layer: LayerWeights) -> None:
+    for field in fields(layer):
+        tensor = getattr(layer, field.name)
+        if tensor is not None:
+            tensor.sum()
 
 
 def _profile_attention(
@@ -175,7 +189,7 @@ def _profile_attention(
     ]
     kinds = [kind for kind in kinds if _kv_bytes(shape, *kind) <= options.max_kv_bytes] or kinds[:1]
 
-    def prepare(idx: int) -> Callable[[int], object]:
+    def prepare(idx: int) -> Run:
         tokens, workload = kinds[idx]
         batch = AttentionBatch.build(
             spec, tokens, workload, like=layers[0].qkv, block_size=options.block_size
@@ -202,7 +216,7 @@ def _profile_ffn(
     batches = sorted(options.ffn_tokens)
     random = torch.Generator().manual_seed(0)
 
-    def prepare(idx: int) -> Callable[[int], object]:
+    def prepare(idx: int) -> Run:
         x = torch.randn(batches[idx], spec.model_dim, generator=random).to(layers[0].qkv)
         return lambda turn: run_ffn(spec, layers[turn % len(layers)], x)
 
@@ -237,20 +251,16 @@ def _profile_copies(
     """Measure copies to the device and back; on a CPU, between two places of its memory."""
     sizes = [(0, Work(operations=0.0, moved_bytes=size)) for size in _COPY_BYTES]
 
-    def to_device(idx: int) -> Callable[[int], object]:
-        host, there = _copy_ends(_COPY_BYTES[idx], device)
-        return lambda _: there.copy_(host, non_blocking=True)
+    host = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, device=device)
 
-    def to_host(idx: int) -> Callable[[int], object]:
-        host, there = _copy_ends(_COPY_BYTES[idx], device)
-        return lambda _: host.copy_(there, non_blocking=True)
+    def copying(target: torch.Tensor, source: torch.Tensor, num_bytes: int) -> Run:
+        targets, sources = target.split(num_bytes), source.split(num_bytes)
+        return lambda turn: targets[turn % len(targets)].copy_(
+            sources[turn % len(sources)], non_blocking=True
+        )
 
     return (
-        stopwatch.measure(sizes, to_device, budget_s / 2),
-        stopwatch.measure(sizes, to_host, budget_s / 2),
+        stopwatch.measure(sizes, lambda i: copying(there, host, _COPY_BYTES[i]), budget_s / 2),
+        stopwatch.measure(sizes, lambda i: copying(host, there, _COPY_BYTES[i]), budget_s / 2),
     )
-
-
-def _copy_ends(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return host, torch.ones(num_bytes, dtype=torch.uint8, device=device)

@@ -8,7 +8,7 @@ import torch
 
 from raybatch.policy.roofline import MeasuredWork, Work
 
-__all__ = ["Clock", "Stopwatch", "clock_of"]
+__all__ = ["Clock", "Run", "Stopwatch", "clock_of"]
 
 # a sample shorter than this is made of several runs, so that the clock's own steps do not count
 _MIN_SAMPLE_S = 1e-3
