@@ -181,3 +181,28 @@ def test_modules_that_are_measured_compute_what_the_decoder_does(load, variant, 
         x = run_ffn(spec, layer, replace(batch, x=x).run(spec, layer))
     logits = rms_norm(x, weights.norm, spec.rms_eps) @ weights.head.T
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_sequences_see_what_is_cached_and_their_own_token(load):
+    spec, weights = load("qwen3-moe")
+    workload = Workload(cached_tokens=20)
+    batch = AttentionBatch.build(spec, 3, workload, like=weights.embed, block_size=16)
+    decode = batch.plan.decode
+    assert [20, 20, 20] == batch.positions.tolist()
+    assert [20, 52, 84] == batch.slot_mapping.tolist()
+    assert [0, 1, 2, 3, 4, 5] == decode.block_ids.tolist()
+    assert [0, 0, 1, 1, 2, 2] == decode.owners.tolist()
+    assert [16, 5] * 3 == decode.num_valid.tolist()
+
+
+def test_chunks_see_what_is_cached_and_themselves(load):
+    spec, weights = load("qwen3-moe")
+    workload = Workload(tokens_per_sequence=4, cached_tokens=30)
+    batch = AttentionBatch.build(spec, 6, workload, like=weights.embed, block_size=16)
+    assert [30, 31, 32, 33, 30, 31] == batch.positions.tolist()
+    assert [30, 31, 32, 33, 78, 79] == batch.slot_mapping.tolist()
+    assert ((0, 4), (4, 2)) == (batch.plan.prefill.starts, batch.plan.prefill.lens)
+    parts = [
+        (c.query_idx.tolist(), c.block_ids.tolist(), c.num_tokens) for c in batch.plan.contexts
+    ]
+    assert [([0, 1, 2, 3], [0, 1], 30), ([4, 5], [3, 4], 30)] == parts

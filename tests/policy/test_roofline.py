@@ -83,10 +83,20 @@ def test_left_out_runs_of_exact_measurements_are_predicted():
     assert held_out_error(runs_of(TRUTH)) < 1e-6
 
 
-def test_a_left_out_run_that_lies_is_noticed():
-    runs = runs_of(TRUTH)
-    runs[4] = replace(runs[4], seconds=2 * runs[4].seconds)
-    assert held_out_error(runs) > 0.1
+def test_a_left_out_run_has_no_part_in_its_prediction():
+    first, middle, last = runs_of(TRUTH, (1, 64, 4096))
+    middle = replace(middle, seconds=2 * middle.seconds)
+    unseen = relative_error(fit_roofline([first, last]), [middle])
+    assert unseen > 0.1
+    assert pytest.approx(unseen) == held_out_error([last, middle, first])
+
+
+def test_runs_have_the_same_weight_whether_short_or_long():
+    work = Work(operations=0.0, moved_bytes=8.0)
+    runs = [MeasuredWork(tokens=1, work=work, seconds=s) for s in (1.0, 3.0)]
+    # the x that minimises (x / 1 - 1)^2 + (x / 3 - 1)^2
+    assert pytest.approx(1.2) == fit_roofline(runs).seconds(work)
+    assert pytest.approx(0.4**0.5 / 2**0.5) == fit_roofline(runs).fit_error
 
 
 def test_two_runs_leave_none_to_hold_out():
