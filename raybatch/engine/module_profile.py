@@ -255,7 +255,7 @@ def _profile_copies(
     there = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, device=device)
 
     def copying(target: torch.Tensor, source: torch.Tensor, num_bytes: int) -> Run:
-        targets, sources = target.split(num_bytes), source.split(num_bytes)
+        targets, sources = torch.split(target, num_bytes), torch.split(source, num_bytes)
         return lambda turn: targets[turn % len(targets)].copy_(
             sources[turn % len(sources)], non_blocking=True
         )

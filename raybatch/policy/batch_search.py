@@ -47,22 +47,26 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanGrid:
-    """The values that are tried, each with each; attention never takes more than the gate.
+    """The values that are tried, each with each.
+
+    Left out is attention over more tokens than are at the gate, or in too many runs.
 
     Args:
         attention_tokens: of one run of attention.
         gate_tokens: of one run of the experts.
         parameter_buffers: see `BatchPlan`.
         kv_on_host: whether KV is on the host.
+        max_attention_runs: of one layer; a graph of more takes long, and each costs a fixed time.
 
     Raises:
-        ConfigError: one of them is empty.
+        ConfigError: one of them is empty, or there is no run of attention.
     """
 
     attention_tokens: tuple[int, ...]
     gate_tokens: tuple[int, ...]
     parameter_buffers: tuple[int | None, ...] = (None,)
     kv_on_host: tuple[bool, ...] = (False, True)
+    max_attention_runs: int = 32
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -88,7 +92,7 @@ class PlanGrid:
             dict.fromkeys(self.parameter_buffers),
             dict.fromkeys(self.kv_on_host),
         ):
-            if attention <= gate:
+            if attention <= gate <= attention * self.max_attention_runs:
                 yield BatchPlan(
                     attention_tokens=attention,
                     gate_tokens=gate,

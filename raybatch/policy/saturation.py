@@ -6,11 +6,18 @@ from typing import Literal
 
 from raybatch.errors import ConfigError
 from raybatch.policy.batch_search import MemoryBudget
-from raybatch.policy.layer_plan import BatchPlan, MemoryNeed, ModelShape, memory_need
+from raybatch.policy.layer_plan import BatchPlan, MemoryNeed, ModelShape, ModuleCosts, memory_need
 from raybatch.policy.layer_work import LayerShape, Workload
-from raybatch.policy.roofline import Roofline
+from raybatch.policy.roofline import Roofline, Work
 
-__all__ = ["GateBound", "GateTarget", "gate_target", "saturating_tokens", "saturation_target"]
+__all__ = [
+    "GateBound",
+    "GateTarget",
+    "gate_target",
+    "hiding_tokens",
+    "saturating_tokens",
+    "saturation_target",
+]
 
 GateBound = Literal["saturation", "waiting sequences", "host memory", "device memory"]
 
@@ -73,6 +80,21 @@ def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 
     def is_enough(tokens: int) -> bool:
         return cost.seconds(shape.ffn_work(tokens)) / tokens <= best_s / efficiency
 
+    return _first(is_enough)
+
+
+def hiding_tokens(shape: LayerShape, costs: ModuleCosts) -> int:
+    """Return the fewest tokens whose experts run as long as their parameters take to be streamed.
+
+    With fewer, the device waits for the link whatever else is planned.
+    """
+    load = Work(operations=0.0, moved_bytes=shape.ffn_bytes)
+    load_s = costs.to_device.seconds(load)
+    return _first(lambda tokens: costs.ffn.seconds(shape.ffn_work(tokens)) >= load_s)
+
+
+def _first(is_enough: Callable[[int], bool]) -> int:
+    """Return the smallest number that is enough, where all above it are."""
     low, high = 0, 1
     while not is_enough(high):
         low, high = high, 2 * high

@@ -25,6 +25,7 @@ GRID = PlanGrid(
     attention_tokens=(8, 64),
     gate_tokens=(8, 64, 512),
     parameter_buffers=(None, 2, 4),
+    max_attention_runs=64,
 )
 # parameters are 2.0 GB, KV of one sequence 12 MB
 PARAMETERS = 12 * (MODEL.layer.ffn_bytes + MODEL.layer.attention_bytes) + MODEL.other_bytes
@@ -156,6 +157,7 @@ def test_the_order_of_a_grid_and_its_repetitions_change_nothing():
         attention_tokens=GRID.attention_tokens[::-1],
         gate_tokens=(*GRID.gate_tokens[::-1], 64),
         parameter_buffers=GRID.parameter_buffers,
+        max_attention_runs=64,
     )
     first, second = (search_plans(MODEL, costs(), DECODE, memory, g) for g in (GRID, backwards))
     assert first == second
@@ -171,6 +173,12 @@ def test_a_grid_gives_every_plan_once_and_none_that_attends_to_more_than_it_gate
     plans = list(GRID.plans())
     assert len(plans) == len(set(plans)) == (1 + 2 + 2) * 3 * 2
     assert all(p.attention_tokens <= p.gate_tokens for p in plans)
+
+
+def test_attention_in_too_many_runs_is_left_out():
+    few = replace(GRID, max_attention_runs=8)
+    pairs = {(p.gate_tokens, p.attention_tokens) for p in few.plans()}
+    assert {(8, 8), (64, 8), (64, 64), (512, 64)} == pairs
 
 
 def test_an_empty_grid_is_refused():

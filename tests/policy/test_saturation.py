@@ -9,8 +9,13 @@ from raybatch.policy.batch_search import MemoryBudget
 from raybatch.policy.layer_plan import BatchPlan, memory_need
 from raybatch.policy.layer_work import Workload
 from raybatch.policy.roofline import Roofline
-from raybatch.policy.saturation import gate_target, saturating_tokens, saturation_target
-from tests.policy.layers import MODEL, SPARSE
+from raybatch.policy.saturation import (
+    gate_target,
+    hiding_tokens,
+    saturating_tokens,
+    saturation_target,
+)
+from tests.policy.layers import MODEL, SPARSE, costs
 
 DECODE = Workload(cached_tokens=500)
 HERE = BatchPlan(attention_tokens=64, gate_tokens=64)
@@ -55,6 +60,15 @@ def test_a_knee_asks_for_an_efficiency_below_one():
 def test_experts_that_cost_nothing_have_no_knee():
     with pytest.raises(ConfigError, match="cost nothing"):
         saturating_tokens(SPARSE, Roofline(fixed_s=1e-9, operation_s=0, byte_s=0))
+
+
+@pytest.mark.parametrize("bandwidth", [1e10, 1e11])
+def test_loads_are_hidden_from_the_first_batch_that_computes_as_long(bandwidth):
+    found = costs(link_bytes_per_s=bandwidth)
+    load_s = SPARSE.ffn_bytes / bandwidth + 1e-6
+    tokens = hiding_tokens(SPARSE, found)
+    assert found.ffn.seconds(SPARSE.ffn_work(tokens)) >= load_s
+    assert found.ffn.seconds(SPARSE.ffn_work(tokens - 1)) < load_s
 
 
 def target(plan=HERE, workload=DECODE, *, device=PLENTY, host=PLENTY, saturated=16384):
