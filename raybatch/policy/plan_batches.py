@@ -38,7 +38,7 @@ def plan_batches(
 
     Tried are powers of two up to what keeps the experts busy, and the largest batches that memory
     holds. Where it does not hold the experts, batches may be so large that computing hides them
-    being streamed. A grid of 16,384 tokens takes a few seconds; keep what is found.
+    being streamed. It takes about a second.
 
     Args:
         model: whose batches are planned.
