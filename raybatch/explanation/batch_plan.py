@@ -1,0 +1,115 @@
+"""Says which batch sizes were chosen for a model, where its data lives, and what they bring."""
+
+from raybatch.pictures.document import Section, Table
+from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.policy.batch_search import MemoryBudget, PricedPlan, SearchResult
+from raybatch.policy.layer_plan import BatchPlan, ModuleCosts
+from raybatch.policy.saturation import GateTarget
+
+__all__ = ["plan_section"]
+
+
+def plan_section(
+    phase: str,
+    result: SearchResult,
+    *,
+    costs: ModuleCosts,
+    memory: MemoryBudget,
+    target: GateTarget | None = None,
+) -> Section:
+    """Return the chosen plan as facts, and as a table beside the best of every other residence.
+
+    Args:
+        phase: what the plan is for, such as "decode".
+        result: of the search.
+        costs: that the search went by.
+        memory: that there is.
+        target: how many tokens would keep the experts busy; None for a dense model.
+    """
+    best = result.best
+    facts = [
+        ("plan", f"{phase}: {_sizes(best.plan)}"),
+        ("parameters", _parameters(best.plan)),
+        ("KV", _kv(best.plan)),
+        ("memory", _memory(best, memory)),
+        ("speed", f"{amount(1 / best.token_s)} tokens/s in all layers" if best.token_s else "-"),
+        ("busy", _busy(best)),
+    ]
+    if target is not None:
+        facts.append(("experts", _experts(target)))
+    facts.append(
+        (
+            "fit error",
+            f"{percent(costs.attention.fit_error)} of attention, "
+            f"{percent(costs.ffn.fit_error)} of the feed-forward block",
+        )
+    )
+    considered = (
+        f"{count(result.num_considered, 'plan')} considered, of which memory does not hold "
+        f"{full(result.num_infeasible)}"
+    )
+    return Section(
+        title=f"Batch plan, {phase}",
+        facts=tuple(facts),
+        table=_table([best, *result.runners_up]),
+        notes=(considered,),
+    )
+
+
+def _table(priced: list[PricedPlan]) -> Table:
+    return Table(
+        header=("parameters", "attention", "gate", "device GB", "host GB", "us/token", "KV"),
+        rows=tuple(
+            (
+                "device" if p.plan.parameter_buffers is None else "host",
+                full(p.plan.attention_tokens),
+                full(p.plan.gate_tokens),
+                _gigabytes(p.memory.device_bytes),
+                _gigabytes(p.memory.host_bytes),
+                f"{1e6 * p.token_s:,.3g}",
+                "host" if p.plan.has_kv_on_host else "device",
+            )
+            for p in priced
+        ),
+    )
+
+
+def _sizes(plan: BatchPlan) -> str:
+    return (
+        f"{count(plan.gate_tokens, 'token')} at the gate, attention over "
+        f"{full(plan.attention_tokens)} at a time"
+    )
+
+
+def _parameters(plan: BatchPlan) -> str:
+    if plan.parameter_buffers is None:
+        return "on the device"
+    return f"experts on the host, streamed through {count(plan.parameter_buffers, 'buffer')}"
+
+
+def _kv(plan: BatchPlan) -> str:
+    return "on the host, two sub-batches on the device" if plan.has_kv_on_host else "on the device"
+
+
+def _memory(best: PricedPlan, memory: MemoryBudget) -> str:
+    need = best.memory
+    return (
+        f"{_gigabytes(need.device_bytes)} of {_gigabytes(memory.device_bytes)} GB on the device, "
+        f"{_gigabytes(need.host_bytes)} of {_gigabytes(memory.host_bytes)} GB on the host"
+    )
+
+
+def _busy(best: PricedPlan) -> str:
+    shares = sorted(best.time.busy_fraction.items())
+    return ", ".join(f"{name.replace('_', ' ')} {percent(share, 0)}" for name, share in shares)
+
+
+def _experts(target: GateTarget) -> str:
+    enough = count(target.saturated_tokens, "token")
+    if target.bound == "saturation":
+        return f"kept busy by {enough}, which fit"
+    return f"kept busy by {enough}; {target.bound} allows {full(target.tokens)}"
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.3g}"

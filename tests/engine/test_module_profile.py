@@ -1,0 +1,208 @@
+"""Profiles of tiny models: what is measured is what the decoder computes, in counts and shapes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raybatch.engine.attention_batch import AttentionBatch
+from raybatch.engine.decoder import Decoder
+from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.kv_cache import KVCache
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.module_profile import (
+    ProfileOptions,
+    model_shape,
+    profile_layer,
+    run_ffn,
+)
+from raybatch.engine.weights import load_weights
+from raybatch.errors import ConfigError
+from raybatch.kernels.norm import rms_norm
+from raybatch.policy.layer_work import Workload
+from tests.engine.tiny_models import build
+
+CPU = torch.device("cpu")
+OPTIONS = ProfileOptions(
+    workloads=(Workload(cached_tokens=20), Workload(tokens_per_sequence=4)),
+    attention_tokens=(8, 1),
+    ffn_tokens=(1, 16, 4),
+    block_size=16,
+)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """The spec and weights of a variant, with a cache folder of the module's own."""
+    folder = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
+
+        def loaded(variant):
+            path = folder / variant
+            if not path.exists():
+                build(variant).save_pretrained(path)
+            spec = read_model_spec(path)
+            return spec, load_weights(path, spec, dtype=torch.float32, device=CPU)
+
+        yield loaded
+
+
+class TickingClock:
+    """A second passes whenever it is read."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __call__(self):
+        self.reads += 1
+        return float(self.reads)
+
+
+def profile(loaded, options=OPTIONS, **changes):
+    options = replace(options, **({"budget_s": 1e9} | changes))
+    return profile_layer(*loaded, options, clock=TickingClock())
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2"])
+def test_every_size_is_measured_once_with_its_work(load, variant):
+    found = profile(load(variant))
+    layer = found.model.layer
+    assert [1, 4, 16] == [point.tokens for point in found.ffn]
+    assert [layer.ffn_work(n) for n in (1, 4, 16)] == [point.work for point in found.ffn]
+    kinds = [(n, workload) for n in (1, 8) for workload in OPTIONS.workloads]
+    assert [n for n, _ in kinds] == [point.tokens for point in found.attention]
+    works = [layer.attention_work(n, workload) for n, workload in kinds]
+    assert works == [point.work for point in found.attention]
+    assert len(found.to_device) == len(found.to_host) == 3
+    assert all(point.seconds > 0 for point in (*found.attention, *found.ffn, *found.to_device))
+
+
+def test_the_shape_is_that_of_the_sparse_layers(load):
+    spec, weights = load("qwen3-moe-mlp-only-layers")
+    layer = model_shape(spec, dtype=torch.float32).layer
+    sparse = weights.layers[0]
+    experts = sparse.experts_gate_up.numel() + sparse.experts_down.numel()
+    assert 4 * experts == layer.ffn_bytes
+    assert 4 * (sparse.qkv.numel() + sparse.o.numel()) == layer.attention_bytes
+    assert (8, 3) == (layer.num_experts, layer.top_k)
+
+
+def test_the_shape_of_a_dense_model_has_one_expert(load):
+    spec, weights = load("qwen2")
+    model = model_shape(spec, dtype=torch.float32)
+    dense = weights.layers[0]
+    assert 4 * (dense.gate_up.numel() + dense.down.numel()) == model.layer.ffn_bytes
+    assert 4 * (weights.embed.numel() + weights.head.numel()) == model.other_bytes
+    assert (1, 1, 3) == (model.layer.num_experts, model.layer.top_k, model.num_layers)
+
+
+def test_tied_tables_count_once(load):
+    spec, _ = load("qwen3-tied-attention-bias")
+    assert 4 * 211 * 48 == model_shape(spec, dtype=torch.float32).other_bytes
+
+
+def test_runs_take_turns_over_the_layers_of_the_representative_kind(load, monkeypatch):
+    seen = []
+
+    def noted(spec, layer, x):
+        seen.append(layer)
+        return run_ffn(spec, layer, x)
+
+    monkeypatch.setattr("raybatch.engine.module_profile.run_ffn", noted)
+    loaded = load("qwen3-moe-mlp-only-layers")
+    profile(loaded, ffn_tokens=(2,), num_repeats=3)
+    first, last = loaded[1].layers[0], loaded[1].layers[2]
+    # one run that does not count, and three that do, over the two sparse ones of three layers
+    assert [id(layer) for layer in (first, last, first, last)] == [id(layer) for layer in seen]
+
+
+def test_sizes_beyond_the_budget_are_left_out_but_never_the_smallest(load):
+    # a run takes a tick; three samples and the first run make a size
+    found = profile(load("qwen3-moe"), budget_s=0.0)
+    assert (1, 1, 1) == tuple(map(len, (found.attention, found.ffn, found.to_device)))
+    found = profile(load("qwen3-moe"), budget_s=40.0)
+    assert (1, 1) == (found.ffn[0].tokens, found.attention[0].tokens)
+    assert 1 < len(found.ffn) < 3
+
+
+def test_batches_whose_kv_is_too_large_are_left_out(load):
+    # a token has 256 bytes of KV
+    found = profile(load("qwen3-moe"), max_kv_bytes=21 * 256)
+    assert [1, 1, 8] == [point.tokens for point in found.attention]
+
+
+def test_costs_are_fitted_to_all_four_measurements(load):
+    found = profile(load("qwen3-moe"))
+    costs = found.costs()
+    # every run takes the one tick that the clock takes
+    assert pytest.approx(1.0) == costs.ffn.seconds(found.ffn[0].work)
+    assert pytest.approx(1.0) == costs.to_device.seconds(found.to_device[0].work)
+    assert not costs.copies_overlap
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ffn_tokens": ()}, {"workloads": ()}, {"num_repeats": 0}, {"attention_tokens": (0,)}]
+)
+def test_a_profile_of_nothing_is_refused(wrong):
+    with pytest.raises(ConfigError, match="profile"):
+        replace(OPTIONS, **wrong)
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2", "llama-biases-tied"])
+@pytest.mark.parametrize(
+    ("tokens", "workload"),
+    [
+        (5, Workload(cached_tokens=20)),
+        (5, Workload(cached_tokens=15)),
+        (7, Workload(tokens_per_sequence=3)),
+        (6, Workload(tokens_per_sequence=4, cached_tokens=21)),
+    ],
+    ids=["decode", "decode-full-block", "prefill", "chunk"],
+)
+def test_modules_that_are_measured_compute_what_the_decoder_does(load, variant, tokens, workload):
+    spec, weights = load(variant)
+    batch = AttentionBatch.build(spec, tokens, workload, like=weights.embed, block_size=16)
+    token_ids = torch.arange(tokens) + 3
+    copies = (spec.num_layers, 1, 1, 1, 1)
+    cache = KVCache(k=batch.cache.k.repeat(copies), v=batch.cache.v.repeat(copies))
+    expected = Decoder(spec, weights).forward(
+        ForwardBatch(
+            token_ids=token_ids,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            logits_idx=torch.arange(tokens),
+            attention=batch.plan,
+        ),
+        cache,
+    )
+    x = weights.embed[token_ids]
+    for layer in weights.layers:
+        x = run_ffn(spec, layer, replace(batch, x=x).run(spec, layer))
+    logits = rms_norm(x, weights.norm, spec.rms_eps) @ weights.head.T
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_sequences_see_what_is_cached_and_their_own_token(load):
+    spec, weights = load("qwen3-moe")
+    workload = Workload(cached_tokens=20)
+    batch = AttentionBatch.build(spec, 3, workload, like=weights.embed, block_size=16)
+    decode = batch.plan.decode
+    assert [20, 20, 20] == batch.positions.tolist()
+    assert [20, 52, 84] == batch.slot_mapping.tolist()
+    assert [0, 1, 2, 3, 4, 5] == decode.block_ids.tolist()
+    assert [0, 0, 1, 1, 2, 2] == decode.owners.tolist()
+    assert [16, 5] * 3 == decode.num_valid.tolist()
+
+
+def test_chunks_see_what_is_cached_and_themselves(load):
+    spec, weights = load("qwen3-moe")
+    workload = Workload(tokens_per_sequence=4, cached_tokens=30)
+    batch = AttentionBatch.build(spec, 6, workload, like=weights.embed, block_size=16)
+    assert [30, 31, 32, 33, 30, 31] == batch.positions.tolist()
+    assert [30, 31, 32, 33, 78, 79] == batch.slot_mapping.tolist()
+    assert ((0, 4), (4, 2)) == (batch.plan.prefill.starts, batch.plan.prefill.lens)
+    parts = [
+        (c.query_idx.tolist(), c.block_ids.tolist(), c.num_tokens) for c in batch.plan.contexts
+    ]
+    assert [([0, 1, 2, 3], [0, 1], 30), ([4, 5], [3, 4], 30)] == parts

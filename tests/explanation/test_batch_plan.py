@@ -1,0 +1,55 @@
+"""The text of a chosen plan."""
+
+from raybatch.explanation.batch_plan import plan_section
+from raybatch.pictures.document import to_page, to_text
+from raybatch.policy.batch_search import MemoryBudget, PlanGrid, search_plans
+from raybatch.policy.layer_work import Workload
+from raybatch.policy.saturation import gate_target
+from tests.policy.layers import MODEL, costs
+
+DECODE = Workload(cached_tokens=500)
+MEMORY = MemoryBudget(device_bytes=3 * 10**9, host_bytes=50 * 10**9)
+GRID = PlanGrid(attention_tokens=(8, 64), gate_tokens=(64, 2048), parameter_buffers=(None, 4))
+
+
+def section(*, memory=MEMORY, bandwidth=1e9, saturated=1024):
+    found = costs(link_bytes_per_s=bandwidth)
+    result = search_plans(MODEL, found, DECODE, memory, GRID)
+    target = gate_target(MODEL, result.best.plan, DECODE, memory, saturated_tokens=saturated)
+    return plan_section("decode", result, costs=found, memory=memory, target=target)
+
+
+def test_a_plan_on_the_device_says_so():
+    facts = dict(section().facts)
+    assert "decode: 64 tokens at the gate, attention over 64 at a time" == facts["plan"]
+    assert "on the device" == facts["parameters"] == facts["KV"]
+    assert "of 3 GB on the device, 0 of 50 GB on the host" in facts["memory"]
+
+
+def test_what_keeps_experts_from_being_busy_is_named():
+    assert "kept busy by 1,024 tokens; device memory allows" in dict(section().facts)["experts"]
+    assert "which fit" in dict(section(saturated=16).facts)["experts"]
+
+
+def test_streamed_experts_and_kv_on_the_host_are_told():
+    small = MemoryBudget(device_bytes=10**9, host_bytes=50 * 10**9)
+    facts = dict(section(memory=small, bandwidth=1e13).facts)
+    assert "experts on the host, streamed through 4 buffers" == facts["parameters"]
+    assert "on the host, two sub-batches on the device" == facts["KV"]
+
+
+def test_the_table_has_a_row_for_each_way_to_place_the_data():
+    table = section().table
+    assert 4 == len(table.rows)
+    assert {("device", "device"), ("device", "host"), ("host", "device"), ("host", "host")} == {
+        (row[0], row[-1]) for row in table.rows
+    }
+    per_token = [float(row[5].replace(",", "")) for row in table.rows]
+    assert per_token == sorted(per_token)
+
+
+def test_the_section_is_printed_and_put_on_a_page():
+    text = to_text("plan", [section()])
+    assert "us/token" in text
+    assert "of which memory does not hold" in text
+    assert "us/token" in to_page("plan", [section()])
