@@ -1,5 +1,7 @@
 """How much host memory a sequence gets for what it will generate, learnt from those that ended."""
 
+import math
+
 from raybatch.errors import ConfigError
 
 __all__ = ["AdaptiveHostChunk"]
@@ -76,6 +78,6 @@ class AdaptiveHostChunk:
         if self._num_observed < self._min_observed:
             wanted = self._first_tokens
         else:
-            wanted = round(self._average * _SAFETY)
+            wanted = math.ceil(self._average * _SAFETY)
             wanted = min(max(wanted, self._min_tokens), self._max_tokens)
         return -(-wanted // self._page_tokens) * self._page_tokens

@@ -15,14 +15,14 @@ RUNS = settings(max_examples=150, deadline=None)
 
 
 @st.composite
-def machines(draw, max_wait=st.integers(0, 6)):
+def machines(draw, most_wait=6):
     interval = draw(st.integers(1, 3))
     options = BoundaryOptions(
         interval=interval,
         initial=interval + draw(st.integers(0, 4)),
         extension=interval + draw(st.integers(0, 4)),
         victims=draw(st.sampled_from(["least", "most", "lifo"])),
-        max_wait=draw(max_wait),
+        max_wait=draw(st.integers(0, most_wait)),
         watermark_pages=draw(st.integers(0, 3)),
         margin_pages=draw(st.integers(0, 2)),
         headroom_pages=draw(st.integers(0, 2)),
@@ -111,7 +111,7 @@ def test_whoever_is_active_decodes_a_whole_interval_or_ends(machine):
 
 
 @RUNS
-@given(machine=machines(max_wait=st.integers(0, 3)))
+@given(machine=machines(most_wait=3))
 def test_nobody_waits_for_more_refills_than_there_were_before_it_and_max_wait(machine):
     machine.run()
     for kinds, grants_of in (
