@@ -4,7 +4,8 @@ Run: OMP_NUM_THREADS=1 python benchmarks/page_boundary.py [--seeds 5] [--workloa
 Every number is simulated (`page_simulator.py`). Device memory holds 5, 20 or 40 % of the pages that
 all sequences need at their ends. The first rows of a workload have host memory for all of them, so
 that nobody is evicted; in those with less, down to what the device has, a sequence that yields may
-be prefilled again. Medians over seeds, of steps the worst seed behind them.
+be prefilled again. Medians over seeds, of steps the worst seed behind them; the
+last column compares seed by seed, and gives the range.
 """
 
 import argparse
@@ -152,14 +153,21 @@ COLUMNS: dict[str, Callable[[Outcome], float]] = {
     "rounds": lambda outcome: outcome.rounds,
     "capacity": lambda outcome: outcome.over_capacity,
 }
+LAST_COLUMNS = ("of bound", "steps against the first row of this memory")
 
 
-def line(name: str, case: Case, runs: list[Outcome], bounds: list[float]) -> str:
+def line(
+    name: str, case: Case, runs: list[Outcome], bounds: list[float], first: list[Outcome]
+) -> str:
+    """Return a row of the table; `first` are the runs of the default in the same memory."""
     cells = [f"{np.median([get(outcome) for outcome in runs]):.0f}" for get in COLUMNS.values()]
     cells[0] += f" ({max(outcome.steps for outcome in runs)})"
     ratios = [bound / outcome.decode_steps for bound, outcome in zip(bounds, runs, strict=True)]
+    against = [one.steps / other.steps - 1 for one, other in zip(runs, first, strict=True)]
+    low, middle, high = (f"{np.quantile(against, q):+.0%}" for q in (0, 0.5, 1))
     kind = [name, f"{case.device:.0%}", f"{case.host:.0%}", case.victims, case.reserves]
     cells = [*kind, case.chunk, f"{case.refill_ratio}", *cells, f"{np.median(ratios):.0%}"]
+    cells.append(f"{middle} ({low} to {high})")
     return f"| {' | '.join(cells)} |"
 
 
@@ -170,14 +178,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     kinds = ["workload", "device KV", "host KV", "victims", "pages", "chunk", "ratio"]
-    table = [f"| {' | '.join([*kinds, *COLUMNS, 'of bound'])} |"]
-    table.append("|---" * (len(kinds) + len(COLUMNS) + 1) + "|")
+    table = [f"| {' | '.join([*kinds, *COLUMNS, *LAST_COLUMNS])} |"]
+    table.append("|---" * (len(kinds) + len(COLUMNS) + len(LAST_COLUMNS)) + "|")
     print("\n".join(table), flush=True)
     raw: list[dict[str, Any]] = []
     for name in options.workloads.split(","):
         lengths = [WORKLOADS[name](seed) for seed in range(options.seeds)]
+        first: dict[tuple[float, float], list[Outcome]] = {}
         for case in (*device_cases(), *host_cases()):
             runs = [run(each, case) for each in lengths]
+            same_memory = first.setdefault((case.device, case.host), runs)
             bounds = [
                 each.bound_steps(
                     PAGE_TOKENS,
@@ -186,7 +196,7 @@ def main() -> None:
                 )
                 for each in lengths
             ]
-            table.append(line(name, case, runs, bounds))
+            table.append(line(name, case, runs, bounds, same_memory))
             print(table[-1], flush=True)
             for seed, (outcome, bound) in enumerate(zip(runs, bounds, strict=True)):
                 counts = {"bound_steps": round(bound)} | asdict(outcome)
