@@ -1,1 +1,1 @@
-"""Decisions over plain numbers: what work costs; arrays alone, no Ray, no torch, no clock."""
+"""Decisions over plain numbers: what work costs, who has which pages; no Ray, torch or clock."""
