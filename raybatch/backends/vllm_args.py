@@ -126,6 +126,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.kv_admission_fraction is an option of the native engine; vLLM has "
             "engine_kwargs.watermark and max_num_active_seqs"
         )
+    if (engine.attn_batch_tokens, engine.moe_batch_tokens) != (None, None):
+        raise ConfigError(
+            "engine.attn_batch_tokens and engine.moe_batch_tokens are options of the native "
+            "engine; leave them out"
+        )
     for name, own in _UNLESS_DEFAULT.items():
         given = options.engine_kwargs.get(name)
         if given is not None and _is_changed(engine, own) and given != getattr(engine, own):
