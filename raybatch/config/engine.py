@@ -28,7 +28,7 @@ class EngineConfig:
             this share of the cache; above 1 more run at once and some are computed again. None
             makes no forecast: sequences start while there are free blocks.
         attn_batch_tokens: tokens that attend at once; None takes all of a step. With a number,
-            larger steps run as coroutines: attention part by part, feed-forward blocks together.
+            steps run as coroutines: attention part by part, feed-forward blocks together.
         moe_batch_tokens: tokens for which a feed-forward block waits where steps run as coroutines;
             None waits for all that come, 0 for none.
         num_threads: torch threads of one engine on a CPU.

@@ -24,7 +24,7 @@ class StepForward:
     Args:
         runner: the model with its KV pool.
         table: running sequences.
-        config: with `attn_batch_tokens`, steps of more tokens run as coroutines.
+        config: with `attn_batch_tokens`, steps run as coroutines.
     """
 
     def __init__(self, runner: Runner, table: SequenceTable, config: EngineConfig) -> None:
@@ -35,7 +35,7 @@ class StepForward:
 
     def run(self, schedule: Schedule) -> tuple[torch.Tensor, Mapping[int, str]]:
         """Return the logits of a step [S, V], and by slot why a sequence failed in it."""
-        if self._max_tokens is None or schedule.num_tokens <= self._max_tokens:
+        if self._max_tokens is None:
             return self._runner.forward(self._builder.build(schedule)), _NONE
         parts = split_schedule(schedule, self._table, self._max_tokens)
         result = self._runner.forward_parts(

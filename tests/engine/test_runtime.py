@@ -191,6 +191,18 @@ def test_a_hook_sees_every_sequence_once_at_every_boundary(sparse):
     assert {sum(seen[p, slot] for slot in range(3)) for p in behind_attention} == {3 * NUM_TOKENS}
 
 
+def test_a_hook_is_called_for_the_last_sequence_as_well(sparse):
+    seen = Counter()
+
+    def look(view):
+        seen[view.slot] += 1
+
+    engine, _ = make_engine(sparse, hooks=[look], attn_batch_tokens=64)
+    engine.add(requests(count=1, ignore_eos=True))
+    finish(engine)
+    assert seen == {0: 2 * read_model_spec(sparse).num_layers * NUM_TOKENS}
+
+
 def test_a_hook_that_raises_fails_its_row_and_no_other(sparse):
     def refuse(view):
         if view.slot == 1 and view.point.layer == 1 and len(view.hidden) == 1:
