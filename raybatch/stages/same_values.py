@@ -1,6 +1,7 @@
 """Comparison of Python values that are to be the same in Arrow: 1, 1.0 and True are three."""
 
 import datetime
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def copied(value: Any) -> Any:  # noqa: ANN401 - data of a row
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):
         # token ids and texts are many, and need no look each
-        is_flat = _PLAIN.issuperset(map(type, value))
+        is_flat = _PLAIN.issuperset(set(map(type, value)))
         return value.copy() if is_flat else [copied(item) for item in value]
     return value
 
@@ -67,9 +68,12 @@ def _has_same_items(value: Mapping[Any, Any], held: Mapping[Any, Any]) -> bool:
 def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
     if len(values) != len(held):
         return False
-    types = list(map(type, values))
-    is_plain = types == list(map(type, held)) and _PLAIN.issuperset(types)
-    if is_plain and list(values) == list(held):
+    # long lists of tokens are compared without a look at each
+    if all(map(operator.is_, values, held)):
+        return True
+    types = set(map(type, values))
+    is_plain = len(types) == 1 and _PLAIN.issuperset(types) and types == set(map(type, held))
+    if is_plain and type(values) is type(held) and values == held:
         return True
     return all(map(is_same, values, held))
 
