@@ -1,5 +1,6 @@
 """What a user's functions return of the rows of a batch, as columns of Arrow."""
 
+import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from raybatch.errors import ConfigError
 from raybatch.stages.batches import python_values
 from raybatch.stages.chaining import MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
 from raybatch.stages.image_values import MEDIA_TYPE, data_url, media, plain
+from raybatch.stages.same_values import is_same
 
 __all__ = [
     "Convert",
@@ -117,7 +119,7 @@ def replace_failed(
     for name, value in example.items():
         columns[name] = column = _column(name, table)
         handed = _value_or_error(name, imagined.get(name), plain_value)
-        if name not in imagined or not _is_equal([value], [handed]):
+        if name not in imagined or not is_same(value, handed):
             array = _array(name, [value], like=_TYPES.get(name, column.type))
             old = _values(name, column, plain_value)
             columns[name] = _with_failed(name, array.slice(0, 0), column, old, good=[])
@@ -165,24 +167,11 @@ def _changed(
     """Return a column with new values in good rows; their type is that of the whole column."""
     good = [i for i, row in enumerate(returned) if row is not None]
     values = [new[i] for i in good]
-    if _is_equal(values, [old[i] for i in good]):
+    # freshly read values: a function may have changed a list in place
+    if is_same(values, [old[i] for i in good]):
         return column
     array = _array(name, values, like=_TYPES.get(name, column.type))
     return array if len(good) == len(new) else _with_failed(name, array, column, old, good=good)
-
-
-def _is_equal(values: Sequence[Any], old: Sequence[Any]) -> bool:
-    """Compare with freshly read values: a function may have changed a list in place."""
-    try:
-        return all(_is_same(a, b) for a, b in zip(values, old, strict=True))
-    except ValueError:  # arrays inside of others, whose comparison is no truth value
-        return False
-
-
-def _is_same(value: Any, old: Any) -> bool:  # noqa: ANN401 - data of a row
-    if isinstance(value, np.ndarray) or isinstance(old, np.ndarray):
-        return np.array_equal(value, old)
-    return value is old or bool(value == old)
 
 
 def _with_failed(
@@ -201,36 +190,56 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
     if held.type == kind:
         return held
     with suppress(*_NO_FORM):
-        return held.cast(kind)
+        cast = held.cast(kind)
+        if not _is_cut(kind) or is_same(python_values(cast.cast(held.type)), python_values(held)):
+            return cast
     if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
         value = json_text(value)
-    with suppress(*_NO_FORM):
-        return pa.array([value], kind)
-    return pa.nulls(1, kind)
+    found = _of_type(kind, [value])
+    return pa.nulls(1, kind) if found is None else found
+
+
+def _is_cut(kind: pa.DataType) -> bool:
+    """Return whether a cast to a type may drop most of a value: 5 becomes True, a time a date."""
+    return bool(pa.types.is_boolean(kind) or pa.types.is_date(kind) or pa.types.is_time(kind))
 
 
 def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
-    """Return values as an array, of the type `like` where they fit it."""
-    if all(_has_room(like, value) for value in values):
-        with suppress(*_NO_FORM):
-            return pa.array(values, like)
+    """Return values as an array, of the type `like` where that holds them as they are.
+
+    Raises:
+        ConfigError: they have no common type.
+    """
+    if (kept := _of_type(like, values)) is not None:
+        return kept
     try:
-        return pa.array(values)
+        found = _inferred(values)
     except _NO_FORM as error:
         if name == _MESSAGES:  # contents of several kinds have no common Arrow type
             return pa.array([json_text(value) for value in values], pa.string())
         raise ConfigError(
             f"the rows of one batch hold values of different types in {name!r}: {error!s:.500}"
         ) from error
+    # numbers of NumPy, and whole numbers beside others, are the same in both
+    kept = _of_type(like, python_values(found))
+    return found if kept is None else kept
 
 
-def _has_room(kind: pa.DataType, value: Any) -> bool:  # noqa: ANN401 - data of a row
-    """Return whether a type has all keys of a value: Arrow leaves others out without a word."""
-    if isinstance(value, Mapping) and pa.types.is_struct(kind):
-        types = {field.name: field.type for field in kind}
-        return all(key in types and _has_room(types[key], item) for key, item in value.items())
-    item_type = getattr(kind, "value_type", None)
-    # lists of numbers and texts are many, and need no look
-    if item_type is not None and pa.types.is_nested(item_type) and isinstance(value, list | tuple):
-        return all(_has_room(item_type, item) for item in value)
-    return True
+def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
+    """Return values as an array of a type; None where that would make others of them.
+
+    Arrow makes 1 of 1.5 and a date of a datetime without a word.
+    """
+    with suppress(*_NO_FORM):
+        array = pa.array(values, kind)
+        if is_same(values, python_values(array)):
+            return array
+    return None
+
+
+def _inferred(values: Sequence[Any]) -> Column:
+    found = pa.array(values)
+    # the other way round, Arrow says it itself
+    if pa.types.is_date(found.type) and any(isinstance(v, datetime.datetime) for v in values):
+        raise TypeError("a datetime after a date")
+    return found

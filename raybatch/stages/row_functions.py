@@ -29,6 +29,7 @@ from raybatch.stages.row_columns import (
     replace,
     replace_failed,
 )
+from raybatch.stages.same_values import copied, is_nested, is_same
 from raybatch.stages.schema import ERROR_COLUMN, describe_error
 from raybatch.types import UNBOUNDED_TOKENS, Task
 
@@ -121,8 +122,7 @@ class Preprocess:
         before = table
         returned: list[Row] = [None if error else {} for error in errors]
         if self._function is not None:
-            is_struct = _has_struct(table, SAMPLING_COLUMN)
-            function = _merging(self._function, is_struct=is_struct)
+            function = _merging(self._function)
             returned, errors = _map_good(table, errors, function, "PreprocessError")
             table = merge(table, returned)
         if is_chained:
@@ -200,35 +200,41 @@ def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of
     return [value] if depth > isinstance(value, list) else value
 
 
-def _merging(function: RowFunction, *, is_struct: bool) -> RowFunction:
-    """Return the function with what it sets in its row among what it returns.
-
-    Args:
-        function: of the user.
-        is_struct: the rows have sampling options in a struct.
-    """
+def _merging(function: RowFunction) -> RowFunction:
+    """Return the function with what it sets in its row, at any depth, among what it returns."""
 
     def merged(row: dict[str, Any]) -> Mapping[str, Any]:
         before = dict(row)
+        nested = {name: copied(value) for name, value in row.items() if is_nested(value)}
         returned: Any = function(row)
-        is_set = [name for name in row if name not in before or row[name] is not before[name]]
+        is_set = [
+            name
+            for name, value in row.items()
+            if name not in before
+            or value is not before[name]
+            or (name in nested and not is_same(value, nested[name]))
+        ]
         if isinstance(returned, Mapping):
             returned = {**{name: row[name] for name in is_set}, **returned}
-            returned = returned if is_struct else _unbounded(returned)
+            returned = _unbounded(returned, nested.get(SAMPLING_COLUMN))
         return _checked(returned, asked_value)
 
     return merged
 
 
-def _has_struct(table: pa.Table, name: str) -> bool:
-    """Return whether a column holds structs, in which None may only mean "not there"."""
-    return name in table.column_names and pa.types.is_struct(table.schema.field(name).type)
+def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa: ANN401
+    """Say "no bound" of the output in a number, where None would be "not said" further on.
 
-
-def _unbounded(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Say "no bound" of the output in a number, where None would be "not said" further on."""
+    Args:
+        row: what a function has made.
+        held: sampling options of the row before it. A struct of Arrow has all keys in all rows, so
+            that a None among all of them may only mean "not there".
+    """
     options = row.get(SAMPLING_COLUMN)
     if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:
+        return row
+    has_none = isinstance(held, Mapping) and held.get("max_tokens", 0) is None
+    if has_none and set(held) <= set(options):
         return row
     return {**row, SAMPLING_COLUMN: {**options, "max_tokens": UNBOUNDED_TOKENS}}
 

@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+from decimal import Decimal
 from io import BytesIO
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pytest
 from ray.data.extensions import ArrowTensorArray
 
+from raybatch.errors import ConfigError
 from raybatch.stages.image_values import MEDIA_TYPE
 from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.stages.schema import ERROR_COLUMN
@@ -246,3 +248,92 @@ def test_an_error_that_postprocess_returns_is_the_rows_error():
     )(table)
     assert out[ERROR_COLUMN].to_pylist() == ["no number", ""]
     assert out["generated_text"].to_pylist() == ["a", "b"]
+
+
+NOON = datetime.datetime(2026, 1, 2, 12, 0, 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("held", "values"),
+    [
+        (pa.array([3, 4]), [0.75, 0.25]),
+        (pa.array([3, 4]), [3.0, 4.0]),
+        (pa.array([0, 1]), [False, True]),
+        (pa.array([True, False]), [1, 0]),
+        (pa.array([1.5, 2.5]), [1, 2]),
+        (pa.array([0.5, 1], pa.float32()), [0.1, 0.5]),
+        (pa.array([3, 4]).dictionary_encode(), [0.5, 1.5]),
+        (pa.array([[1], [2]]), [[0.5], [1.5]]),
+        (pa.array([[1], [2]]), [[1.0], [2.0]]),
+        (pa.array([{"a": [{"b": 1}]}] * 2), [{"a": [{"b": 1.5}]}, {"a": [{"b": 2.5}]}]),
+        (pa.array([NOON.date()] * 2), [NOON, NOON]),
+        (pa.array([NOON] * 2, pa.timestamp("s")), [NOON, NOON]),
+        (pa.array([NOON] * 2, pa.timestamp("us", "UTC")), [NOON, NOON]),
+        (pa.array([datetime.timedelta(1)] * 2, pa.duration("s")), [NOON - NOON.min] * 2),
+        (pa.array([b"a", b"b"]), ["a", "b"]),
+        (pa.array(["a", "b"]), [b"a", b"b"]),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "to",
+)
+@pytest.mark.parametrize("kind", [Preprocess, Postprocess])
+def test_new_values_of_another_kind_are_what_the_function_made(kind, held, values):
+    table = pa.table({"id": [0, 1], "x": held, ERROR_COLUMN: ["", ""]})
+    out = kind(lambda row: {**row, "x": values[row["id"]]})(table)
+    assert repr(out["x"].to_pylist()) == repr(values)
+
+
+@pytest.mark.parametrize(
+    ("held", "values"),
+    [
+        (pa.array([3, None], pa.int8()), [5, None]),
+        (pa.array([3, 4], pa.int64()), [np.int32(5), 6]),
+        (pa.array([0.5, 1], pa.float32()), [0.25, float("nan")]),
+        (pa.array([0.5, 1], pa.float32()), [3, 0.25]),
+        (pa.array(["a", "b"], pa.large_string()), ["c", None]),
+        (pa.array(["a", "b"]).dictionary_encode(), ["c", "a"]),
+        (pa.array([Decimal("1.50")] * 2, pa.decimal128(9, 2)), [Decimal("2.5"), Decimal("3")]),
+        (pa.array([[1, 2]] * 2, pa.list_(pa.int16(), 2)), [(3, 4), np.array([5, 6])]),
+        (pa.array([b"ab"] * 2, pa.binary(2)), [b"cd", b"ef"]),
+        (pa.array([NOON] * 2, pa.timestamp("ns")), [NOON.replace(hour=3), None]),
+        (
+            pa.array([{"a": 1, "b": None}] * 2, pa.struct({"a": "int8", "b": "string"})),
+            [{"a": 2}] * 2,
+        ),
+        (pa.array([[("k", 1)]] * 2, pa.map_(pa.string(), pa.int8())), [{"k": 2}, [("l", 3)]]),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "to",
+)
+def test_new_values_that_a_columns_type_holds_as_they_are_keep_it(held, values):
+    table = pa.table({"id": [0, 1], "x": held})
+    out = Preprocess(lambda row: {"x": values[row["id"]]})(table)
+    assert out["x"].type == held.type
+    assert repr(out["x"].to_pylist()) == repr(pa.array(values, held.type).to_pylist())
+    assert not out["x"].equals(table["x"])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_times_among_dates_are_not_cut_to_dates(order):
+    table = pa.table({"id": [0, 1], "x": [NOON.date()] * 2})
+    values = [NOON.date(), NOON][::order]
+    with pytest.raises(ConfigError, match="different types in 'x'"):
+        Preprocess(lambda row: {"x": values[row["id"]]})(table)
+
+
+@pytest.mark.parametrize(
+    ("held", "new"), [([1, 5], True), ([NOON, NOON], NOON.date()), ([[1], [0.5]], [1])]
+)
+def test_a_failed_row_keeps_nothing_that_its_column_would_cut(held, new):
+    def preprocess(row):
+        return {"x": {0: new}[row["id"]]}
+
+    out = Preprocess(preprocess)(pa.table({"id": [0, 7], "x": held}))
+    assert repr(out["x"].to_pylist()) == repr([new, None])
+
+
+def test_columns_with_nan_that_are_handed_through_are_not_built_again():
+    table = pa.table({"x": pa.array([float("nan"), 1.0]), "y": [[float("nan")], None]})
+    out = Preprocess(lambda row: {**row})(table)
+    for name in ("x", "y"):
+        assert (
+            out[name].chunk(0).buffers()[-1].address == table[name].chunk(0).buffers()[-1].address
+        )

@@ -6,6 +6,7 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
+from raybatch.types import UNBOUNDED_TOKENS
 
 
 def answered(errors: list[str]) -> pa.Table:
@@ -220,3 +221,92 @@ def test_postprocess_that_fails_for_every_row_of_a_batch_loses_no_column():
     first, second = out[ERROR_COLUMN].to_pylist()
     assert first.startswith("PostprocessError: JSONDecodeError: ")
     assert second == "ValueError: x"
+
+
+SYSTEM = {"role": "system", "content": "short"}
+USER = {"role": "user", "content": "a"}
+
+
+def insert_system(row):
+    row["messages"].insert(0, SYSTEM)
+
+
+def change_content(row):
+    row["messages"][0]["content"] = "b"
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [(insert_system, [SYSTEM, USER]), (change_content, [{**USER, "content": "b"}])],
+)
+def test_what_preprocess_changes_inside_its_row_is_merged(change, messages):
+    def preprocess(row):
+        change(row)
+        return {"sampling_params": {"max_tokens": 1}}
+
+    table = pa.table({"messages": [[USER], [USER]], "ids": [[1, 2], [3]]})
+    out = Preprocess(preprocess)(table)
+    assert out["messages"].to_pylist() == [messages] * 2
+    assert out["ids"].equals(table["ids"])
+
+
+def test_a_kind_of_number_that_preprocess_changes_inside_its_row_is_merged():
+    def preprocess(row):
+        row["ids"][0] = float(row["ids"][0])
+        return {}
+
+    out = Preprocess(preprocess)(pa.table({"ids": [[1]]}))
+    assert repr(out["ids"].to_pylist()) == "[[1.0]]"
+
+
+def test_messages_of_an_earlier_processor_that_are_changed_in_their_row_are_asked():
+    def preprocess(row):
+        row["messages"].append({"role": "assistant", "content": row["generated_text"]})
+        return {}
+
+    out = Preprocess(preprocess)(after_a_processor(messages=[USER]))
+    assert out["messages"].to_pylist() == [[USER, {"role": "assistant", "content": "yes"}]]
+
+
+def test_nested_values_that_preprocess_leaves_are_not_among_what_it_returns():
+    with pytest.raises(ConfigError, match="'messages' holds what an earlier processor was asked"):
+        Preprocess(lambda row: {"topic": "x"})(after_a_processor(messages=[USER]))
+
+
+STRUCTS = [{"max_tokens": 5, "temperature": 0.5}, {"max_tokens": None, "temperature": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_unbounded"),
+    [
+        (lambda held: {"max_tokens": None}, [True, True]),
+        (lambda held: {"max_tokens": None, "temperature": 0.0}, [True, False]),
+        (lambda held: {**held, "max_tokens": None}, [True, False]),
+        (lambda held: {**held, "seed": 1}, [False, False]),
+        (lambda held: held.update(max_tokens=None) or held, [True, False]),
+    ],
+    ids=["fresh", "alike", "spread", "beside", "in_place"],
+)
+def test_none_that_a_function_writes_is_no_bound_beside_a_struct(asked, is_unbounded):
+    table = pa.table({"sampling_params": STRUCTS})
+    out = Preprocess(lambda row: {"sampling_params": asked(row["sampling_params"])})(table)
+    found = [json.loads(text)["max_tokens"] for text in out["sampling_params"].to_pylist()]
+    assert [number == UNBOUNDED_TOKENS for number in found] == is_unbounded
+
+
+@pytest.mark.parametrize("held", [{"max_tokens": 5}, {"temperature": 0.5}, None])
+def test_none_is_no_bound_where_the_rows_struct_has_another_or_none(held):
+    table = pa.table(
+        {
+            "sampling_params": pa.array(
+                [held], pa.struct(dict.fromkeys(held or {"max_tokens": 1}, "double"))
+            )
+        }
+    )
+    out = Preprocess(lambda row: {"sampling_params": {"max_tokens": None, "temperature": 0.0}})(
+        table
+    )
+    assert json.loads(out["sampling_params"].to_pylist()[0]) == {
+        "max_tokens": UNBOUNDED_TOKENS,
+        "temperature": 0.0,
+    }
