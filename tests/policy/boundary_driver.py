@@ -65,8 +65,12 @@ class Machine:
         self.since_prefill = 0
 
     def run(self, num_boundaries=None):
+        arrivals = self.to_come.values()
+        # a token per boundary that decodes, and no two rounds without one between them
+        most = 100 + 3 * sum(1 + min(arrival.output, arrival.budget) for arrival in arrivals)
         while (self.running or self.to_come) and len(self.plans) != num_boundaries:
             self.step()
+            assert len(self.plans) < most
 
     def step(self):
         now = len(self.plans)
