@@ -74,6 +74,14 @@ def test_a_sequence_of_higher_priority_yields_later(victims):
         assert (other,) == plan(*sequences, device=5, options=options).suspend
 
 
+@pytest.mark.parametrize("victims", ["least", "most", "lifo"])
+def test_among_equal_victims_the_last_that_came_yields_wherever_it_is_listed(victims):
+    equal = [active(id, 8, progress_tokens=4) for id in (1, 2, 3)]
+    options = BoundaryOptions(victims=victims)
+    for sequences in (equal, equal[::-1]):
+        assert (3,) == plan(*sequences, device=10, options=options).suspend
+
+
 def test_a_victim_takes_its_own_need_along():
     # both need two pages; four come free with the first one that yields
     short = plan(active(1, 16), active(2, 16, progress_tokens=3), device=8)
