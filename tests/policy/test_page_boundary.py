@@ -183,6 +183,17 @@ def test_the_last_sequence_is_never_evicted():
     assert BoundaryPlan(grow=grants(s1=1)) == alone
 
 
+def test_a_sequence_alone_keeps_host_pages_that_it_got_ahead():
+    alone = active(1, 12, remaining=4, device=4, host=5)
+    assert BoundaryPlan() == plan(alone, host=6, options=BoundaryOptions(watermark_pages=2))
+
+
+def test_nobody_is_loaded_into_the_margin():
+    sequences = (active(1, 8, device=3, host=3), stored(2, 8))
+    assert grants(s2=4) == plan(*sequences, host=6).load
+    assert () == plan(*sequences, host=6, options=BoundaryOptions(margin_pages=1)).load
+
+
 def test_a_stored_sequence_is_evicted_where_else_nobody_could_decode():
     full = plan(stored(1, 8), stored(2, 8), host=4)
     assert (2,) == full.evict

@@ -51,8 +51,9 @@ def test_nothing_is_prefilled_for_a_full_batch():
 
 
 def test_nothing_is_prefilled_at_a_boundary_that_evicts():
-    sequences = (active(1, 8, progress_tokens=4), stored(2, 36), *waiting(3))
-    short = plan(*sequences, host=11)
+    # what comes free would be enough for the prompt
+    sequences = (active(1, 8, progress_tokens=4), stored(2, 40), *waiting(3))
+    short = plan(*sequences, host=12)
     assert (2,) == short.evict
     assert () == short.prefill
 
@@ -101,7 +102,7 @@ def rounds_that_pass_a_large_prompt(max_wait):
     """Return the rounds that prefill others while sequence 1 waits; small ones keep coming."""
     arrivals = [
         Arrival(prompt=4, output=24),
-        Arrival(prompt=40, output=4),
+        Arrival(prompt=40, output=4, boundary=1),
         *(Arrival(prompt=4, output=24, boundary=n) for n in range(1, 60) for _ in range(2)),
     ]
     options = BoundaryOptions(max_wait=max_wait, lookahead=1)
