@@ -102,11 +102,11 @@ def rounds_that_pass_a_large_prompt(max_wait):
     """Return the rounds that prefill others while sequence 1 waits; small ones keep coming."""
     arrivals = [
         Arrival(prompt=4, output=24),
-        Arrival(prompt=40, output=4, boundary=1),
+        Arrival(prompt=48, output=4, boundary=1),
         *(Arrival(prompt=4, output=24, boundary=n) for n in range(1, 60) for _ in range(2)),
     ]
     options = BoundaryOptions(max_wait=max_wait, lookahead=1)
-    machine = Machine(arrivals, device_pages=20, host_pages=20, options=options)
+    machine = Machine(arrivals, device_pages=20, host_pages=14, options=options)
     machine.run()
     taken = [{grant.id for grant in plan.prefill} for plan in machine.plans if plan.is_prefill]
     return next(n for n, ids in enumerate(taken) if 1 in ids)
