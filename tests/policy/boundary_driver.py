@@ -63,6 +63,9 @@ class Machine:
         self.ended: dict[int, tuple[str, int]] = {}
         self.plans, self.snapshots, self.decoded = [], [], []
         self.since_prefill = 0
+        # a token per boundary that decodes, and no two rounds without one between them
+        tokens = sum(1 + min(arrival.output, arrival.budget) for arrival in arrivals)
+        self.most_boundaries = 100 + 3 * tokens
 
     def run(self, num_boundaries=None):
         while (self.running or self.to_come) and len(self.plans) != num_boundaries:
@@ -70,6 +73,7 @@ class Machine:
 
     def step(self):
         now = len(self.plans)
+        assert now < self.most_boundaries, "a run goes on for ever"
         for id in [id for id, arrival in self.to_come.items() if arrival.boundary <= now]:
             self.running[id] = Running(arrival=self.to_come.pop(id))
         snapshot = self.snapshot()

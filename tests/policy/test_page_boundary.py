@@ -74,6 +74,14 @@ def test_a_sequence_of_higher_priority_yields_later(victims):
         assert (other,) == plan(*sequences, device=5, options=options).suspend
 
 
+@pytest.mark.parametrize("victims", ["least", "most", "lifo"])
+def test_among_equal_victims_the_last_that_came_yields_wherever_it_is_listed(victims):
+    equal = [active(id, 8, progress_tokens=4) for id in (1, 2, 3)]
+    options = BoundaryOptions(victims=victims)
+    for sequences in (equal, equal[::-1]):
+        assert (3,) == plan(*sequences, device=10, options=options).suspend
+
+
 def test_a_victim_takes_its_own_need_along():
     # both need two pages; four come free with the first one that yields
     short = plan(active(1, 16), active(2, 16, progress_tokens=3), device=8)
@@ -173,6 +181,17 @@ def test_the_last_sequence_is_never_evicted():
     options = BoundaryOptions(watermark_pages=2)
     alone = plan(active(1, 12, remaining=4, device=4), host=6, options=options)
     assert BoundaryPlan(grow=grants(s1=1)) == alone
+
+
+def test_a_sequence_alone_keeps_host_pages_that_it_got_ahead():
+    alone = active(1, 12, remaining=4, device=4, host=5)
+    assert BoundaryPlan() == plan(alone, host=6, options=BoundaryOptions(watermark_pages=2))
+
+
+def test_nobody_is_loaded_into_the_margin():
+    sequences = (active(1, 8, device=3, host=3), stored(2, 8))
+    assert grants(s2=4) == plan(*sequences, host=6).load
+    assert () == plan(*sequences, host=6, options=BoundaryOptions(margin_pages=1)).load
 
 
 def test_a_stored_sequence_is_evicted_where_else_nobody_could_decode():

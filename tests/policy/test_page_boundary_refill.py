@@ -51,8 +51,9 @@ def test_nothing_is_prefilled_for_a_full_batch():
 
 
 def test_nothing_is_prefilled_at_a_boundary_that_evicts():
-    sequences = (active(1, 8, progress_tokens=4), stored(2, 36), *waiting(3))
-    short = plan(*sequences, host=11)
+    # what comes free would be enough for the prompt
+    sequences = (active(1, 8, progress_tokens=4), stored(2, 40), *waiting(3))
+    short = plan(*sequences, host=12)
     assert (2,) == short.evict
     assert () == short.prefill
 
@@ -95,6 +96,26 @@ def test_a_prompt_that_does_not_fit_is_passed_over_until_it_has_waited_too_long(
     for waited, expected in ((7, grants(s3=6)), (8, ())):
         large = pending(2, 40, waited=waited)
         assert expected == plan(decoding, large, pending(3, 8), host=16).prefill
+
+
+def rounds_that_pass_a_large_prompt(max_wait):
+    """Return the rounds that prefill others while sequence 1 waits; small ones keep coming."""
+    arrivals = [
+        Arrival(prompt=4, output=24),
+        Arrival(prompt=48, output=4, boundary=1),
+        *(Arrival(prompt=4, output=24, boundary=n) for n in range(1, 60) for _ in range(2)),
+    ]
+    options = BoundaryOptions(max_wait=max_wait, lookahead=1)
+    machine = Machine(arrivals, device_pages=20, host_pages=14, options=options)
+    machine.run()
+    taken = [{grant.id for grant in plan.prefill} for plan in machine.plans if plan.is_prefill]
+    return next(n for n, ids in enumerate(taken) if 1 in ids)
+
+
+def test_a_large_prompt_is_not_passed_for_ever():
+    # one sequence came before it
+    assert rounds_that_pass_a_large_prompt(max_wait=4) <= 5
+    assert rounds_that_pass_a_large_prompt(max_wait=1000) > 5
 
 
 def test_arrivals_at_every_boundary_do_not_make_the_phases_change_at_every_boundary():
