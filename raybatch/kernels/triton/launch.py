@@ -1,0 +1,60 @@
+"""What all launches share: tile sizes, and how the interpreter differs from a GPU."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+# fused multiply-adds are asked for by name, because the default differs by version of Triton
+OPTIONS = {"enable_fp_fusion": True}
+
+# tensor cores multiply at least so many rows and columns
+_MIN_DOT_TILE = 16
+
+_IS_INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def dot_tile(size: int) -> int:
+    """Return the smallest tile of a matrix product that holds `size` rows or columns."""
+    return max(_MIN_DOT_TILE, power_of_two(size))
+
+
+def rows_per_program(row_tile: int, num_elements: int = 4096) -> int:
+    """Return how many rows of a tile's width one program of an element-wise kernel takes."""
+    return max(1, num_elements // row_tile)
+
+
+def needs_upcast(tensor: torch.Tensor) -> bool:
+    """Return whether operands of a product have to be made float32 first.
+
+    The interpreter keeps bfloat16 as 16-bit integers and multiplies those.
+    """
+    return _IS_INTERPRETED and tensor.dtype == torch.bfloat16
+
+
+def to_table(
+    rows: Sequence[tuple[int, ...]],
+    num_columns: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return int64 [rows, columns] on the device."""
+    return torch.tensor(rows, dtype=torch.int64).view(-1, num_columns).to(device)
+
+
+class AttentionTiles(NamedTuple):
+    """Tiles of an attention kernel over keys of one head dim and dtype."""
+
+    num_keys: int
+    dim: int
+
+    @staticmethod
+    def of(pool: torch.Tensor) -> "AttentionTiles":
+        """Return the tiles for a pool [N, G, B, D]: keys and values fit shared memory twice."""
+        dim = dot_tile(pool.shape[3])
+        return AttentionTiles(64 if dim * pool.element_size() <= 512 else 32, dim)

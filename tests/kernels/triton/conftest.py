@@ -1,0 +1,36 @@
+"""The same tests on a GPU and, where there is none, on the CPU under Triton's interpreter."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+# Triton has wheels for Linux alone; without it this very folder would be found, which has no origin
+_SPEC = find_spec("triton")
+_HAS_TRITON = _SPEC is not None and _SPEC.origin is not None
+collect_ignore_glob = [] if _HAS_TRITON else ["test_*.py"]
+
+if _HAS_TRITON:
+    # Triton decides when a kernel is defined. The variable does not stay, as it would reach other
+    # tests and the processes that they start.
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE.type == "cpu":
+            patch.setenv("TRITON_INTERPRET", "1")
+        import raybatch.kernels.triton.attention
+        import raybatch.kernels.triton.moe
+        import raybatch.kernels.triton.norm
+        import raybatch.kernels.triton.rotary  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton import the rest of itself, which it does at a first launch, like its start."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
