@@ -48,13 +48,20 @@ def to_table(
 
 
 class AttentionTiles(NamedTuple):
-    """Tiles of an attention kernel over keys of one head dim and dtype."""
+    """Tiles of an attention kernel; keys, values and queries fit shared memory and registers."""
 
     num_keys: int
     dim: int
+    most_lanes: int
 
     @staticmethod
     def of(pool: torch.Tensor) -> "AttentionTiles":
-        """Return the tiles for a pool [N, G, B, D]: keys and values fit shared memory twice."""
+        """Return the tiles for a pool [N, G, B, D]."""
         dim = dot_tile(pool.shape[3])
-        return AttentionTiles(64 if dim * pool.element_size() <= 512 else 32, dim)
+        row_bytes = dim * pool.element_size()
+        is_half = pool.element_size() <= 2
+        return AttentionTiles(
+            num_keys=64 if is_half and row_bytes <= 512 else 32,
+            dim=dim,
+            most_lanes=max(16, min(128, 128 * 256 // row_bytes)),
+        )

@@ -11,7 +11,6 @@ from raybatch.kernels.triton.launch import OPTIONS, AttentionTiles, dot_tile, ne
 
 # queries of an item at most; how many of them a program takes depends on the heads
 ITEM_QUERIES = 128
-_MAX_LANES = 128
 
 
 class Item(NamedTuple):
@@ -34,15 +33,6 @@ class Item(NamedTuple):
     num_tokens: int
     first_position: int
     chunk_start: int
-
-
-def _num_lanes(num_queries: int, heads_per_kv: int, pool: torch.Tensor) -> int:
-    """Return the lanes of a program, one for each head of each of its queries."""
-    largest = _MAX_LANES
-    if AttentionTiles.of(pool).dim * pool.element_size() > 256:
-        # more would fit neither registers nor shared memory
-        largest //= 2
-    return max(min(largest, dot_tile(num_queries * heads_per_kv)), dot_tile(heads_per_kv))
 
 
 def attend_items(
@@ -70,7 +60,9 @@ def attend_items(
     assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
     k, v = own_kv or (q, q)
     tiles = AttentionTiles.of(k_pool)
-    num_lanes = _num_lanes(most_queries, heads_per_kv, k_pool)
+    # a lane for each head of a query
+    num_lanes = min(tiles.most_lanes, dot_tile(most_queries * heads_per_kv))
+    num_lanes = max(num_lanes, dot_tile(heads_per_kv))
     num_programs = triton.cdiv(most_queries, num_lanes // heads_per_kv)
     ragged_kernel[(len(items), num_kv_heads, num_programs)](
         q,
@@ -106,7 +98,7 @@ def attend_items(
         TILE_LANES=num_lanes,
         TILE_KEYS=tiles.num_keys,
         TILE_DIM=tiles.dim,
-        num_warps=8 if num_lanes >= _MAX_LANES else 4,
+        num_warps=8 if num_lanes * tiles.dim >= 8192 else 4,
         num_stages=2,
         **OPTIONS,
     )

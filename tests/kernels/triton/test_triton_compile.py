@@ -14,7 +14,9 @@ WITH_PRODUCTS = {"decode_kernel", "down_kernel", "gate_up_kernel", "ragged_kerne
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("dtype", "pointer"), [("float16", "*fp16"), ("bfloat16", "*bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "pointer"), [("float16", "*fp16"), ("bfloat16", "*bf16"), ("float32", "*fp32")]
+)
 def test_every_kernel_compiles_for_an_h100_without_a_gpu(dtype, pointer, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -143,8 +143,8 @@ def gate_up_kernel(
                 x = x.to(tl.float32)
                 gate_weight = gate_weight.to(tl.float32)
                 up_weight = up_weight.to(tl.float32)
-            gate += tl.dot(x, gate_weight, input_precision="ieee")
-            up += tl.dot(x, up_weight, input_precision="ieee")
+            gate += tl.dot(x, gate_weight, input_precision="tf32x3")
+            up += tl.dot(x, up_weight, input_precision="tf32x3")
         made = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
         targets = rows.to(tl.int64)[:, None] * NUM_OUTPUTS + outputs[None, :]
         tl.store(out_ptr + targets, made, mask=is_row[:, None] & is_output[None, :])
@@ -199,7 +199,7 @@ def down_kernel(
             if UPCAST:
                 x = x.to(tl.float32)
                 weight = weight.to(tl.float32)
-            total += tl.dot(x, weight, input_precision="ieee")
+            total += tl.dot(x, weight, input_precision="tf32x3")
         targets = rows[:, None] * NUM_OUTPUTS + outputs[None, :]
         mask = is_row[:, None] & is_output[None, :]
         tl.store(out_ptr + targets, total.to(out_ptr.dtype.element_ty), mask=mask)

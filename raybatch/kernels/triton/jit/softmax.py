@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def attend_keys(q, k, v, is_visible, highest, total, acc, scale):
     """Take in a tile of keys [n, D] and values [n, D] for queries [m, D]."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     scores = tl.where(is_visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     # a finite stand-in, as -inf minus -inf is no number
@@ -20,7 +20,7 @@ def attend_keys(q, k, v, is_visible, highest, total, acc, scale):
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(highest - base)
     total = total * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
     return new_highest, total, acc
 
 
