@@ -6,7 +6,7 @@ import torch
 from raybatch.kernels import attention as reference
 from raybatch.kernels import context_attention as reference_contexts
 from raybatch.kernels import decode_attention as reference_decode
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import context_attention, decode_attention, prefill_attention
 from tests.kernels.triton.support import DTYPES, Step, assert_close, dtype_name
@@ -40,6 +40,25 @@ def test_prompts_attend_causally_to_themselves(lengths, heads, window, device):
 def test_chunks_see_their_cached_context(heads, window, joined_tokens, device, monkeypatch):
     monkeypatch.setattr(prefill_attention, "_MAX_JOINED_TOKENS", joined_tokens)
     Step([(5, 4), (0, 3), (16, 55), (70, 1)], heads=heads, window=window, device=device).check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_joined"),
+    [([4, 5, 6, 7], True), ([0, 1, 2, 3, 4, 5, 6, 7], False), ([4, 5, 8, 9], False), ([5], False)],
+    ids=str,
+)
+def test_a_run_is_joined_with_a_chunk_that_is_all_of_its_readers(rows, is_joined, device):
+    run = ContextPart(
+        query_idx=torch.tensor(rows, device=device),
+        block_ids=torch.tensor([2], device=device),
+        num_tokens=3,
+    )
+    part = PrefillPart(starts=(0, 4, 8), lens=(4, 4, 4))
+    positions = torch.arange(12, device=device)
+    made, left = prefill_attention.prepare_chunks(part, (run,), positions=positions)
+    assert is_joined == (left == ())
+    # the fifth field of an item is the number of positions of its run
+    assert [0, 3 * is_joined, 0] == made.items[:, 4].tolist()
 
 
 MIXED = [(13, 1, 0), (8, 1, 0), (21, 1, 1), (5, 1), (0, 7), (12, 1, 1), (13, 9, 0), (0, 40)]
