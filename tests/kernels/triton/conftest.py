@@ -18,17 +18,40 @@ if _HAS_TRITON:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
+        import triton
+        import triton.language as tl
+
         import raybatch.kernels.triton.attention
         import raybatch.kernels.triton.moe
         import raybatch.kernels.triton.norm
         import raybatch.kernels.triton.rotary  # noqa: F401
 
 
+@pytest.fixture(scope="session")
+def library():
+    """(module, name, function) of what Triton's own library has defined to be compiled.
+
+    That is all of it where another test imported Triton first, as transformers does.
+    """
+    if DEVICE.type == "cuda":
+        return []
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return [
+        (module, name, InterpretedFunction(value.fn))
+        for module in (tl, tl.standard)
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction)
+    ]
+
+
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton import the rest of itself, which it does at a first launch, like its start."""
+def interpreter(monkeypatch, library):
+    """Interpret what a kernel calls, and let Triton import the rest of itself for that."""
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for module, name, function in library:
+        monkeypatch.setattr(module, name, function)
 
 
 @pytest.fixture
