@@ -1,0 +1,62 @@
+"""Picks the form of every op by device: Triton on CUDA, plain torch elsewhere."""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from raybatch.kernels import attention, moe, norm, rotary
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ops:
+    """The ops of a forward pass in one form; what they do is told where the references are.
+
+    What `prepare_attention` returns is read by `store_kv` and `attend` of the same form alone.
+    """
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rotate_: Callable[[torch.Tensor, torch.Tensor], None]
+    moe_ffn: Callable[..., torch.Tensor]
+    prepare_attention: Callable[..., Any]
+    store_kv: Callable[..., None]
+    attend: Callable[..., torch.Tensor]
+
+
+REFERENCE = Ops(
+    rms_norm=norm.rms_norm,
+    rotate_=rotary.rotate_,
+    moe_ffn=moe.moe_ffn,
+    prepare_attention=attention.prepare_attention,
+    store_kv=attention.store_kv,
+    attend=attention.attend,
+)
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Return the ops for tensors on `device`; Triton is imported when a GPU first asks."""
+    return _on_gpu() if device.type == "cuda" else REFERENCE
+
+
+@functools.cache
+def _on_gpu() -> Ops:
+    if find_spec("triton") is None:
+        logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
+        return REFERENCE
+    # hundreds of modules that no CPU needs
+    from raybatch.kernels.triton import attention, moe, norm, rotary
+
+    return Ops(
+        rms_norm=norm.rms_norm,
+        rotate_=rotary.rotate_,
+        moe_ffn=moe.moe_ffn,
+        prepare_attention=attention.prepare_attention,
+        store_kv=attention.store_kv,
+        attend=attention.attend,
+    )

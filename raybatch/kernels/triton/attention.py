@@ -1,0 +1,107 @@
+"""Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
+
+A layer is at most five launches, however many sequences, chunks and shared runs a step has.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.triton.context_attention import (
+    PreparedContexts,
+    merge_contexts_,
+    prepare_contexts,
+)
+from raybatch.kernels.triton.decode_attention import DecodeWalk, attend_decode_into, plan_walk
+from raybatch.kernels.triton.kv_store import store_kv
+from raybatch.kernels.triton.prefill_attention import (
+    PreparedChunks,
+    attend_chunks_into,
+    prepare_chunks,
+)
+
+__all__ = ["PreparedAttention", "attend", "prepare_attention", "store_kv"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedAttention:
+    """A plan in the form that every layer of a step uses."""
+
+    num_decode: int
+    block_ids: torch.Tensor
+    block_offsets: torch.Tensor
+    walk: DecodeWalk | None
+    chunks: PreparedChunks | None
+    contexts: PreparedContexts | None
+
+
+def prepare_attention(
+    plan: AttentionPlan,
+    *,
+    positions: torch.Tensor,  # int64 [T]
+    slot_mapping: torch.Tensor,  # int64 [T]
+    pool: torch.Tensor,  # [N, G, B, D]
+    windows: tuple[int | None, ...],
+) -> PreparedAttention:
+    """Do once per step what all layers share.
+
+    Args:
+        plan: of this step.
+        positions: of every token in its sequence.
+        slot_mapping: where every token's KV goes.
+        pool: keys of any layer; only its shape and dtype are read.
+        windows: the different windows of the model's layers.
+
+    Raises:
+        ValueError: a layer has a sliding window, and the plan lacks what that needs.
+    """
+    block_size = pool.shape[2]
+    walk = None
+    if plan.decode is not None and plan.num_decode:
+        walk = plan_walk(
+            plan.decode,
+            positions=positions[: plan.num_decode],
+            pool=pool,
+            windows=windows,
+        )
+    chunks, contexts = None, plan.contexts
+    if plan.prefill is not None:
+        chunks, contexts = prepare_chunks(plan.prefill, contexts, positions=positions)
+    shared = None
+    if contexts:
+        has_windows = any(window is not None for window in windows)
+        shared = prepare_contexts(contexts, positions=positions, pool=pool, has_windows=has_windows)
+    return PreparedAttention(
+        num_decode=plan.num_decode,
+        block_ids=slot_mapping // block_size,
+        block_offsets=slot_mapping % block_size,
+        walk=walk,
+        chunks=chunks,
+        contexts=shared,
+    )
+
+
+def attend(
+    q: torch.Tensor,  # [T, H, D], last dimension contiguous
+    k: torch.Tensor,  # [T, G, D], last dimension contiguous
+    v: torch.Tensor,  # [T, G, D], last dimension contiguous
+    k_pool: torch.Tensor,  # [N, G, B, D]
+    v_pool: torch.Tensor,  # [N, G, B, D]
+    prepared: PreparedAttention,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the attention output of every token, [T, H * D].
+
+    `window` is how many positions a token of this layer sees, itself included; None for all.
+    """
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if prepared.walk is not None:
+        rows = slice(0, prepared.num_decode)
+        attend_decode_into(output[rows], lse[rows], q[rows], k_pool, v_pool, prepared.walk, window)
+    if prepared.chunks is not None:
+        attend_chunks_into(output, lse, q, k, v, k_pool, v_pool, prepared.chunks, window)
+    if prepared.contexts is not None:
+        merge_contexts_(output, lse, q, k_pool, v_pool, prepared.contexts, window)
+    return output.flatten(1)

@@ -1,0 +1,163 @@
+"""Paged decode attention, the form for GPUs of `raybatch.kernels.decode_attention`.
+
+Few sequences with many blocks would leave most of a GPU idle, so the blocks of a sequence are split
+over programs, whose results are merged by log-sum-exp.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.kernels.attention_plan import DecodePart
+from raybatch.kernels.triton.jit.decode import decode_kernel
+from raybatch.kernels.triton.jit.softmax import merge_splits_kernel
+from raybatch.kernels.triton.launch import (
+    OPTIONS,
+    AttentionTiles,
+    dot_tile,
+    needs_upcast,
+    power_of_two,
+)
+
+# programs that fill a GPU of about 130 multiprocessors, four on each
+TARGET_PROGRAMS = 512
+_MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeWalk:
+    """A `DecodePart` by sequence, in the form that every layer of a step uses.
+
+    Args:
+        block_ids: int64 [P], those of sequence 0, then of sequence 1, and so on.
+        num_valid: int64 [P], valid positions of each.
+        first_positions: int64 [P], position of the first slot of each; None without windows.
+        starts: int64 [S + 1], where each sequence starts in them.
+        positions: int64 [S], of the decode tokens.
+        num_splits: programs per sequence and KV head, a power of two.
+    """
+
+    block_ids: torch.Tensor
+    num_valid: torch.Tensor
+    first_positions: torch.Tensor | None
+    starts: torch.Tensor
+    positions: torch.Tensor
+    num_splits: int
+
+
+def plan_walk(
+    part: DecodePart,
+    *,
+    positions: torch.Tensor,  # int64 [S], of the decode tokens
+    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
+    windows: tuple[int | None, ...],
+) -> DecodeWalk:
+    """Turn a part into the walk that `attend_decode` executes.
+
+    Raises:
+        ValueError: a layer has a sliding window, and the part has no first positions.
+    """
+    first_positions = part.first_positions
+    if all(window is None for window in windows):
+        first_positions = None
+    elif first_positions is None:
+        raise ValueError("DecodePart.first_positions is needed by a sliding window")
+    num_seqs = len(positions)
+    owners, order = part.owners.sort(stable=True)
+    starts = torch.searchsorted(owners, torch.arange(num_seqs + 1, device=owners.device))
+    return DecodeWalk(
+        block_ids=part.block_ids.index_select(0, order),
+        num_valid=part.num_valid.index_select(0, order),
+        first_positions=None if first_positions is None else first_positions.index_select(0, order),
+        starts=starts,
+        positions=positions,
+        num_splits=_num_splits(num_seqs * pool.shape[1], len(order) // num_seqs),
+    )
+
+
+def _num_splits(num_programs: int, blocks_per_seq: int) -> int:
+    """Return a power of two, so that few different kernels are compiled."""
+    splits = min(_MAX_SPLITS, TARGET_PROGRAMS // num_programs, blocks_per_seq)
+    return 1 << max(0, splits.bit_length() - 1)
+
+
+def attend_decode(
+    q: torch.Tensor,  # [S, H, D]
+    k_pool: torch.Tensor,  # [N, G, B, D]
+    v_pool: torch.Tensor,  # [N, G, B, D]
+    walk: DecodeWalk,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    attend_decode_into(output, lse, q, k_pool, v_pool, walk, window)
+    return output, lse
+
+
+def attend_decode_into(
+    output: torch.Tensor,  # [S, H, D], contiguous, overwritten
+    lse: torch.Tensor,  # float32 [S, H], contiguous, overwritten
+    q: torch.Tensor,  # [S, H, D], last dimension contiguous
+    k_pool: torch.Tensor,  # [N, G, B, D]
+    v_pool: torch.Tensor,  # [N, G, B, D]
+    walk: DecodeWalk,
+    window: int | None,
+) -> None:
+    """Write what `attend_decode` returns."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, num_splits = k_pool.shape[1], walk.num_splits
+    assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
+    if not num_seqs:
+        return
+    tiles = AttentionTiles.of(k_pool)
+    parts, part_lses = output, lse
+    if num_splits > 1:
+        parts = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
+        part_lses = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
+    decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+        q,
+        k_pool,
+        v_pool,
+        parts,
+        part_lses,
+        walk.block_ids,
+        walk.num_valid,
+        walk.num_valid if window is None else walk.first_positions,
+        walk.starts,
+        walk.positions,
+        math.log2(math.e) / math.sqrt(head_dim),
+        window or 0,
+        q.stride(0),
+        q.stride(1),
+        k_pool.stride(0),
+        k_pool.stride(1),
+        k_pool.stride(2),
+        NUM_HEADS=num_heads,
+        HEADS_PER_KV=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=k_pool.shape[2],
+        NUM_SPLITS=num_splits,
+        HAS_WINDOW=window is not None,
+        UPCAST=needs_upcast(q),
+        TILE_HEADS=dot_tile(num_heads // num_kv_heads),
+        TILE_KEYS=tiles.num_keys,
+        TILE_DIM=tiles.dim,
+        num_warps=4,
+        num_stages=2,
+        **OPTIONS,
+    )
+    if num_splits > 1:
+        merge_splits_kernel[(num_seqs * num_heads,)](
+            parts,
+            part_lses,
+            output,
+            lse,
+            num_seqs * num_heads,
+            NUM_SPLITS=num_splits,
+            HEAD_DIM=head_dim,
+            TILE_DIM=power_of_two(head_dim),
+            num_warps=2,
+            **OPTIONS,
+        )

@@ -1,0 +1,229 @@
+"""Mixture of experts: a stable counting sort by expert, grouped products, the weighted sum.
+
+A slot is one choice of one token: slot s is choice s % TOP_K of token s // TOP_K. A place is where
+a slot lies once slots are sorted by expert. With the choices 1 2 | 0 1 of two tokens, the order of
+slots is 2 0 3 1, and the places of slots are 1 3 0 2.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS: tl.constexpr, TILE_EXPERTS: tl.constexpr):
+    slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
+    experts = tl.load(experts_ptr + slots, mask=slots < num_slots, other=-1)
+    return (experts[:, None] == tl.arange(0, TILE_EXPERTS)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(
+    experts_ptr,
+    counts_ptr,
+    num_slots,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+):
+    """Count the slots of each expert in one tile of slots: a column of counts [E, tiles]."""
+    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
+    chosen = _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS, TILE_EXPERTS)
+    experts = tl.arange(0, TILE_EXPERTS)
+    counts = tl.sum(chosen, axis=0)
+    tl.store(counts_ptr + experts * num_tiles + tile, counts, mask=experts < NUM_EXPERTS)
+
+
+@triton.jit
+def place_kernel(
+    experts_ptr,
+    bases_ptr,
+    order_ptr,
+    places_ptr,
+    num_slots,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+):
+    """Place one tile of slots; bases [E, tiles] say where each expert's slots of a tile begin."""
+    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
+    chosen = _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS, TILE_EXPERTS)
+    experts = tl.arange(0, TILE_EXPERTS)
+    bases = tl.load(bases_ptr + experts * num_tiles + tile, mask=experts < NUM_EXPERTS, other=0).to(
+        tl.int32
+    )
+    ranks = tl.cumsum(chosen, axis=0) - 1
+    places = tl.sum(chosen * (ranks + bases[None, :]), axis=1)
+    slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
+    is_slot = slots < num_slots
+    tl.store(places_ptr + slots, places, mask=is_slot)
+    tl.store(order_ptr + places, slots, mask=is_slot)
+
+
+@triton.jit
+def _find_rows(
+    tile_ends_ptr,
+    row_starts_ptr,
+    tile,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """Return the expert of a tile, its first row, and the end of the expert's rows.
+
+    With 5, 0 and 3 rows and tiles of 4, tile ends are 2 2 3: tile 1 is rows 4..5 of expert 0, tile
+    2 is rows 5..8 of expert 2, and tile 3 has none.
+    """
+    experts = tl.arange(0, TILE_EXPERTS)
+    ends = tl.load(tile_ends_ptr + experts, mask=experts < NUM_EXPERTS, other=2147483647)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    first_tile = tl.max(tl.where(ends <= tile, ends, 0), axis=0)
+    is_used = expert < NUM_EXPERTS
+    start = tl.load(row_starts_ptr + expert, mask=is_used, other=0)
+    stop = tl.load(row_starts_ptr + expert + 1, mask=is_used, other=0)
+    return expert.to(tl.int64), start + (tile - first_tile) * TILE_ROWS, stop
+
+
+@triton.jit
+def _weight_places(outputs, stride_panel, stride_out, PANEL: tl.constexpr):
+    return (outputs // PANEL).to(tl.int64) * stride_panel + (outputs % PANEL) * stride_out
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    order_ptr,
+    tile_ends_ptr,
+    row_starts_ptr,
+    stride_x,
+    stride_expert,
+    stride_panel,
+    stride_out,
+    stride_in,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    PANEL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr,
+):
+    """Gather one tile of rows by expert, and compute silu(gate) * up of NUM_OUTPUTS = F columns."""
+    expert, row_start, row_stop = _find_rows(
+        tile_ends_ptr, row_starts_ptr, tl.program_id(0), NUM_EXPERTS, TILE_EXPERTS, TILE_ROWS
+    )
+    if row_start < row_stop:
+        rows = row_start + tl.arange(0, TILE_ROWS)
+        is_row = rows < row_stop
+        tokens = (tl.load(order_ptr + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
+        outputs = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+        is_output = outputs < NUM_OUTPUTS
+        weight_ptr += expert * stride_expert
+        gate_places = _weight_places(outputs, stride_panel, stride_out, PANEL)
+        up_places = _weight_places(outputs + NUM_OUTPUTS, stride_panel, stride_out, PANEL)
+        gate = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
+        up = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
+        for start in range(0, NUM_INPUTS, TILE_IN):
+            inputs = start + tl.arange(0, TILE_IN)
+            is_input = inputs < NUM_INPUTS
+            x = tl.load(
+                x_ptr + tokens[:, None] * stride_x + inputs[None, :],
+                mask=is_row[:, None] & is_input[None, :],
+                other=0.0,
+            )
+            mask = is_input[:, None] & is_output[None, :]
+            in_places = inputs[:, None] * stride_in
+            gate_weight = tl.load(weight_ptr + gate_places[None, :] + in_places, mask, other=0.0)
+            up_weight = tl.load(weight_ptr + up_places[None, :] + in_places, mask, other=0.0)
+            if UPCAST:
+                x = x.to(tl.float32)
+                gate_weight = gate_weight.to(tl.float32)
+                up_weight = up_weight.to(tl.float32)
+            gate += tl.dot(x, gate_weight, input_precision="tf32x3")
+            up += tl.dot(x, up_weight, input_precision="tf32x3")
+        made = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+        targets = rows.to(tl.int64)[:, None] * NUM_OUTPUTS + outputs[None, :]
+        tl.store(out_ptr + targets, made, mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def down_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    tile_ends_ptr,
+    row_starts_ptr,
+    stride_expert,
+    stride_panel,
+    stride_out,
+    stride_in,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    PANEL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr,
+):
+    """Multiply one tile of rows, sorted by expert, with their expert's weight."""
+    expert, row_start, row_stop = _find_rows(
+        tile_ends_ptr, row_starts_ptr, tl.program_id(0), NUM_EXPERTS, TILE_EXPERTS, TILE_ROWS
+    )
+    if row_start < row_stop:
+        rows = (row_start + tl.arange(0, TILE_ROWS)).to(tl.int64)
+        is_row = rows < row_stop
+        outputs = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+        is_output = outputs < NUM_OUTPUTS
+        weight_ptr += expert * stride_expert
+        out_places = _weight_places(outputs, stride_panel, stride_out, PANEL)
+        total = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
+        for start in range(0, NUM_INPUTS, TILE_IN):
+            inputs = start + tl.arange(0, TILE_IN)
+            is_input = inputs < NUM_INPUTS
+            x = tl.load(
+                x_ptr + rows[:, None] * NUM_INPUTS + inputs[None, :],
+                mask=is_row[:, None] & is_input[None, :],
+                other=0.0,
+            )
+            weight = tl.load(
+                weight_ptr + out_places[None, :] + inputs[:, None] * stride_in,
+                mask=is_input[:, None] & is_output[None, :],
+                other=0.0,
+            )
+            if UPCAST:
+                x = x.to(tl.float32)
+                weight = weight.to(tl.float32)
+            total += tl.dot(x, weight, input_precision="tf32x3")
+        targets = rows[:, None] * NUM_OUTPUTS + outputs[None, :]
+        mask = is_row[:, None] & is_output[None, :]
+        tl.store(out_ptr + targets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    rows_ptr,
+    weights_ptr,
+    places_ptr,
+    out_ptr,
+    TOP_K: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Add up what the chosen experts made of one token, times its weights."""
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * TILE_DIM + tl.arange(0, TILE_DIM)
+    is_dim = dims < DIM
+    total = tl.zeros((TILE_DIM,), dtype=tl.float32)
+    for choice in range(TOP_K):
+        slot = token * TOP_K + choice
+        place = tl.load(places_ptr + slot).to(tl.int64)
+        weight = tl.load(weights_ptr + slot).to(tl.float32)
+        row = tl.load(rows_ptr + place * DIM + dims, mask=is_dim, other=0.0)
+        total += weight * row.to(tl.float32)
+    tl.store(out_ptr + token * DIM + dims, total.to(out_ptr.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,67 @@
+"""What all launches share: tile sizes, and how the interpreter differs from a GPU."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+# fused multiply-adds are asked for by name, because the default differs by version of Triton
+OPTIONS = {"enable_fp_fusion": True}
+
+# tensor cores multiply at least so many rows and columns
+_MIN_DOT_TILE = 16
+
+_IS_INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def dot_tile(size: int) -> int:
+    """Return the smallest tile of a matrix product that holds `size` rows or columns."""
+    return max(_MIN_DOT_TILE, power_of_two(size))
+
+
+def rows_per_program(row_tile: int, num_elements: int = 4096) -> int:
+    """Return how many rows of a tile's width one program of an element-wise kernel takes."""
+    return max(1, num_elements // row_tile)
+
+
+def needs_upcast(tensor: torch.Tensor) -> bool:
+    """Return whether operands of a product have to be made float32 first.
+
+    The interpreter keeps bfloat16 as 16-bit integers and multiplies those.
+    """
+    return _IS_INTERPRETED and tensor.dtype == torch.bfloat16
+
+
+def to_table(
+    rows: Sequence[tuple[int, ...]],
+    num_columns: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return int64 [rows, columns] on the device."""
+    return torch.tensor(rows, dtype=torch.int64).view(-1, num_columns).to(device)
+
+
+class AttentionTiles(NamedTuple):
+    """Tiles of an attention kernel; keys, values and queries fit shared memory and registers."""
+
+    num_keys: int
+    dim: int
+    most_lanes: int
+
+    @staticmethod
+    def of(pool: torch.Tensor) -> "AttentionTiles":
+        """Return the tiles for a pool [N, G, B, D]."""
+        dim = dot_tile(pool.shape[3])
+        row_bytes = dim * pool.element_size()
+        is_half = pool.element_size() <= 2
+        return AttentionTiles(
+            num_keys=64 if is_half and row_bytes <= 512 else 32,
+            dim=dim,
+            most_lanes=max(16, min(128, 128 * 256 // row_bytes)),
+        )

@@ -1,0 +1,51 @@
+"""Root-mean-square normalisation, the form for GPUs of `raybatch.kernels.norm`."""
+
+import torch
+import triton
+
+from raybatch.kernels.triton.jit.norm import rms_norm_kernel
+from raybatch.kernels.triton.launch import OPTIONS, power_of_two, rows_per_program
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., D]
+    weight: torch.Tensor,  # [D], or any shape that broadcasts over x
+    eps: float,
+) -> torch.Tensor:
+    """Scale each row of `x` to a root mean square of 1, then by `weight`.
+
+    The statistics are float32 whatever the dtype of `x`. Rows of a view are read in place if `x` is
+    [T, D] or [T, H, D].
+    """
+    dim = x.shape[-1]
+    # [T, H, D], where H is 1 for plain rows
+    heads = x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:])
+    if x.dim() == 1:
+        heads = x.view(1, 1, dim)
+    if heads.stride(2) != 1:
+        heads = heads.contiguous()
+    weights = weight.expand(heads.shape[1:])
+    if weights.stride(1) != 1:
+        weights = weights.contiguous()
+    output = x.new_empty(x.shape)
+    num_rows, tile = heads.shape[0] * heads.shape[1], power_of_two(dim)
+    if not num_rows:
+        return output
+    tile_rows = rows_per_program(tile)
+    rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        heads,
+        weights,
+        output,
+        num_rows,
+        heads.shape[1],
+        eps,
+        heads.stride(0),
+        heads.stride(1),
+        weights.stride(0),
+        DIM=dim,
+        TILE_ROWS=tile_rows,
+        TILE_DIM=tile,
+        num_warps=4 if tile <= 4096 else 8,
+        **OPTIONS,
+    )
+    return output

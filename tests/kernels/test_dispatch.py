@@ -1,0 +1,72 @@
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from raybatch.kernels import attention, moe, norm, rotary
+from raybatch.kernels.dispatch import ops_for
+
+
+def output_of(program):
+    """Run a program in a process of its own, where nothing is imported yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_cpu_runs_the_references_themselves():
+    ops = ops_for(torch.device("cpu"))
+    assert ops.rms_norm is norm.rms_norm
+    assert ops.rotate_ is rotary.rotate_
+    assert ops.moe_ffn is moe.moe_ffn
+    assert ops.prepare_attention is attention.prepare_attention
+    assert ops.store_kv is attention.store_kv
+    assert ops.attend is attention.attend
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import raybatch",
+        "import raybatch.kernels.triton",
+        "import raybatch.engine.decoder",
+        "import torch; from raybatch.kernels.dispatch import ops_for; ops_for(torch.device('cpu'))",
+    ],
+)
+def test_triton_is_not_imported_for_a_cpu(program):
+    check = "import sys; print([m for m in sys.modules if m.split('.')[0] == 'triton'])"
+    assert "[]" == output_of(f"{program}; {check}")
+
+
+ON_GPU = """
+import dataclasses, torch
+from raybatch.kernels.dispatch import REFERENCE, ops_for
+ops = ops_for(torch.device("cuda"))
+for field in dataclasses.fields(ops):
+    print(getattr(ops, field.name).__module__)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton has wheels for Linux alone")
+def test_a_gpu_runs_the_kernels_of_triton():
+    modules = output_of(ON_GPU).split()
+    assert 6 == len(modules)
+    assert all(name.startswith("raybatch.kernels.triton.") for name in modules)
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from raybatch.kernels.dispatch import REFERENCE, ops_for
+import raybatch.kernels.triton
+print(ops_for(torch.device("cuda")) is REFERENCE)
+"""
+
+
+def test_a_gpu_without_triton_runs_the_references():
+    assert "True" == output_of(WITHOUT_TRITON)

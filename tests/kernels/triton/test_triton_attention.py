@@ -1,0 +1,280 @@
+import dataclasses
+
+import pytest
+import torch
+
+from raybatch.kernels import attention as reference
+from raybatch.kernels import context_attention as reference_contexts
+from raybatch.kernels import decode_attention as reference_decode
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.triton import attention as kernels
+from raybatch.kernels.triton import context_attention, decode_attention, prefill_attention
+from tests.kernels.triton.support import DTYPES, Step, assert_close, dtype_name
+
+HEADS = [(2, 2), (4, 2), (8, 1), (6, 2)]
+
+
+def heads_name(heads):
+    return f"{heads[0]}of{heads[1]}"
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=heads_name)
+@pytest.mark.parametrize("cached", [[0], [1, 2, 3], [7, 0, 30, 11]], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+def test_decode_tokens_attend_to_all_their_blocks(cached, heads, window, device):
+    sequences = [(n, 1) for n in cached]
+    Step(sequences, num_decode=len(cached), heads=heads, window=window, device=device).check()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=heads_name)
+@pytest.mark.parametrize("lengths", [[1], [1, 9, 2, 17], [8, 150]], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+def test_prompts_attend_causally_to_themselves(lengths, heads, window, device):
+    sequences = [(0, length) for length in lengths]
+    Step(sequences, heads=heads, window=window, device=device).check()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=heads_name)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("joined_tokens", [0, 4096], ids=["merged", "joined"])
+def test_chunks_see_their_cached_context(heads, window, joined_tokens, device, monkeypatch):
+    monkeypatch.setattr(prefill_attention, "_MAX_JOINED_TOKENS", joined_tokens)
+    Step([(5, 4), (0, 3), (16, 55), (70, 1)], heads=heads, window=window, device=device).check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_joined"),
+    [([4, 5, 6, 7], True), ([0, 1, 2, 3, 4, 5, 6, 7], False), ([4, 5, 8, 9], False), ([5], False)],
+    ids=str,
+)
+def test_a_run_is_joined_with_a_chunk_that_is_all_of_its_readers(rows, is_joined, device):
+    run = ContextPart(
+        query_idx=torch.tensor(rows, device=device),
+        block_ids=torch.tensor([2], device=device),
+        num_tokens=3,
+    )
+    part = PrefillPart(starts=(0, 4, 8), lens=(4, 4, 4))
+    positions = torch.arange(12, device=device)
+    made, left = prefill_attention.prepare_chunks(part, (run,), positions=positions)
+    assert is_joined == (left == ())
+    # the fifth field of an item is the number of positions of its run
+    assert [0, 3 * is_joined, 0] == made.items[:, 4].tolist()
+
+
+MIXED = [(13, 1, 0), (8, 1, 0), (21, 1, 1), (5, 1), (0, 7), (12, 1, 1), (13, 9, 0), (0, 40)]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=heads_name)
+@pytest.mark.parametrize("window", [None, 1, 6, 50])
+def test_decode_chunks_and_shared_prefixes_run_in_one_step(heads, window, device):
+    step = Step(MIXED, num_decode=4, prefixes=(2, 3), heads=heads, window=window, device=device)
+    step.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(10, 4), (16, 16), (64, 64), (80, 5), (128, 16)], ids=str
+)
+def test_head_dims_block_sizes_and_dtypes(head_dim, block_size, dtype, device):
+    sequences = [(2 * block_size + 3, 1, 0), (2 * block_size, 1, 0), (5, 1), (9, 6), (0, 3)]
+    step = Step(
+        sequences,
+        num_decode=3,
+        prefixes=(2,),
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+    )
+    step.check()
+
+
+def test_layers_of_one_model_may_differ_in_their_window(device):
+    step = Step(MIXED, num_decode=4, prefixes=(2, 3), device=device)
+    for window in (None, 6):
+        step.window = window
+        made, expected = (step.run(ops, windows=(None, 6)) for ops in (kernels, reference))
+        assert_close(made, expected)
+
+
+def test_garbage_in_unused_slots_and_foreign_blocks_does_not_leak(device):
+    step = Step(MIXED, num_decode=4, prefixes=(2, 3), device=device)
+    clean = step.run()
+    used = torch.zeros_like(step.tensors["k_pool"], dtype=torch.bool)
+    for table, (cached, _, _) in zip(step.tables, step.sequences, strict=True):
+        for position in range(cached):
+            used[table[position // step.block_size], :, position % step.block_size] = True
+    step.tensors["k_pool"][~used] = 1e30
+    step.tensors["v_pool"][~used] = float("nan")
+    assert torch.equal(clean, step.run())
+
+
+def test_a_step_without_tokens_gives_an_empty_output(device):
+    plan = AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=())
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    pool = torch.zeros(3, 2, 4, 16, device=device)
+    prepared = kernels.prepare_attention(
+        plan, positions=none, slot_mapping=none, pool=pool, windows=(None,)
+    )
+    q, k = torch.zeros(0, 4, 16, device=device), torch.zeros(0, 2, 16, device=device)
+    kernels.store_kv(k, k, pool, pool, prepared)
+    assert (0, 64) == tuple(kernels.attend(q, k, k, pool, pool, prepared, None).shape)
+
+
+class Decode:
+    """Sequences of some blocks each, the last one partly valid, in a random pool."""
+
+    def __init__(self, num_blocks, device, heads=(4, 2), block_size=4, head_dim=16):
+        torch.manual_seed(0)
+        self.device = device
+        total = sum(num_blocks)
+        self.block_ids = torch.randperm(total + 2)[:total].sort()[0]
+        self.owners = torch.arange(len(num_blocks)).repeat_interleave(torch.tensor(num_blocks))
+        first = torch.cat([torch.arange(n) * block_size for n in num_blocks])
+        self.positions = torch.tensor([n * block_size - 2 for n in num_blocks])
+        self.part = {
+            "block_ids": self.block_ids,
+            "owners": self.owners,
+            "num_valid": (self.positions[self.owners] + 1 - first).clamp(max=block_size),
+            "first_positions": first,
+        }
+        self.k_pool, self.v_pool = torch.randn(2, total + 2, heads[1], block_size, head_dim)
+        self.q = torch.randn(len(num_blocks), heads[0], head_dim)
+
+    def run(self, ops, device, window=None, num_splits=None):
+        part = DecodePart(
+            **{name: tensor.to(device) for name, tensor in self.part.items()}, is_contiguous=False
+        )
+        k_pool, v_pool = self.k_pool.to(device), self.v_pool.to(device)
+        positions = self.positions.to(device)
+        walk = ops.plan_walk(part, positions=positions, pool=k_pool, windows=(window,))
+        if num_splits is not None:
+            walk = dataclasses.replace(walk, num_splits=num_splits)
+        return ops.attend_decode(self.q.to(device), k_pool, v_pool, walk, window)
+
+    def check(self, window=None, num_splits=None):
+        expected = self.run(reference_decode, "cpu", window)
+        made = self.run(decode_attention, self.device, window, num_splits)
+        for tensor, wanted in zip(made, expected, strict=True):
+            assert_close(tensor, wanted)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_splitting_the_blocks_of_a_sequence_changes_nothing(num_splits, window, device):
+    Decode([1, 9, 2, 40], device).check(window, num_splits)
+
+
+def test_few_sequences_with_many_blocks_are_split_and_many_are_not():
+    assert 16 == decode_attention._num_splits(num_programs=8, blocks_per_seq=100)
+    assert 4 == decode_attention._num_splits(num_programs=100, blocks_per_seq=100)
+    assert 2 == decode_attention._num_splits(num_programs=8, blocks_per_seq=3)
+    assert 1 == decode_attention._num_splits(num_programs=2000, blocks_per_seq=100)
+
+
+def test_a_block_that_two_decode_tokens_own_serves_both(device):
+    decode = Decode([2, 2], device)
+    decode.part["block_ids"] = torch.tensor([1, 1, 3, 3])
+    decode.part["owners"] = torch.tensor([0, 1, 1, 0])
+    decode.part["first_positions"] = torch.tensor([0, 0, 4, 4])
+    decode.part["num_valid"] = torch.tensor([4, 4, 3, 3])
+    decode.check()
+
+
+def test_a_window_without_first_positions_is_refused(device):
+    decode = Decode([2], device)
+    part = DecodePart(
+        **{**decode.part, "first_positions": None},
+        is_contiguous=False,
+    )
+    with pytest.raises(ValueError, match="first_positions"):
+        decode_attention.plan_walk(
+            part, positions=decode.positions, pool=decode.k_pool, windows=(None, 4)
+        )
+
+
+class Contexts:
+    """Rows with results so far, and runs that some of them read.
+
+    Args:
+        runs: (rows, cached positions, first position) of each.
+    """
+
+    BLOCK_SIZE = 4
+
+    def __init__(self, num_rows, runs, device, heads=(4, 2), head_dim=16):
+        torch.manual_seed(0)
+        self.device, self.runs = device, runs
+        counts = [-(-tokens // self.BLOCK_SIZE) for _, tokens, _ in runs]
+        self.blocks = torch.randperm(sum(counts) + 2)[: sum(counts)].split(counts)
+        self.k_pool, self.v_pool = torch.randn(
+            2, sum(counts) + 2, heads[1], self.BLOCK_SIZE, head_dim
+        )
+        self.q, self.output = torch.randn(2, num_rows, heads[0], head_dim)
+        self.lse = torch.randn(num_rows, heads[0])
+        end = max(first + tokens for _, tokens, first in runs)
+        self.positions = end + torch.arange(num_rows) % 5
+
+    def prepare(self, ops, device, window=None):
+        parts = [
+            ContextPart(
+                query_idx=torch.tensor(rows, device=device),
+                block_ids=blocks.to(device),
+                num_tokens=tokens,
+                first_position=first,
+            )
+            for (rows, tokens, first), blocks in zip(self.runs, self.blocks, strict=True)
+        ]
+        return ops.prepare_contexts(
+            parts,
+            positions=self.positions.to(device),
+            pool=self.k_pool.to(device),
+            has_windows=window is not None,
+        )
+
+    def run(self, ops, device, window):
+        output, lse = (x.to(device, copy=True) for x in (self.output, self.lse))
+        tensors = [x.to(device) for x in (self.q, self.k_pool, self.v_pool)]
+        ops.merge_contexts_(output, lse, *tensors, self.prepare(ops, device, window), window)
+        return output, lse
+
+    def check(self, window=None):
+        expected = self.run(reference_contexts, "cpu", window)
+        made = self.run(context_attention, self.device, window)
+        for tensor, wanted in zip(made, expected, strict=True):
+            assert_close(tensor, wanted)
+
+
+RUNS = {
+    "one run of all rows": [([0, 1, 2, 3, 4, 5], 8, 0)],
+    "of other sizes": [([0, 2, 5], 7, 0), ([1, 3], 12, 0), ([4], 1, 0)],
+    "nested": [([0, 1, 2, 3, 4, 5], 4, 0), ([1, 3, 5], 8, 4), ([5], 3, 12)],
+    "some rows read none": [([4], 9, 0), ([1], 70, 0)],
+}
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=heads_name)
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_all_shared_runs_of_a_step_are_merged_into_their_rows(runs, window, heads, device):
+    Contexts(6, runs, device, heads).check(window)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_runs_that_are_cut_into_spans_give_the_same(window, device, monkeypatch):
+    monkeypatch.setattr(context_attention, "_MIN_SPAN_TOKENS", 1)
+    contexts = Contexts(5, [([0, 1, 2, 3, 4], 70, 0), ([2, 3], 9, 70)], device)
+    # 18 spans of one block each for the long run, 3 for the short one
+    assert 21 == len(contexts.prepare(context_attention, device).items)
+    contexts.check(window)
+
+
+def test_a_run_is_one_item_however_many_rows_fit_a_program(device):
+    contexts = Contexts(128, [(list(range(128)), 64, 0)], device)
+    assert 1 == len(contexts.prepare(context_attention, device).items)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1), (6, 2)], ids=heads_name)
+def test_sets_of_rows_larger_than_an_item_are_exact(heads, device):
+    many = list(range(150))
+    Contexts(151, [(many, 6, 0), ([150], 3, 0)], device, heads).check()

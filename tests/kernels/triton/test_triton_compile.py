@@ -1,0 +1,37 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# of one thread block on an H100
+MAX_SHARED_BYTES = 227 << 10
+WITH_PRODUCTS = {"decode_kernel", "down_kernel", "gate_up_kernel", "ragged_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("dtype", "pointer"), [("float16", "*fp16"), ("bfloat16", "*bf16"), ("float32", "*fp32")]
+)
+def test_every_kernel_compiles_for_an_h100_without_a_gpu(dtype, pointer, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.compile_kernels", dtype],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [m for m in made if not m["cubin_bytes"]] == []
+    assert [m for m in made if m["shared_bytes"] > MAX_SHARED_BYTES] == []
+    products = [m for m in made if m["kernel"] in WITH_PRODUCTS]
+    assert {m["kernel"] for m in products} == WITH_PRODUCTS
+    assert [m for m in products if not m["has_tensor_core_products"]] == []
+    assert [m for m in products if pointer not in m["pointers"]] == []

@@ -1,0 +1,118 @@
+import pytest
+import torch
+
+from raybatch.kernels.moe import moe_ffn, route
+from raybatch.kernels.triton import moe
+from tests.kernels.triton.support import DTYPES, assert_close, dtype_name
+
+
+def make_layer(num_experts, model_dim, ffn_dim, num_tokens, dtype=torch.float32):
+    torch.manual_seed(0)
+    router = torch.randn(num_experts, model_dim)
+    gate_up = torch.randn(num_experts, 2 * ffn_dim, model_dim) * 0.3
+    down = torch.randn(num_experts, model_dim, ffn_dim) * 0.3
+    x = torch.randn(num_tokens, model_dim)
+    return [tensor.to(dtype) for tensor in (x, router, gate_up, down)]
+
+
+def run(tensors, device, top_k=2, norm_topk_prob=True):
+    on_device = [tensor.to(device) for tensor in tensors]
+    return moe.moe_ffn(*on_device, top_k=top_k, norm_topk_prob=norm_topk_prob)
+
+
+def check(tensors, device, top_k=2, norm_topk_prob=True, expected_of=None):
+    expected = moe_ffn(
+        *(tensor.float() for tensor in expected_of or tensors),
+        top_k=top_k,
+        norm_topk_prob=norm_topk_prob,
+    )
+    # a product adds up as many roundings as it has terms
+    assert_close(run(tensors, device, top_k, norm_topk_prob), expected, factor=4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"),
+    [(0, 4, 2), (1, 8, 2), (7, 5, 3), (300, 5, 2), (40, 3, 1), (3, 200, 4)],
+)
+def test_slots_are_sorted_by_expert_and_token(num_tokens, num_experts, top_k, device):
+    torch.manual_seed(0)
+    experts = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k]
+    made = moe.permute(experts.to(device), num_experts)
+    order = experts.reshape(-1).sort(stable=True)[1]
+    counts = torch.bincount(experts.reshape(-1), minlength=num_experts)
+    assert order.tolist() == made.order.tolist()
+    assert order.argsort().tolist() == made.places.tolist()
+    assert [0, *counts.cumsum(0).tolist()] == made.row_starts.tolist()
+
+
+def test_rows_are_weighted_and_returned_to_their_tokens(device):
+    torch.manual_seed(0)
+    rows, weights, places = torch.randn(10, 33), torch.rand(5, 2), torch.randperm(10)
+    expected = (rows[places].view(5, 2, 33) * weights.unsqueeze(2)).sum(1)
+    made = moe.unpermute(rows.to(device), weights.to(device), places.to(device, torch.int32))
+    assert_close(made, expected)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "model_dim", "ffn_dim", "top_k"),
+    [
+        (1, 8, 16, 8, 2),
+        (7, 5, 12, 20, 3),
+        (40, 4, 9, 7, 4),
+        (3, 64, 16, 12, 1),
+        (70, 2, 80, 70, 1),
+    ],
+)
+def test_output_equals_the_reference(
+    num_tokens, num_experts, model_dim, ffn_dim, top_k, norm_topk_prob, device
+):
+    tensors = make_layer(num_experts, model_dim, ffn_dim, num_tokens)
+    check(tensors, device, top_k, norm_topk_prob)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_half_precision_is_close_to_float32(dtype, device):
+    check(make_layer(5, 24, 20, 19, dtype), device)
+
+
+def test_experts_without_tokens_are_not_read(device):
+    tensors = make_layer(6, 16, 8, 1)
+    x, router, gate_up, down = tensors
+    unused = [e for e in range(6) if e not in route(x, router, 2, True)[1]]
+    expected = moe_ffn(*tensors, top_k=2, norm_topk_prob=True)
+    gate_up[unused] = float("nan")
+    down[unused] = float("nan")
+    assert_close(run(tensors, device), expected, factor=4)
+
+
+def test_all_tokens_may_choose_one_expert(device):
+    tensors = make_layer(4, 16, 8, 37)
+    tensors[0] = tensors[0][:1].expand(37, 16).contiguous()
+    check(tensors, device, top_k=1)
+
+
+def in_panels(weight, width):
+    return weight.view(len(weight), -1, width, weight.shape[2]).mT.contiguous()
+
+
+def across(weight):
+    return weight.mT.contiguous().mT
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda w: in_panels(w, 4), lambda w: in_panels(w, 8)),
+        (lambda w: in_panels(w, 8), lambda w: w),
+        (across, across),
+    ],
+    ids=["panels", "mixed", "across"],
+)
+def test_weights_in_other_layouts_give_the_same(first, second, device):
+    x, router, gate_up, down = tensors = make_layer(3, 16, 8, 11)
+    check([x, router, first(gate_up), second(down)], device, expected_of=tensors)
+
+
+def test_an_empty_batch_gives_an_empty_output(device):
+    assert (0, 16) == tuple(run(make_layer(6, 16, 8, 0), device).shape)
