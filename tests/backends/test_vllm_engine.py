@@ -241,7 +241,7 @@ def test_the_driver_knows_the_length_that_vllm_takes(tmp_path, variant):
 )
 def test_a_value_that_vllm_refuses_is_an_error_of_the_options(folder, kwargs):
     backend = BackendConfig(kind="vllm", options={"engine_kwargs": kwargs})
-    with pytest.raises(ConfigError, match=r"vLLM refuses its options: .*(nonsense|seed)"):
+    with pytest.raises(ConfigError, match="vLLM refuses its options: "):
         create_backend(str(folder), backend, EngineConfig())
 
 
