@@ -8,12 +8,10 @@ from raybatch.engine.kv_cache import KVCache
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
-from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.dispatch import Ops, Prepared, ops_for
 from raybatch.kernels.mlp import add_linear_, add_mlp_
-from raybatch.kernels.moe import moe_ffn
-from raybatch.kernels.norm import rms_norm
-from raybatch.kernels.rotary import rotate_, rotation_table
+from raybatch.kernels.rotary import rotation_table
 
 
 class Decoder:
@@ -22,14 +20,16 @@ class Decoder:
     Args:
         spec: what the model is.
         weights: of that model, on one device and in one dtype.
+        ops: the form of the ops; that of the weights' device by default.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops | None = None) -> None:
         self._spec = spec
         self._weights = weights
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
         device = weights.embed.device
+        self._ops = ops or ops_for(device)
         self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
 
     @torch.inference_mode()
@@ -54,7 +54,9 @@ class Decoder:
                 x = x.index_select(0, batch.logits_idx)
             add_linear_(x, attended, layer.o, layer.o_bias)
             self._add_ffn(layer, x)
-        return functional.linear(rms_norm(x, weights.norm, spec.rms_eps), weights.head).float()
+        return functional.linear(
+            self._ops.rms_norm(x, weights.norm, spec.rms_eps), weights.head
+        ).float()
 
     def _prepare(
         self,
@@ -62,12 +64,12 @@ class Decoder:
         plan: AttentionPlan,
         cache: KVCache,
         rows: torch.Tensor | None = None,
-    ) -> PreparedAttention:
+    ) -> Prepared:
         """Prepare the plan of all rows, or of the given ones."""
         positions, slots = batch.positions, batch.slot_mapping
         if rows is not None:
             positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)
-        return prepare_attention(
+        return self._ops.prepare_attention(
             plan,
             positions=positions,
             slot_mapping=slots,
@@ -82,15 +84,15 @@ class Decoder:
         x: torch.Tensor,
         rotation: torch.Tensor,
         cache: KVCache,
-        prepared: PreparedAttention,
+        prepared: Prepared,
     ) -> torch.Tensor:
         spec = self._spec
-        hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
+        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
         qk, v = self._project(layer, hidden, rotation, slice(0, self._num_projected))
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
-        store_kv(k, v, k_pool, v_pool, prepared)
-        return attend(q, k, v, k_pool, v_pool, prepared, spec.windows[layer_idx])
+        self._ops.store_kv(k, v, k_pool, v_pool, prepared)
+        return self._ops.attend(q, k, v, k_pool, v_pool, prepared, spec.windows[layer_idx])
 
     def _attend_last(
         self,
@@ -98,16 +100,16 @@ class Decoder:
         x: torch.Tensor,
         rotation: torch.Tensor,
         cache: KVCache,
-        prepared: PreparedAttention,
+        prepared: Prepared,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Attend in the last layer: all rows leave their KV, those with logits have queries."""
         assert batch.logits_attention is not None, "the plan of the last layer"
         spec, rows = self._spec, batch.logits_idx
-        hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
+        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
         k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
         k_pool, v_pool = cache.k[-1], cache.v[-1]
-        store_kv(k, v, k_pool, v_pool, prepared)
+        self._ops.store_kv(k, v, k_pool, v_pool, prepared)
         q, _ = self._project(
             layer,
             hidden.index_select(0, rows),
@@ -115,7 +117,7 @@ class Decoder:
             slice(0, spec.num_heads),
         )
         plan = self._prepare(batch, batch.logits_attention, cache, rows)
-        return attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
+        return self._ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
 
     def _project(
         self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice
@@ -133,13 +135,13 @@ class Decoder:
         turned, values = projected[:, :num_turned], projected[:, num_turned:]
         if layer.qk_norm is not None:
             norms = layer.qk_norm[heads.start : heads.start + num_turned]
-            turned = rms_norm(turned, norms, spec.rms_eps)
-        rotate_(turned, rotation)
+            turned = self._ops.rms_norm(turned, norms, spec.rms_eps)
+        self._ops.rotate_(turned, rotation)
         return turned, values
 
     def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
         spec = self._spec
-        hidden = rms_norm(x, layer.ffn_norm, spec.rms_eps)
+        hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
         if layer.gate_up is not None and layer.down is not None:
             add_mlp_(x, hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
             return
@@ -147,7 +149,7 @@ class Decoder:
         assert layer.router is not None, "a sparse layer has a router"
         assert layer.experts_gate_up is not None, "a sparse layer has experts"
         assert layer.experts_down is not None, "a sparse layer has experts"
-        x += moe_ffn(
+        x += self._ops.moe_ffn(
             hidden,
             layer.router,
             layer.experts_gate_up,
