@@ -13,12 +13,10 @@ from raybatch.engine.kv_cache import KVCache
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
-from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
 from raybatch.kernels.mlp import add_linear_, add_mlp_
-from raybatch.kernels.moe import moe_ffn
-from raybatch.kernels.norm import rms_norm
-from raybatch.kernels.rotary import rotate_, rotation_table
+from raybatch.kernels.rotary import rotation_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +31,7 @@ class PreparedBatch:
 
     batch: ForwardBatch
     rotation: torch.Tensor
-    attention: PreparedAttention
+    attention: Prepared
 
 
 class Decoder:
@@ -42,11 +40,14 @@ class Decoder:
     Args:
         spec: what the model is.
         weights: of that model, on one device and in one dtype.
+        ops: the form of the ops; those of Triton have not run on a GPU yet, so that they are not
+            the default on one.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, ops: Ops = REFERENCE) -> None:
         self._spec = spec
         self._weights = weights
+        self._ops = ops
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
         device = weights.embed.device
@@ -122,7 +123,7 @@ class Decoder:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [S, V] of hidden states [S, M] after the last layer."""
         weights = self._weights
-        normed = rms_norm(x, weights.norm, self._spec.rms_eps)
+        normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
         return functional.linear(normed, weights.head).float()
 
     def _prepare(
@@ -131,12 +132,12 @@ class Decoder:
         plan: AttentionPlan,
         cache: KVCache,
         rows: torch.Tensor | None = None,
-    ) -> PreparedAttention:
+    ) -> Prepared:
         """Prepare the plan of all rows, or of the given ones."""
         positions, slots = batch.positions, batch.slot_mapping
         if rows is not None:
             positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)
-        return prepare_attention(
+        return self._ops.prepare_attention(
             plan,
             positions=positions,
             slot_mapping=slots,
@@ -153,13 +154,13 @@ class Decoder:
         cache: KVCache,
     ) -> torch.Tensor:
         spec, attention = self._spec, prepared.attention
-        hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
+        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
         heads = slice(0, self._num_projected)
         qk, v = self._project(layer, hidden, prepared.rotation, heads)
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
-        store_kv(k, v, k_pool, v_pool, attention)
-        return attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
+        self._ops.store_kv(k, v, k_pool, v_pool, attention)
+        return self._ops.attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
 
     def _attend_last(
         self,
@@ -172,10 +173,10 @@ class Decoder:
         batch, rotation = prepared.batch, prepared.rotation
         assert batch.logits_attention is not None, "the plan of the last layer"
         spec, rows = self._spec, batch.logits_idx
-        hidden = rms_norm(x, layer.attention_norm, spec.rms_eps)
+        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
         k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
         k_pool, v_pool = cache.k[-1], cache.v[-1]
-        store_kv(k, v, k_pool, v_pool, prepared.attention)
+        self._ops.store_kv(k, v, k_pool, v_pool, prepared.attention)
         q, _ = self._project(
             layer,
             hidden.index_select(0, rows),
@@ -183,7 +184,7 @@ class Decoder:
             slice(0, spec.num_heads),
         )
         plan = self._prepare(batch, batch.logits_attention, cache, rows)
-        return attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
+        return self._ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
 
     def _project(
         self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice
@@ -201,13 +202,13 @@ class Decoder:
         turned, values = projected[:, :num_turned], projected[:, num_turned:]
         if layer.qk_norm is not None:
             norms = layer.qk_norm[heads.start : heads.start + num_turned]
-            turned = rms_norm(turned, norms, spec.rms_eps)
-        rotate_(turned, rotation)
+            turned = self._ops.rms_norm(turned, norms, spec.rms_eps)
+        self._ops.rotate_(turned, rotation)
         return turned, values
 
     def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
         spec = self._spec
-        hidden = rms_norm(x, layer.ffn_norm, spec.rms_eps)
+        hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
         if layer.gate_up is not None and layer.down is not None:
             add_mlp_(x, hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
             return
@@ -215,7 +216,7 @@ class Decoder:
         assert layer.router is not None, "a sparse layer has a router"
         assert layer.experts_gate_up is not None, "a sparse layer has experts"
         assert layer.experts_down is not None, "a sparse layer has experts"
-        x += moe_ffn(
+        x += self._ops.moe_ffn(
             hidden,
             layer.router,
             layer.experts_gate_up,

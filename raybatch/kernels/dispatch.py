@@ -13,6 +13,9 @@ from raybatch.kernels import attention, moe, norm, rotary
 
 logger = logging.getLogger(__name__)
 
+# a prepared plan; each form of the ops has a record of its own
+Prepared = Any
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
@@ -24,7 +27,7 @@ class Ops:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate_: Callable[[torch.Tensor, torch.Tensor], None]
     moe_ffn: Callable[..., torch.Tensor]
-    prepare_attention: Callable[..., Any]
+    prepare_attention: Callable[..., Prepared]
     store_kv: Callable[..., None]
     attend: Callable[..., torch.Tensor]
 

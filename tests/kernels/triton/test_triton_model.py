@@ -1,0 +1,53 @@
+import random
+
+import pytest
+import torch
+
+from raybatch.engine.decoder import Decoder
+from raybatch.engine.kv_cache import allocate_kv_cache
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.weights import load_weights
+from raybatch.kernels.dispatch import REFERENCE, ops_for
+from tests.engine.greedy_driver import GreedyDriver
+from tests.engine.tiny_models import save
+
+# one KV head, layers of two kinds, norms of heads, experts
+CHOSEN = ["llama-multi-query", "qwen2-window-in-upper-layers", "qwen3", "mixtral"]
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS = 8, 64, 4
+
+
+def greedy_tokens(path, prompts, ops, device):
+    spec = read_model_spec(path)
+    cache = allocate_kv_cache(
+        spec, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=device
+    )
+    weights = load_weights(path, spec, dtype=torch.float32, device=device)
+    blocks = random.Random(5).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    driver = GreedyDriver(
+        Decoder(spec, weights, ops=ops),
+        cache,
+        BLOCK_SIZE,
+        blocks,
+        chunk=9,
+        shared_tokens=BLOCK_SIZE,
+    )
+    # the driver makes its tensors where others are by default
+    with device:
+        return driver.generate(prompts, NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", CHOSEN)
+def test_a_model_gives_the_same_tokens_with_either_form_of_the_ops(
+    variant, tmp_path, monkeypatch, device
+):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+    save(variant, tmp_path / "model")
+    rng = random.Random(3)
+    prefix = [rng.randrange(1, 211) for _ in range(BLOCK_SIZE)]
+    prompts = [prefix + [rng.randrange(1, 211) for _ in range(n)] for n in (2, 9, 23)]
+    expected = greedy_tokens(tmp_path / "model", prompts, REFERENCE, torch.device("cpu"))
+    kernels = ops_for(torch.device("cuda"))
+    assert kernels is not REFERENCE
+    assert expected == greedy_tokens(tmp_path / "model", prompts, kernels, device)
