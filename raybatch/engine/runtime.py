@@ -109,20 +109,14 @@ class RuntimeCounters:
     """What has happened since the start.
 
     Args:
-        num_yields: coroutines that were parked.
-        num_combined: coroutines that ran together with others.
         num_ffn_calls: feed-forward blocks that ran.
         num_ffn_rows: rows of them.
         num_attention_calls: attention blocks that ran.
-        max_hidden_bytes: most bytes of hidden states that waited at once.
     """
 
-    num_yields: int = 0
-    num_combined: int = 0
     num_ffn_calls: int = 0
     num_ffn_rows: int = 0
     num_attention_calls: int = 0
-    max_hidden_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +176,6 @@ class CoroutineRuntime:
                     logits[coroutine.index] = self._decoder.logits(coroutine.hidden)
                 else:
                     lot.park(coroutine)
-                    self.counters.num_yields += 1
-            self._note_waiting(lot)
         ordered = [logits[index] for index in range(len(batches))]
         return StepResult(logits=torch.cat(ordered), failed=failed)
 
@@ -206,7 +198,6 @@ class CoroutineRuntime:
         self._decoder.ffn_(point.layer, combined.hidden)
         self.counters.num_ffn_calls += 1
         self.counters.num_ffn_rows += len(combined.hidden)
-        self.counters.num_combined += len(coroutines) if len(coroutines) > 1 else 0
         return [_moved(single, single.hidden) for single in combined.split()]
 
     def _attend(self, single: SequenceCoroutine) -> SequenceCoroutine:
@@ -237,10 +228,6 @@ class CoroutineRuntime:
                 except Exception as error:
                     # whatever a user's function raises is the end of its row alone
                     failed[slot] = error_text(error)
-
-    def _note_waiting(self, lot: Lot) -> None:
-        num_bytes = sum(c.hidden.nbytes for here in lot.waiting.values() for c in here)
-        self.counters.max_hidden_bytes = max(self.counters.max_hidden_bytes, num_bytes)
 
 
 def _moved(single: SequenceCoroutine, hidden: torch.Tensor) -> SequenceCoroutine:
