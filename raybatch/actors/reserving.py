@@ -1,8 +1,9 @@
 """What Ray keeps for one engine: resources of its actor, or a placement group for its ranks."""
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -15,6 +16,9 @@ from raybatch.config import PoolConfig
 
 __all__ = ["Reserved", "reserve"]
 
+# Ray has tried once by then to create a group
+_TRIED_AFTER_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
@@ -23,15 +27,22 @@ class Reserved:
     Args:
         options: of Ray, for the actor.
         group: that must be released; None where the actor's own resources are all.
+        asked_s: of the monotonic clock, when Ray was asked for the group.
     """
 
     options: Mapping[str, Any]
     group: PlacementGroup | None = None
+    asked_s: float = field(default_factory=time.monotonic)
 
     def release(self) -> None:
         """Give the group back, which ends the actors in it; may be called again."""
-        if self.group is not None:
-            ray.util.remove_placement_group(self.group)
+        if self.group is None:
+            return
+        # what Ray is about to reserve for a group is lost to the cluster where the group is removed
+        # meanwhile (ray-project/ray#64693); one that waits for resources is tried again seldom
+        while time.monotonic() < self.asked_s + _TRIED_AFTER_S and _is_pending(self.group):
+            time.sleep(0.005)
+        ray.util.remove_placement_group(self.group)
 
     def start(self, kind: type, *args: object, **defaults: object) -> ActorHandle:
         """Start the actor, or give the group back where Ray does not take its options.
@@ -81,6 +92,10 @@ def reserve(plan: CrewPlan, pool: PoolConfig, *, name: str) -> Reserved:
     )
     options |= {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": inside}
     return Reserved(options, group)
+
+
+def _is_pending(group: PlacementGroup) -> bool:
+    return bool(ray.util.placement_group_table(group).get("state") == "PENDING")
 
 
 def _placing(pool: PoolConfig) -> dict[str, Any]:

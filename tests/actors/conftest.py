@@ -9,8 +9,9 @@ from raybatch.actors.pool import release_pools
 from tests.actors.pools import handle_of
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster():
+    # not of the session: the tests of other packages count on a cluster that nobody holds
     # by default Ray starts workers with nice 15, and they starve on a busy machine
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
