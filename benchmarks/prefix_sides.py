@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from prefix_orders import PROMPT_ORDERS, PromptOrder
 from suites import Peer, PeerKind
 
+# vLLM's attention on a CPU takes multiples of this alone
+VLLM_BLOCK_SIZE = 32
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One way to run prompts; the fields are those of a `Peer`."""
+    """One way to run prompts; the fields are those of a `Peer`.
+
+    Args:
+        block_size: None takes what vLLM's attention on a CPU needs, and that of all elsewhere.
+    """
 
     venv: str
     script: str
@@ -20,9 +27,12 @@ class Side:
     kind: PeerKind = "engine"
     block_size: int | None = None
 
-
-# vLLM's attention on a CPU takes multiples of this alone
-VLLM_BLOCK_SIZE = 32
+    @property
+    def positions_per_block(self) -> int | None:
+        """Return the block size of its engines; None for that of all."""
+        if self.block_size is None and self.venv == "vllm":
+            return VLLM_BLOCK_SIZE
+        return self.block_size
 
 
 SIDES = {
@@ -37,37 +47,29 @@ SIDES = {
         venv="raybatch", script="peer_raybatch.py", variant="engine-plan-multi"
     ),
     "raybatch": Side(venv="raybatch", script="peer_raybatch.py", variant="engine"),
-    "vllm-compiled": Side(
-        venv="vllm", script="peer_vllm.py", variant="compiled", block_size=VLLM_BLOCK_SIZE
-    ),
-    "vllm-eager": Side(
-        venv="vllm", script="peer_vllm.py", variant="eager", block_size=VLLM_BLOCK_SIZE
-    ),
+    "vllm-compiled": Side(venv="vllm", script="peer_vllm.py", variant="compiled"),
+    "vllm-eager": Side(venv="vllm", script="peer_vllm.py", variant="eager"),
     "raybatch-vllm-plan": Side(
         venv="vllm",
         script="peer_raybatch_vllm.py",
         variant="engine-compiled-plan",
-        block_size=VLLM_BLOCK_SIZE,
     ),
     "raybatch-vllm": Side(
         venv="vllm",
         script="peer_raybatch_vllm.py",
         variant="engine-compiled",
-        block_size=VLLM_BLOCK_SIZE,
     ),
     "raybatch-vllm-job-plan": Side(
         venv="vllm",
         script="peer_raybatch_vllm.py",
         variant="job-eager-plan",
         kind="job",
-        block_size=VLLM_BLOCK_SIZE,
     ),
     "raybatch-vllm-job": Side(
         venv="vllm",
         script="peer_raybatch_vllm.py",
         variant="job-eager",
         kind="job",
-        block_size=VLLM_BLOCK_SIZE,
     ),
     "raybatch-job-plan": Side(
         venv="raybatch", script="peer_raybatch.py", variant="job-plan", kind="job"
@@ -78,14 +80,12 @@ SIDES = {
         script="peer_raydata_llm.py",
         variant="eager",
         kind="job",
-        block_size=VLLM_BLOCK_SIZE,
     ),
     "raydata-llm-default": Side(
         venv="vllm",
         script="peer_raydata_llm.py",
         variant="default",
         kind="job",
-        block_size=VLLM_BLOCK_SIZE,
     ),
     "raybatch-pool-plan": Side(
         venv="raybatch", script="peer_pool.py", variant="pool-plan", kind="pool"
@@ -119,7 +119,7 @@ class Contestant:
             replicas=self.replicas,
             order=self.order,
             process=process,
-            block_size=side.block_size,
+            block_size=side.positions_per_block,
         )
 
 

@@ -57,6 +57,15 @@ class Peer:
         return self.process or self.name
 
 
+def _on_one_and_two(name: str, *, venv: str, script: str, variant: str) -> tuple[Peer, Peer]:
+    """Return a job on one replica and on two, each compared with ours on as many."""
+    one = Peer(
+        name=name, venv=venv, script=script, variant=variant, kind="job", baseline="raybatch-job"
+    )
+    two = dataclasses.replace(one, name=f"{name}-2", replicas=2, baseline="raybatch-job-2")
+    return one, two
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -84,57 +93,14 @@ PEERS = {
             variant="continuous",
             max_requests=32,
         ),
-        Peer(
-            name="raybatch-job",
-            venv="raybatch",
-            script="peer_raybatch.py",
-            variant="job",
-            kind="job",
-            baseline="raybatch-job",
-        ),
-        Peer(
-            name="raybatch-job-2",
-            venv="raybatch",
-            script="peer_raybatch.py",
-            variant="job",
-            kind="job",
-            replicas=2,
-            baseline="raybatch-job-2",
-        ),
-        Peer(
-            name="raybatch-vllm-job",
+        *_on_one_and_two("raybatch-job", venv="raybatch", script="peer_raybatch.py", variant="job"),
+        *_on_one_and_two(
+            "raybatch-vllm-job",
             venv="vllm",
             script="peer_raybatch_vllm.py",
             variant="job-eager",
-            kind="job",
-            baseline="raybatch-job",
         ),
-        Peer(
-            name="raybatch-vllm-job-2",
-            venv="vllm",
-            script="peer_raybatch_vllm.py",
-            variant="job-eager",
-            kind="job",
-            replicas=2,
-            baseline="raybatch-job-2",
-        ),
-        Peer(
-            name="raydata-llm",
-            venv="vllm",
-            script="peer_raydata_llm.py",
-            variant="eager",
-            kind="job",
-            baseline="raybatch-job",
-        ),
-        Peer(
-            name="raydata-llm-2",
-            venv="vllm",
-            script="peer_raydata_llm.py",
-            variant="eager",
-            kind="job",
-            replicas=2,
-            baseline="raybatch-job-2",
-        ),
+        *_on_one_and_two("raydata-llm", venv="vllm", script="peer_raydata_llm.py", variant="eager"),
         Peer(
             name="raybatch-pool",
             venv="raybatch",
