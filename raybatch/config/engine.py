@@ -34,6 +34,8 @@ class EngineConfig:
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
+        compile_kernels: on a CPU compile attention with the host's C compiler, where there is one;
+            for float32 and one thread.
     """
 
     dtype: DType = "auto"
@@ -49,6 +51,7 @@ class EngineConfig:
     moe_batch_tokens: int | None = None
     num_threads: int = 1
     tune_malloc: bool = True
+    compile_kernels: bool = True
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))

@@ -19,6 +19,7 @@ from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime, PartBatch, StepResult
 from raybatch.engine.weights import load_weights
+from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class ModelRunner:
             cache.k.shape[1],
             config.block_size_tokens,
         )
-        return cls(spec=spec, config=config, decoder=Decoder(spec, weights), cache=cache)
+        decoder = Decoder(spec, weights, ops=_pick_ops(config, spec, dtype, device))
+        return cls(spec=spec, config=config, decoder=decoder, cache=cache)
 
     @property
     def num_blocks(self) -> int:
@@ -102,6 +104,19 @@ def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
         # CPUs without bfloat16 units compute it four times slower than float32
         name = "float32" if device.type == "cpu" else spec.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _pick_ops(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    is_for_compiled = dtype == torch.float32 and device.type == "cpu" and config.num_threads == 1
+    if not (config.compile_kernels and is_for_compiled):
+        return REFERENCE
+    return compiled_ops(
+        head_dim=spec.head_dim,
+        num_grouped=spec.num_heads // spec.num_kv_heads,
+        block_size=config.block_size_tokens,
+    )
 
 
 def _make_cache(

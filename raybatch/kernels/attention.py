@@ -5,6 +5,7 @@ per layer. Tokens that occur in several parts are merged by their log-sum-exp.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,11 +15,14 @@ from raybatch.kernels.context_attention import (
     merge_contexts_,
     prepare_contexts,
 )
-from raybatch.kernels.decode_attention import DecodeWalk, attend_decode, plan_walk
+from raybatch.kernels.decode_attention import attend_decode, plan_walk
+from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
+
+TORCH_DECODE = DecodeForm(plan=plan_walk, attend=attend_decode)
 
 # outputs and their log-sum-exp
 _Part = tuple[torch.Tensor, torch.Tensor]
@@ -42,13 +46,17 @@ class _Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
-    """A plan in the form that every layer of a step uses."""
+    """A plan in the form that every layer of a step uses.
+
+    What `decode` has made of the decode part is `walk`.
+    """
 
     num_decode: int
     positions: torch.Tensor
     block_ids: torch.Tensor
     block_offsets: torch.Tensor
-    walk: DecodeWalk | None
+    decode: DecodeForm
+    walk: Any
     chunks: tuple[tuple[int, int], ...]
     buckets: tuple[_Bucket, ...]
     contexts: PreparedContexts | None
@@ -61,6 +69,7 @@ def prepare_attention(
     slot_mapping: torch.Tensor,  # int64 [T]
     pool: torch.Tensor,  # [N, G, B, D]
     windows: tuple[int | None, ...],
+    decode: DecodeForm = TORCH_DECODE,
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
@@ -70,11 +79,12 @@ def prepare_attention(
         slot_mapping: where every token's KV goes.
         pool: keys of any layer; only its shape and dtype are read.
         windows: the different windows of the model's layers.
+        decode: the form of the attention of decode tokens.
     """
     block_size = pool.shape[2]
     walk = None
     if plan.decode is not None and plan.num_decode:
-        walk = plan_walk(
+        walk = decode.plan(
             plan.decode,
             positions=positions[: plan.num_decode],
             pool=pool,
@@ -94,6 +104,7 @@ def prepare_attention(
         positions=positions,
         block_ids=slot_mapping // block_size,
         block_offsets=slot_mapping % block_size,
+        decode=decode,
         walk=walk,
         chunks=chunks,
         buckets=buckets,
@@ -159,9 +170,9 @@ def attend(
     output = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if prepared.contexts else None
     if prepared.walk is not None:
-        decode = slice(0, prepared.num_decode)
-        part = attend_decode(q[decode], k_pool, v_pool, prepared.walk, window)
-        _write(output, lse, decode, part)
+        rows = slice(0, prepared.num_decode)
+        part = prepared.decode.attend(q[rows], k_pool, v_pool, prepared.walk, window)
+        _write(output, lse, rows, part)
     for start, length in prepared.chunks:
         rows = slice(start, start + length)
         heads = _split_heads(q[rows], k.shape[1])

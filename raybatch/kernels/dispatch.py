@@ -1,15 +1,16 @@
-"""Picks the form of every op by device: Triton on CUDA, plain torch elsewhere."""
+"""Picks the form of every op: Triton on CUDA, plain torch elsewhere, in parts compiled C."""
 
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from raybatch.kernels import attention, moe, norm, rotary
+from raybatch.kernels.native.decode_attention import decode_form
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,21 @@ REFERENCE = Ops(
 def ops_for(device: torch.device) -> Ops:
     """Return the ops for tensors on `device`; Triton is imported when a GPU first asks."""
     return _on_gpu() if device.type == "cuda" else REFERENCE
+
+
+def compiled_ops(*, head_dim: int, num_grouped: int, block_size: int) -> Ops:
+    """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
+
+    Args:
+        head_dim: of one head.
+        num_grouped: query heads of one KV head.
+        block_size: positions of one cache block.
+    """
+    decode = decode_form(head_dim=head_dim, num_grouped=num_grouped, block_size=block_size)
+    if decode is None:
+        return REFERENCE
+    prepare = functools.partial(attention.prepare_attention, decode=decode)
+    return replace(REFERENCE, prepare_attention=prepare)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from raybatch.engine.runner import ModelRunner
 from raybatch.engine.weights import load_weights, prepare_weights
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+from raybatch.kernels.dispatch import REFERENCE
+from raybatch.kernels.native.decode_attention import decode_form
 from tests.engine.tiny_models import build
 
 CPU = torch.device("cpu")
@@ -145,6 +147,28 @@ def runner(path: Path) -> ModelRunner:
 
 def test_a_runner_tells_its_pool_and_device(runner):
     assert (runner.num_blocks, runner.device) == ((8 << 20) // 16 // 1536, CPU)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compile_kernels": False}, {"num_threads": 2}, {"dtype": "bfloat16"}],
+    ids=["switched off", "threads", "dtype"],
+)
+def test_attention_is_compiled_for_float32_on_one_thread_alone(path, options):
+    def form(**options):
+        config = EngineConfig(kv_cache_bytes=8 << 20, tune_malloc=False, device="cpu", **options)
+        return ModelRunner.load(str(path), config).decoder._ops
+
+    spec = read_model_spec(path)
+    grouped = spec.num_heads // spec.num_kv_heads
+    shape = {"head_dim": spec.head_dim, "num_grouped": grouped, "block_size": 64}
+    if decode_form(**shape) is None:
+        pytest.skip("no C compiler here")
+    try:
+        assert form(**options) is REFERENCE
+    finally:
+        torch.set_num_threads(1)
+    assert form().prepare_attention.keywords == {"decode": decode_form(**shape)}
 
 
 def make_batch(num_tokens: int, logits_idx: list[int]) -> ForwardBatch:

@@ -4,12 +4,28 @@ import pytest
 import torch
 
 from raybatch.kernels import decode_attention
-from raybatch.kernels.attention import attend, prepare_attention, store_kv
+from raybatch.kernels.attention import TORCH_DECODE, attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.dense_attention import attend_windowed
+from raybatch.kernels.native.decode_attention import decode_form
 from tests.oracles import dense_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 10, 4, 64
+
+
+@pytest.fixture(params=["torch", "compiled"], autouse=True)
+def decode(request, monkeypatch):
+    """The form of the attention of decode tokens that both kinds of steps below run."""
+    form = TORCH_DECODE
+    if request.param == "compiled":
+        form = decode_form(
+            head_dim=HEAD_DIM, num_grouped=NUM_HEADS // NUM_KV_HEADS, block_size=BLOCK_SIZE
+        )
+        if form is None:
+            pytest.skip("no C compiler here")
+    monkeypatch.setattr(Step, "decode", form)
+    monkeypatch.setattr(SharedRuns, "decode", form)
+    return form
 
 
 class Step:
@@ -18,6 +34,8 @@ class Step:
     Each is (cached tokens, new tokens); the first `num_decode` have one new token each. With
     `shared`, that many leading tokens of all decode sequences are the same and in one context.
     """
+
+    decode = TORCH_DECODE
 
     def __init__(self, sequences, num_decode=0, window=None, shared=0, seed=0, dense_blocks=False):
         torch.manual_seed(seed)
@@ -92,6 +110,7 @@ class Step:
             slot_mapping=self.slots,
             pool=self.k_pool,
             windows=(self.window,),
+            decode=self.decode,
         )
         store_kv(self.k, self.v, self.k_pool, self.v_pool, prepared)
         return attend(self.q, self.k, self.v, self.k_pool, self.v_pool, prepared, self.window)
@@ -178,6 +197,8 @@ class SharedRuns:
         runs: for each (members, blocks); a member reads its runs in this order.
     """
 
+    decode = TORCH_DECODE
+
     def __init__(self, num_decode, runs, window=None):
         torch.manual_seed(0)
         self.window = window
@@ -224,6 +245,7 @@ class SharedRuns:
             slot_mapping=self.positions,
             pool=self.k_pool,
             windows=(self.window,),
+            decode=self.decode,
         )
         k = self.q[:, :NUM_KV_HEADS]
         actual = attend(self.q, k, k, self.k_pool, self.v_pool, prepared, self.window)

@@ -1,0 +1,239 @@
+"""How close the native engine comes to what the machine can do: prefill and decode, apart.
+
+python benchmarks/engine.py                              # the three models of the published table
+python benchmarks/engine.py --models dense-4m --repeats 3 --out result.json
+
+CPU seconds of the step loop, so with scheduling, sampling and finishing. Beside them stand the
+operations that the model's shape asks for and the bytes that a step has to read, over the rates of
+a matrix product and of memory, measured in the same process. Peers stand beside the engine in
+`e2e.py --suite engine`.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import conditions
+import models
+import numpy as np
+import torch
+from machine_limits import MachineLimits, measure_limits
+
+from raybatch.backends.native import NativeBackend, create
+from raybatch.config import EngineConfig
+from raybatch.engine.model_config import ModelSpec, read_model_spec
+from raybatch.engine.module_profile import model_shape
+from raybatch.policy.layer_work import Workload
+from raybatch.types import Request, Sampling
+
+DEFAULT_MODELS = ("dense-4m", "dense-60m", "moe-100m")
+PREFILL_TOKENS = 512
+DECODE_CONTEXT = 256
+DECODE_BATCHES = (1, 16, 64, 256)
+DECODE_STEPS = 24
+_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """One measured phase.
+
+    Args:
+        name: "prefill" or "decode".
+        num_sequences: that run at once.
+        tokens: computed.
+        operations: that the shape of the model asks for.
+        moved_bytes: that have to be read and written.
+        cpu_s: of the engine, each repetition.
+        least_s: seconds at the rates of the machine.
+    """
+
+    name: str
+    num_sequences: int
+    tokens: int
+    operations: float
+    moved_bytes: float
+    cpu_s: tuple[float, ...]
+    least_s: float
+
+    @property
+    def median_s(self) -> float:
+        """Return the median of the repetitions."""
+        return statistics.median(self.cpu_s)
+
+    def row(self, limits: MachineLimits) -> dict[str, Any]:
+        """Return what is printed and written."""
+        return dataclasses.asdict(self) | {
+            "median_s": self.median_s,
+            "tokens_per_cpu_s": round(self.tokens / self.median_s, 1),
+            "share_of_gemm_rate": round(
+                self.operations / self.median_s / limits.operations_per_s, 3
+            ),
+            "times_the_least": round(self.median_s / self.least_s, 2),
+        }
+
+
+def requests_of(count: int, prompt: int, output: int, seed: int) -> list[Request]:
+    """Return requests of random tokens that have nothing in common."""
+    rng = np.random.default_rng(seed)
+    sampling = Sampling(max_tokens=output, ignore_eos=True)
+    return [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=rng.integers(10, models.VOCAB_SIZE, prompt).astype(np.int32),
+            sampling=sampling,
+        )
+        for i in range(count)
+    ]
+
+
+def work_of(spec: ModelSpec, workload: Workload, count: int) -> tuple[float, float]:
+    """Return operations and bytes of one forward pass over `count` sequences.
+
+    Logits are those of the last token of each sequence.
+    """
+    shape = model_shape(spec, dtype=torch.float32)
+    tokens = count * workload.tokens_per_sequence
+    attention = shape.layer.attention_work(tokens, workload)
+    ffn = shape.layer.ffn_work(tokens)
+    logits = spec.model_dim * spec.vocab_size
+    operations = spec.num_layers * (attention.operations + ffn.operations) + 2 * count * logits
+    moved = spec.num_layers * (attention.moved_bytes + ffn.moved_bytes)
+    return operations, moved + logits * shape.layer.element_bytes
+
+
+def measure_prefill(
+    engine: NativeBackend, spec: ModelSpec, limits: MachineLimits, repeats: int
+) -> Phase:
+    """Measure prompts of `PREFILL_TOKENS` tokens that end with their first token."""
+    count = 8
+    seconds = []
+    for repeat in range(repeats + 1):
+        engine.submit(requests_of(count, PREFILL_TOKENS, 1, seed=repeat))
+        began = time.process_time()
+        while engine.num_unfinished():
+            engine.poll()
+        seconds.append(time.process_time() - began)
+    workload = Workload(tokens_per_sequence=PREFILL_TOKENS)
+    operations, moved = work_of(spec, workload, count)
+    return Phase(
+        name="prefill",
+        num_sequences=count,
+        tokens=count * PREFILL_TOKENS,
+        operations=operations,
+        moved_bytes=moved,
+        cpu_s=tuple(seconds[1:]),
+        least_s=limits.least_s(operations, moved),
+    )
+
+
+def measure_decode(
+    engine: NativeBackend, spec: ModelSpec, limits: MachineLimits, count: int, repeats: int
+) -> Phase:
+    """Measure steps in which `count` sequences each get one more token."""
+    seconds = []
+    for repeat in range(repeats + 1):
+        # the first prompts decode while the last ones are computed
+        output = DECODE_STEPS + 4 + 2 * count * DECODE_CONTEXT // _STEP_TOKENS
+        engine.submit(requests_of(count, DECODE_CONTEXT, output, seed=100 + repeat))
+        _prefill(engine, count)
+        done = engine.stats().num_generated_tokens
+        began = time.process_time()
+        for _ in range(DECODE_STEPS):
+            engine.poll()
+        seconds.append(time.process_time() - began)
+        if engine.stats().num_generated_tokens - done != count * DECODE_STEPS:
+            raise RuntimeError("a step of the measurement was not all decoding")
+        while engine.num_unfinished():
+            engine.poll()
+    cached = DECODE_CONTEXT + DECODE_STEPS // 2
+    operations, moved = work_of(spec, Workload(cached_tokens=cached), count)
+    return Phase(
+        name="decode",
+        num_sequences=count,
+        tokens=count * DECODE_STEPS,
+        operations=operations * DECODE_STEPS,
+        moved_bytes=moved * DECODE_STEPS,
+        cpu_s=tuple(seconds[1:]),
+        least_s=DECODE_STEPS * limits.least_s(operations, moved),
+    )
+
+
+def _prefill(engine: NativeBackend, count: int) -> None:
+    """Run steps until one of them has given every sequence a token."""
+    num_new = 0
+    while num_new != count:
+        done = engine.stats().num_generated_tokens
+        engine.poll()
+        num_new = engine.stats().num_generated_tokens - done
+
+
+def measure_model(name: str, limits: MachineLimits, repeats: int) -> list[Phase]:
+    """Measure one of `models.SHAPES`."""
+    with tempfile.TemporaryDirectory() as folder:
+        models.write(name, Path(folder))
+        spec = read_model_spec(Path(folder))
+        tokens = max(DECODE_BATCHES) * 2 * DECODE_CONTEXT
+        kv_bytes = tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4
+        config = EngineConfig(
+            dtype="float32", device="cpu", kv_cache_bytes=kv_bytes, max_batched_tokens=_STEP_TOKENS
+        )
+        engine = create(folder, config)
+        phases = [measure_prefill(engine, spec, limits, repeats)]
+        for count in DECODE_BATCHES:
+            phases.append(measure_decode(engine, spec, limits, count, repeats))
+        engine.close()
+    return phases
+
+
+def show(name: str, rows: list[dict[str, Any]]) -> None:
+    """Print the rows of one model."""
+    print(f"\n{name:10} sequences  tokens/CPU s  of GEMM rate  times the least")
+    for row in rows:
+        print(
+            f"{row['name']:10} {row['num_sequences']:9}  {row['tokens_per_cpu_s']:12,.0f}  "
+            f"{row['share_of_gemm_rate']:12.0%}  {row['times_the_least']:15.2f}"
+        )
+
+
+def main() -> None:
+    """Print and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    names = args.models.split(",")
+    for name in names:
+        if name not in models.SHAPES:
+            parser.error(f"--models: {name!r} is none of {', '.join(models.SHAPES)}")
+    torch.set_num_threads(1)
+    limits = measure_limits()
+    print(
+        f"one thread: {limits.operations_per_s / 1e9:.0f} GFLOP/s, "
+        f"{limits.read_bytes_per_s / 1e9:.1f} GB/s read, "
+        f"{limits.copied_bytes_per_s / 1e9:.1f} GB/s copied"
+    )
+    found = {}
+    for name in names:
+        rows = [phase.row(limits) for phase in measure_model(name, limits, args.repeats)]
+        show(name, rows)
+        found[name] = rows
+    # a machine that others slow down would be told by a second measurement
+    again = measure_limits()
+    conditions.write_result(
+        args.out,
+        "engine.py",
+        limits={"before": dataclasses.asdict(limits), "after": dataclasses.asdict(again)},
+        models=found,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Compiles a C source of this folder with the host's compiler and loads it.
+
+Nothing is kept on disk: a library fits the processor that it was compiled on, a compilation takes
+half a second, and a file that lies in a shared folder could be anybody's.
+"""
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["compile_library"]
+
+_FOLDER = Path(__file__).parent
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    # sums in any order, so that they become vectors; NaN and infinity stay what they are
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-freciprocal-math",
+)
+_TIMEOUT_S = 60.0
+
+_logger = logging.getLogger(__name__)
+
+
+def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None:
+    """Return a source of this folder as a library, None where it cannot be had, which is logged.
+
+    Args:
+        source: name of the file.
+        names: that the source uses and does not define, with their values.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
+        return None
+    with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+        compiled, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        definitions = [f"-D{name}={value}" for name, value in names.items()]
+        try:
+            _run(
+                [compiler, *_FLAGS, *definitions, "-c", str(_FOLDER / source), "-o", str(compiled)]
+            )
+            # apart: a linker that is told of loose arithmetic changes it for the whole process
+            _run([compiler, "-shared", str(compiled), "-o", str(library), "-lm"])
+            return ctypes.CDLL(str(library))
+        except (OSError, subprocess.SubprocessError) as error:
+            _logger.warning(
+                "%s could not be compiled, so it runs as plain torch, which is slower: %s",
+                source,
+                _cause(error),
+            )
+            return None
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+
+
+def _cause(error: OSError | subprocess.SubprocessError) -> str:
+    output = getattr(error, "stderr", None)
+    return f"{error}: {output.strip()[-500:]}" if output else str(error)

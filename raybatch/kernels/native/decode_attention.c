@@ -1,0 +1,117 @@
+/* Attention of one token per sequence over its blocks of the KV pool, in float32.
+
+   Compiled on the host that runs it, for one shape: HEAD_DIM, BLOCK_SIZE, and NUM_GROUPED query
+   heads per KV head. Plain C whose loops the compiler turns into vectors. */
+
+#include <math.h>
+#include <stdint.h>
+
+/* exp for arguments up to 0, within 2 units of the last place (after Cephes' expf): an integer power
+   of two, and a polynomial for the rest. NaN stays NaN, so that broken weights are seen. */
+static inline float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float whole = __builtin_rintf(x * 1.44269504f);
+    /* ln 2 in two parts, so that the product with the first is exact */
+    float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    union {
+        int32_t bits;
+        float value;
+    } power = {.bits = ((int32_t)whole + 127) << 23};
+    return sum * power.value;
+}
+
+static inline void prefetch(const float *row) {
+    for (int d = 0; d < HEAD_DIM; d += 16) __builtin_prefetch(row + d, 0, 2);
+}
+
+/* What the query heads of one KV head have seen so far. */
+typedef struct {
+    float query[NUM_GROUPED][HEAD_DIM];
+    float output[NUM_GROUPED][HEAD_DIM];
+    float highest[NUM_GROUPED];
+    float total[NUM_GROUPED];
+} State;
+
+/* Take in positions first..stop-1 of one block; next is what will be read after it. */
+static void add_block(State *state, const float *keys, const float *values, const float *next,
+                      int64_t first, int64_t stop) {
+    float weights[NUM_GROUPED][BLOCK_SIZE];
+    for (int64_t j = first; j < stop; j++) {
+        const float *key = keys + j * HEAD_DIM;
+        prefetch(values + j * HEAD_DIM);
+        for (int n = 0; n < NUM_GROUPED; n++) {
+            float score = 0.0f;
+            for (int d = 0; d < HEAD_DIM; d++) score += state->query[n][d] * key[d];
+            weights[n][j] = score;
+        }
+    }
+    for (int n = 0; n < NUM_GROUPED; n++) {
+        float highest = state->highest[n];
+        for (int64_t j = first; j < stop; j++)
+            highest = weights[n][j] > highest ? weights[n][j] : highest;
+        /* before the first block nothing has been seen, and exp of it would not be a number */
+        float kept = state->total[n] == 0.0f ? 0.0f : exp_of(state->highest[n] - highest);
+        float sum = 0.0f;
+        for (int64_t j = first; j < stop; j++) {
+            weights[n][j] = exp_of(weights[n][j] - highest);
+            sum += weights[n][j];
+        }
+        state->highest[n] = highest;
+        state->total[n] = state->total[n] * kept + sum;
+        for (int d = 0; d < HEAD_DIM; d++) state->output[n][d] *= kept;
+    }
+    for (int64_t j = first; j < stop; j++) {
+        const float *value = values + j * HEAD_DIM;
+        prefetch(next + j * HEAD_DIM);
+        for (int n = 0; n < NUM_GROUPED; n++) {
+            float weight = weights[n][j];
+            for (int d = 0; d < HEAD_DIM; d++) state->output[n][d] += weight * value[d];
+        }
+    }
+}
+
+/* q [S, H, D] with q_stride floats from sequence to sequence; keys and values [N, G, B, D]; output
+   [S, H, D]; lse [S, H]. Sequence s reads blocks[offsets[s]..offsets[s + 1]], of each the positions
+   firsts..stops-1; a null firsts stands for zeros. */
+void attend_decode(const float *q, int64_t q_stride, const float *keys, const float *values,
+                   float *output, float *lse, const int64_t *blocks, const int64_t *firsts,
+                   const int64_t *stops, const int64_t *offsets, int64_t num_sequences,
+                   int64_t num_kv_heads, float scale) {
+    const int64_t tile = (int64_t)BLOCK_SIZE * HEAD_DIM;
+    for (int64_t s = 0; s < num_sequences; s++) {
+        for (int64_t g = 0; g < num_kv_heads; g++) {
+            State state;
+            for (int n = 0; n < NUM_GROUPED; n++) {
+                const float *query = q + s * q_stride + (g * NUM_GROUPED + n) * HEAD_DIM;
+                state.highest[n] = -INFINITY;
+                state.total[n] = 0.0f;
+                for (int d = 0; d < HEAD_DIM; d++) {
+                    state.query[n][d] = query[d] * scale;
+                    state.output[n][d] = 0.0f;
+                }
+            }
+            for (int64_t i = offsets[s]; i < offsets[s + 1]; i++) {
+                int64_t first = firsts ? firsts[i] : 0;
+                if (first >= stops[i]) continue;
+                int64_t place = (blocks[i] * num_kv_heads + g) * tile;
+                int64_t next = i + 1 < offsets[s + 1] ? blocks[i + 1] : blocks[i];
+                add_block(&state, keys + place, values + place,
+                          keys + (next * num_kv_heads + g) * tile, first, stops[i]);
+            }
+            for (int n = 0; n < NUM_GROUPED; n++) {
+                int64_t row = (s * num_kv_heads + g) * NUM_GROUPED + n;
+                float share = 1.0f / state.total[n];
+                for (int d = 0; d < HEAD_DIM; d++)
+                    output[row * HEAD_DIM + d] = state.output[n][d] * share;
+                lse[row] = state.highest[n] + logf(state.total[n]);
+            }
+        }
+    }
+}
