@@ -18,7 +18,7 @@ from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime, PartBatch, StepResult
-from raybatch.engine.weights import load_weights
+from raybatch.engine.weights import ModelWeights, load_weights
 from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class ModelRunner:
             cache.k.shape[1],
             config.block_size_tokens,
         )
-        decoder = Decoder(spec, weights, ops=_pick_ops(config, spec, dtype, device))
+        decoder = Decoder(spec, weights, ops=pick_ops(config, spec, weights))
         return cls(spec=spec, config=config, decoder=decoder, cache=cache)
 
     @property
@@ -106,17 +106,27 @@ def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _pick_ops(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> Ops:
-    is_for_compiled = dtype == torch.float32 and device.type == "cpu" and config.num_threads == 1
-    if not (config.compile_kernels and is_for_compiled):
+def pick_ops(config: EngineConfig, spec: ModelSpec, weights: ModelWeights) -> Ops:
+    """Return the form of the ops for these weights: compiled where that is possible and wanted."""
+    embed = weights.embed
+    is_for_compiled = embed.dtype == torch.float32 and embed.device.type == "cpu"
+    if not (config.compile_kernels and is_for_compiled and config.num_threads == 1):
         return REFERENCE
     return compiled_ops(
         head_dim=spec.head_dim,
         num_grouped=spec.num_heads // spec.num_kv_heads,
         block_size=config.block_size_tokens,
+        panel_widths=_panel_widths(weights),
     )
+
+
+def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:
+    """Return the widths of the experts' panels; None where a model has no such experts."""
+    for layer in weights.layers:
+        gate_up, down = layer.experts_gate_up, layer.experts_down
+        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
+            return gate_up.shape[3], down.shape[3]
+    return None
 
 
 def _make_cache(

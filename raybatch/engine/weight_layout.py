@@ -16,10 +16,11 @@ _ACROSS = ".across"
 
 # Large linears lie in panels (see raybatch.kernels.panels), which few rows read up to twice as
 # fast, and gate_up any number of rows; small ones stay in the processor's cache from one step to
-# the next. Experts see fewer rows than dense layers, for which narrow panels are better. gate_up
-# holds two linears, which must not share a panel.
+# the next. Experts see fewer rows than dense layers, for which narrow panels are better, and small
+# ones lose nothing in torch while the compiled form needs panels. gate_up holds two linears, which
+# must not share a panel.
 _PANEL_WIDTHS = {"gate_up": (128, 64), "experts_gate_up": (48, 32), "experts_down": (48, 32)}
-_MIN_PANELLED_BYTES = 256 << 10
+_MIN_PANELLED_BYTES = {"gate_up": 256 << 10}
 _PANELS = ".panels"
 
 # a shape and the function that builds the tensor
@@ -58,7 +59,7 @@ def _panel_width(field: str, shape: tuple[int, ...]) -> int | None:
     if not widths:
         return None
     num_outputs = shape[-2] // 2 if field.endswith("gate_up") else shape[-2]
-    if num_outputs * shape[-1] * torch.float32.itemsize < _MIN_PANELLED_BYTES:
+    if num_outputs * shape[-1] * torch.float32.itemsize < _MIN_PANELLED_BYTES.get(field, 0):
         return None
     return next((width for width in widths if num_outputs % width == 0), None)
 

@@ -11,6 +11,7 @@ import torch
 
 from raybatch.kernels import attention, moe, norm, rotary
 from raybatch.kernels.native.decode_attention import decode_form
+from raybatch.kernels.native.moe_experts import panelled_experts
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +49,27 @@ def ops_for(device: torch.device) -> Ops:
     return _on_gpu() if device.type == "cuda" else REFERENCE
 
 
-def compiled_ops(*, head_dim: int, num_grouped: int, block_size: int) -> Ops:
+def compiled_ops(
+    *, head_dim: int, num_grouped: int, block_size: int, panel_widths: tuple[int, int] | None = None
+) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
 
     Args:
         head_dim: of one head.
         num_grouped: query heads of one KV head.
         block_size: positions of one cache block.
+        panel_widths: of the experts' gate and up, and of their down; None where they have no
+            panels.
     """
+    ops = REFERENCE
     decode = decode_form(head_dim=head_dim, num_grouped=num_grouped, block_size=block_size)
-    if decode is None:
-        return REFERENCE
-    prepare = functools.partial(attention.prepare_attention, decode=decode)
-    return replace(REFERENCE, prepare_attention=prepare)
+    if decode is not None:
+        prepare = functools.partial(attention.prepare_attention, decode=decode)
+        ops = replace(ops, prepare_attention=prepare)
+    experts = None if panel_widths is None else panelled_experts(*panel_widths)
+    if experts is not None:
+        ops = replace(ops, moe_ffn=functools.partial(moe.moe_ffn, panelled=experts))
+    return ops
 
 
 @functools.cache

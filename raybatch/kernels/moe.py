@@ -1,5 +1,7 @@
 """Mixture of experts: route, permute by expert, two linears per expert, un-permute."""
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -14,6 +16,11 @@ from raybatch.kernels.panels import (
 # from this many tokens per expert on, one expert at a time keeps the activations in cache; below
 # it, joined products and element-wise steps save the calls
 _LOOP_MIN_TOKENS_PER_EXPERT = 64
+
+# x [T, M], both weights in panels, the token of each row and where its output belongs (int64
+# [T * K], rows sorted by expert), and where each expert's rows start (int64 [E + 1]); returns the
+# outputs [T * K, M] at their places
+PanelledExperts = Callable[..., torch.Tensor]
 
 
 def route(
@@ -41,17 +48,23 @@ def moe_ffn(
     *,
     top_k: int,
     norm_topk_prob: bool,
+    panelled: PanelledExperts | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
-    For panels see `raybatch.kernels.panels`; gate and up must not share one.
+    For panels see `raybatch.kernels.panels`; gate and up must not share one. With `panelled`, that
+    computes weights in panels, however many rows there are.
     """
     weights, experts = route(x, router, top_k, norm_topk_prob)
     expert_of_row, order = experts.view(-1).sort(stable=True)
     tokens = order // top_k
     num_experts = gate_up.shape[0]
     is_small = len(order) < num_experts * _LOOP_MIN_TOKENS_PER_EXPERT
-    if is_small and gate_up.dim() == down.dim() == 3 and _can_group(x, gate_up):
+    if panelled is not None and gate_up.dim() == down.dim() == 4:
+        bounds = torch.arange(num_experts + 1, device=x.device)
+        starts = torch.searchsorted(expert_of_row, bounds)
+        outputs = panelled(x, gate_up, down, tokens, order, starts)
+    elif is_small and gate_up.dim() == down.dim() == 3 and _can_group(x, gate_up):
         bounds = torch.arange(1, num_experts + 1, device=x.device)
         ends = torch.searchsorted(expert_of_row, bounds).to(torch.int32)
         outputs = _unsort(_grouped_experts(x.index_select(0, tokens), gate_up, down, ends), order)

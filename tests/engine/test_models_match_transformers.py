@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from raybatch.config import EngineConfig
 from raybatch.engine import weight_layout
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
 from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import pick_ops
 from raybatch.engine.weights import load_weights
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.tiny_models import VARIANTS, save
@@ -30,7 +32,9 @@ def make_prompts(lengths: list[int], shared: int = 0) -> list[list[int]]:
     return [prefix + [rng.randrange(1, 211) for _ in range(n)] for n in lengths]
 
 
-def make_driver(path: Path, is_shuffled: bool = False, **options) -> GreedyDriver:
+def make_driver(
+    path: Path, is_shuffled: bool = False, is_compiled: bool = True, **options
+) -> GreedyDriver:
     spec = read_model_spec(path)
     weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
     cache = allocate_kv_cache(
@@ -39,7 +43,9 @@ def make_driver(path: Path, is_shuffled: bool = False, **options) -> GreedyDrive
     blocks = list(range(96))
     if is_shuffled:
         random.Random(5).shuffle(blocks)
-    return GreedyDriver(Decoder(spec, weights), cache, BLOCK_SIZE, blocks, **options)
+    config = EngineConfig(block_size_tokens=BLOCK_SIZE, compile_kernels=is_compiled)
+    decoder = Decoder(spec, weights, ops=pick_ops(config, spec, weights))
+    return GreedyDriver(decoder, cache, BLOCK_SIZE, blocks, **options)
 
 
 def reference_tokens(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
@@ -62,17 +68,21 @@ def checkpoint(
     return path, save(request.param, path)
 
 
-def test_whole_prompts_of_mixed_lengths_give_the_same_tokens(checkpoint):
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
+def test_whole_prompts_of_mixed_lengths_give_the_same_tokens(checkpoint, is_compiled):
     path, model = checkpoint
     prompts = make_prompts([1, 8, 23, 61])
-    assert reference_tokens(model, prompts) == make_driver(path).generate(prompts, NUM_TOKENS)
+    driver = make_driver(path, is_compiled=is_compiled)
+    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
 
 
-def test_weights_in_panels_give_the_same_tokens(checkpoint, monkeypatch):
+# experts in C take the wider ones
+@pytest.mark.parametrize("widths", [(8, 4), (32, 16)], ids=["narrow", "wide"])
+def test_weights_in_panels_give_the_same_tokens(checkpoint, widths, monkeypatch):
     path, model = checkpoint
-    monkeypatch.setattr(weight_layout, "_MIN_PANELLED_BYTES", 0)
-    widths = dict.fromkeys(weight_layout._PANEL_WIDTHS, (8, 4))
-    monkeypatch.setattr(weight_layout, "_PANEL_WIDTHS", widths)
+    monkeypatch.setattr(weight_layout, "_MIN_PANELLED_BYTES", {})
+    every = dict.fromkeys(weight_layout._PANEL_WIDTHS, widths)
+    monkeypatch.setattr(weight_layout, "_PANEL_WIDTHS", every)
     prompts = make_prompts([1, 8, 61])
     assert reference_tokens(model, prompts) == make_driver(path).generate(prompts, NUM_TOKENS)
 

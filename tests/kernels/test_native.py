@@ -5,12 +5,14 @@ import sys
 import pytest
 import torch
 
-from raybatch.kernels import dispatch
+from raybatch.kernels import dispatch, moe
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
-from raybatch.kernels.native import decode_attention
+from raybatch.kernels.native import decode_attention, moe_experts
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
+from raybatch.kernels.native.moe_experts import panelled_experts
+from tests.oracles import moe_loop
 
 SHAPE = {"head_dim": 16, "num_grouped": 2, "block_size": 8}
 
@@ -27,9 +29,12 @@ def form():
 @pytest.fixture
 def fresh():
     """Forget what this process has compiled."""
-    decode_attention._load.cache_clear()
+    kept = (decode_attention._load, moe_experts.panelled_experts)
+    for cache in kept:
+        cache.cache_clear()
     yield
-    decode_attention._load.cache_clear()
+    for cache in kept:
+        cache.cache_clear()
 
 
 def one_sequence(num_tokens, scale=1.0):
@@ -94,12 +99,80 @@ def test_a_loaded_kernel_leaves_small_numbers_of_the_process_alone(form):
     assert float(torch.tensor(1e-40) * 0.5) != 0.0
 
 
+class SparseLayer:
+    """Six experts of 96 and 64 columns, as matrices and in panels.
+
+    Args:
+        widths: of the panels of gate and up, and of down.
+    """
+
+    def __init__(self, *widths):
+        generator = torch.Generator().manual_seed(0)
+        self.router = torch.randn(6, 64, generator=generator)
+        self.gate_up = torch.randn(6, 192, 64, generator=generator) * 0.3
+        self.down = torch.randn(6, 64, 96, generator=generator) * 0.3
+        self.panels = [
+            weight.view(6, -1, width, weight.shape[2]).mT.contiguous()
+            for weight, width in zip((self.gate_up, self.down), widths, strict=True)
+        ]
+        self.experts = panelled_experts(*widths)
+        if self.experts is None:
+            pytest.skip("no C compiler here")
+
+    def compute(self, x):
+        options = {"top_k": 2, "norm_topk_prob": True, "panelled": self.experts}
+        return moe.moe_ffn(x, self.router, *self.panels, **options)
+
+
+@pytest.mark.parametrize("widths", [(48, 32), (32, 16), (96, 64)], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 13, 40, 300])
+def test_experts_give_what_one_token_at_a_time_gives(num_tokens, widths):
+    layer = SparseLayer(*widths)
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1))
+    expected = moe_loop(x, layer.router, layer.gate_up, layer.down, 2, True)
+    torch.testing.assert_close(layer.compute(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_read_rows_of_a_wider_tensor_in_place():
+    layer = SparseLayer(48, 32)
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    wide = torch.cat((x, torch.full((7, 9), math.nan)), dim=1)
+    across = x.t().contiguous().t()
+    for form in (wide[:, :64], across):
+        torch.testing.assert_close(layer.compute(form), layer.compute(x))
+
+
+def test_a_token_that_is_not_a_number_spoils_itself_alone():
+    layer = SparseLayer(48, 32)
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    clean = layer.compute(x)
+    x[3, 5] = math.nan
+    found = layer.compute(x)
+    assert found[3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6]
+    torch.testing.assert_close(found[others], clean[others])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 100.0, 1e4])
+def test_small_and_huge_gates_are_those_of_torch(scale):
+    layer = SparseLayer(48, 32)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)) * scale
+    expected = moe_loop(x, layer.router, layer.gate_up, layer.down, 2, True)
+    highest = float(expected.abs().max())
+    torch.testing.assert_close(layer.compute(x), expected, rtol=1e-4, atol=1e-5 * highest)
+
+
+@pytest.mark.parametrize("widths", [(8, 32), (48, 20), (112, 32)], ids=str)
+def test_panels_that_do_not_fit_the_registers_are_left_to_torch(widths):
+    assert panelled_experts(*widths) is None
+
+
 @pytest.mark.usefixtures("fresh")
 def test_a_host_without_a_compiler_runs_the_references(monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CC", "none-such")
     with caplog.at_level(logging.INFO):
-        assert compiled_ops(**SHAPE) is REFERENCE
+        assert compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
     assert "no C compiler here (CC, cc, gcc or clang)" in caplog.text
 
 
@@ -117,14 +190,18 @@ def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch, caplog, tmp_p
 @pytest.mark.usefixtures("form", "fresh")
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
     def other(source, names):
-        return compile_library(source, {**names, "BLOCK_SIZE": 7})
+        changed = {"BLOCK_SIZE": 7} if "BLOCK_SIZE" in names else {"DOWN_WIDTH": 16}
+        return compile_library(source, {**names, **changed})
 
     monkeypatch.setattr(decode_attention, "compile_library", other)
-    assert dispatch.compiled_ops(**SHAPE) is REFERENCE
-    assert "wrong on this host" in caplog.text
+    monkeypatch.setattr(moe_experts, "compile_library", other)
+    assert dispatch.compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
+    assert "attention is wrong on this host" in caplog.text
+    assert "experts are wrong on this host" in caplog.text
 
 
-def test_a_compiled_form_changes_attention_alone(form):
+def test_experts_without_panels_are_left_to_torch(form):
     ops = compiled_ops(**SHAPE)
     assert ops.prepare_attention.keywords == {"decode": form}
     assert (ops.attend, ops.moe_ffn) == (REFERENCE.attend, REFERENCE.moe_ffn)
+    assert compiled_ops(**SHAPE, panel_widths=(48, 32)).moe_ffn.keywords["panelled"] is not None

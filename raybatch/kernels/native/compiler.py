@@ -13,7 +13,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["compile_library"]
+import torch
+
+__all__ = ["address", "compile_library"]
 
 _FOLDER = Path(__file__).parent
 _FLAGS = (
@@ -60,6 +62,11 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
                 _cause(error),
             )
             return None
+
+
+def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """Return where a tensor's first element lies, null for None."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _compiler() -> str | None:

@@ -15,7 +15,7 @@ import torch
 
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.decode_form import DecodeForm
-from raybatch.kernels.native.compiler import compile_library
+from raybatch.kernels.native.compiler import address, compile_library
 
 __all__ = ["decode_form"]
 
@@ -107,25 +107,21 @@ def _attend(
     output = torch.empty(q.shape)
     lse = torch.empty(q.shape[:2])
     kernel(
-        _address(q),
+        address(q),
         ctypes.c_int64(q.stride(0)),
-        _address(k_pool),
-        _address(v_pool),
-        _address(output),
-        _address(lse),
-        _address(lists.block_ids),
-        _address(lists.firsts[window]),
-        _address(lists.stops),
-        _address(lists.offsets),
+        address(k_pool),
+        address(v_pool),
+        address(output),
+        address(lse),
+        address(lists.block_ids),
+        address(lists.firsts[window]),
+        address(lists.stops),
+        address(lists.offsets),
         ctypes.c_int64(len(q)),
         ctypes.c_int64(k_pool.shape[1]),
         ctypes.c_float(1.0 / math.sqrt(q.shape[2])),
     )
     return output, lse
-
-
-def _address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _agrees_with_torch(

@@ -1,0 +1,92 @@
+"""Experts in C: each reads its weights once, while the sums of its rows stay in registers.
+
+On a CPU about twice as fast as products of torch, which start anew for every expert; most where an
+expert has few rows.
+"""
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from raybatch.kernels.moe import PanelledExperts
+from raybatch.kernels.native.compiler import address, compile_library
+
+__all__ = ["panelled_experts"]
+
+# the result differs from torch's by a hundredth of this
+_TOLERANCE = 1e-4
+# registers of 16 and of 8 floats take a panel's row whole, and 12 of the latter hold its sums
+_WIDTH_STEP, _MAX_WIDTH = 16, 96
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def panelled_experts(up_width: int, down_width: int) -> PanelledExperts | None:
+    """Return the kernel for panels of these widths, compiled once per process; None without one.
+
+    Args:
+        up_width: outputs of one panel of gate and up.
+        down_width: outputs of one panel of down.
+    """
+    if any(width % _WIDTH_STEP or width > _MAX_WIDTH for width in (up_width, down_width)):
+        return None
+    names = {"UP_WIDTH": up_width, "DOWN_WIDTH": down_width}
+    library = compile_library("moe_experts.c", names)
+    if library is None:
+        return None
+    compute = functools.partial(_compute, library.compute_experts)
+    if not _agrees_with_torch(compute, up_width, down_width):
+        _logger.warning("the compiled experts are wrong on this host, so torch computes them")
+        return None
+    return compute
+
+
+def _compute(
+    kernel: Callable[..., None],
+    x: torch.Tensor,  # [T, M]
+    gate_up: torch.Tensor,  # [E, 2F / UP_WIDTH, M, UP_WIDTH]
+    down: torch.Tensor,  # [E, M / DOWN_WIDTH, F, DOWN_WIDTH]
+    tokens: torch.Tensor,  # int64 [R], sorted by expert
+    targets: torch.Tensor,  # int64 [R]
+    starts: torch.Tensor,  # int64 [E + 1]
+) -> torch.Tensor:
+    """Return the outputs of all rows at their places, [R, M]."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    num_experts, model_dim, ffn_dim = len(gate_up), x.shape[1], down.shape[2]
+    hidden = torch.empty(int(starts.diff().max()), ffn_dim)
+    outputs = torch.empty(len(tokens), model_dim)
+    kernel(
+        address(x),
+        ctypes.c_int64(x.stride(0)),
+        *(address(tensor) for tensor in (gate_up, down, tokens, targets, starts)),
+        *(ctypes.c_int64(size) for size in (num_experts, model_dim, ffn_dim)),
+        address(hidden),
+        address(outputs),
+    )
+    return outputs
+
+
+def _agrees_with_torch(compute: PanelledExperts, up_width: int, down_width: int) -> bool:
+    """Return whether two experts of two panels give what torch computes."""
+    generator = torch.Generator().manual_seed(0)
+    model_dim, ffn_dim, num_rows = 2 * down_width, 2 * up_width, 15
+    x = torch.randn(num_rows, model_dim, generator=generator) / model_dim**0.5
+    gate_up = torch.randn(2, 4, model_dim, up_width, generator=generator)
+    down = torch.randn(2, 2, ffn_dim, down_width, generator=generator)
+    starts = torch.tensor([0, 13, num_rows])
+    tokens, targets = torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(1)
+    found = compute(x, gate_up, down, tokens, targets, starts)
+    for expert in range(2):
+        rows = slice(int(starts[expert]), int(starts[expert + 1]))
+        weights = gate_up[expert].mT.flatten(0, 1), down[expert].mT.flatten(0, 1)
+        gate, up = functional.linear(x[tokens[rows]], weights[0]).chunk(2, dim=1)
+        expected = functional.linear(functional.silu(gate) * up, weights[1])
+        if not torch.allclose(found[targets[rows]], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
+            return False
+    return True
