@@ -12,6 +12,7 @@ import torch
 from raybatch.kernels import attention, moe, norm, rotary
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
+from raybatch.kernels.native.small_ops import small_ops
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,9 @@ def compiled_ops(
         panel_widths: of the experts' gate and up, and of their down; None where they have no
             panels.
     """
-    ops = REFERENCE
+    ops, small = REFERENCE, small_ops()
+    if small is not None:
+        ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
     decode = decode_form(head_dim=head_dim, num_grouped=num_grouped, block_size=block_size)
     if decode is not None:
         prepare = functools.partial(attention.prepare_attention, decode=decode)

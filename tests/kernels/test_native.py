@@ -1,14 +1,15 @@
 import logging
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from raybatch.kernels import dispatch, moe
+from raybatch.kernels import attention, dispatch, moe, norm, rotary
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
-from raybatch.kernels.native import decode_attention, moe_experts
+from raybatch.kernels.native import decode_attention, moe_experts, small_ops
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
@@ -29,7 +30,7 @@ def form():
 @pytest.fixture
 def fresh():
     """Forget what this process has compiled."""
-    kept = (decode_attention._load, moe_experts.panelled_experts)
+    kept = (decode_attention._load, moe_experts.panelled_experts, small_ops.small_ops)
     for cache in kept:
         cache.cache_clear()
     yield
@@ -162,6 +163,51 @@ def test_small_and_huge_gates_are_those_of_torch(scale):
     torch.testing.assert_close(layer.compute(x), expected, rtol=1e-4, atol=1e-5 * highest)
 
 
+@pytest.fixture
+def small():
+    """Normalisation, rotation and the KV store in C."""
+    found = small_ops.small_ops()
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+def test_small_ops_give_what_torch_gives_in_slices_of_a_wider_tensor(small, num_tokens):
+    generator = torch.Generator().manual_seed(2)
+    fused = torch.randn(num_tokens, 9, 10, generator=generator)
+    weight = torch.rand(5, 10, generator=generator)
+    heads = fused[:, 2:7]
+    normed = small.rms_norm(heads, weight, 1e-5)
+    torch.testing.assert_close(normed, norm.rms_norm(heads, weight, 1e-5))
+    rows = fused.view(num_tokens, 90)
+    torch.testing.assert_close(
+        small.rms_norm(rows, torch.ones(90), 1e-5), norm.rms_norm(rows, torch.ones(90), 1e-5)
+    )
+    table = rotary.rotation_table(torch.arange(num_tokens), torch.rand(5), 0.5)
+    expected = fused.clone()
+    rotary.rotate_(expected[:, 2:7], table)
+    small.rotate_(heads, table)
+    torch.testing.assert_close(fused, expected)
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(small):
+    generator = torch.Generator().manual_seed(3)
+    fused = torch.randn(4, 6, 10, generator=generator)
+    prepared = SimpleNamespace(
+        block_ids=torch.tensor([2, 0, 2, 4]), block_offsets=torch.tensor([1, 7, 0, 3])
+    )
+    pools, expected = torch.zeros(2, 5, 2, 8, 10), torch.zeros(2, 5, 2, 8, 10)
+    small.store_kv(fused[:, 2:4], fused[:, 4:], *pools, prepared)
+    attention.store_kv(fused[:, 2:4], fused[:, 4:], *expected, prepared)
+    assert torch.equal(pools, expected)
+
+
+def test_small_ops_leave_other_dtypes_to_torch(small):
+    x, weight = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((3, 2, 8), 8))
+    assert torch.equal(small.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+
+
 @pytest.mark.parametrize("widths", [(8, 32), (48, 20), (112, 32)], ids=str)
 def test_panels_that_do_not_fit_the_registers_are_left_to_torch(widths):
     assert panelled_experts(*widths) is None
@@ -190,18 +236,23 @@ def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch, caplog, tmp_p
 @pytest.mark.usefixtures("form", "fresh")
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
     def other(source, names):
-        changed = {"BLOCK_SIZE": 7} if "BLOCK_SIZE" in names else {"DOWN_WIDTH": 16}
-        return compile_library(source, {**names, **changed})
+        changed = {
+            "decode_attention.c": {"BLOCK_SIZE": 7},
+            "moe_experts.c": {"DOWN_WIDTH": 16},
+            "small_ops.c": {"sqrtf": "fabsf"},
+        }
+        return compile_library(source, {**names, **changed[source]})
 
-    monkeypatch.setattr(decode_attention, "compile_library", other)
-    monkeypatch.setattr(moe_experts, "compile_library", other)
+    for module in (decode_attention, moe_experts, small_ops):
+        monkeypatch.setattr(module, "compile_library", other)
     assert dispatch.compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
     assert "attention is wrong on this host" in caplog.text
     assert "experts are wrong on this host" in caplog.text
+    assert "small ops are wrong on this host" in caplog.text
 
 
 def test_experts_without_panels_are_left_to_torch(form):
     ops = compiled_ops(**SHAPE)
     assert ops.prepare_attention.keywords == {"decode": form}
-    assert (ops.attend, ops.moe_ffn) == (REFERENCE.attend, REFERENCE.moe_ffn)
+    assert ops.moe_ffn is REFERENCE.moe_ffn
     assert compiled_ops(**SHAPE, panel_widths=(48, 32)).moe_ffn.keywords["panelled"] is not None

@@ -1,0 +1,50 @@
+/* Steps between the products of a layer, in float32: each goes over its rows once, where torch goes
+   over them once for every factor. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* outputs [T, H, D] = x [T, H, D], each row of D over its root mean square, times its head's weight;
+   strides are floats from token to token, from head to head, and from weight to weight. */
+void rms_norm(const float *x, int64_t token_stride, int64_t head_stride, const float *weights,
+              int64_t weight_stride, float eps, float *outputs, int64_t num_tokens,
+              int64_t num_heads, int64_t dim) {
+    for (int64_t t = 0; t < num_tokens; t++) {
+        for (int64_t h = 0; h < num_heads; h++) {
+            const float *row = x + t * token_stride + h * head_stride;
+            const float *weight = weights + h * weight_stride;
+            float *output = outputs + (t * num_heads + h) * dim;
+            float sum = 0.0f;
+            for (int64_t d = 0; d < dim; d++) sum += row[d] * row[d];
+            float scale = 1.0f / sqrtf(sum / (float)dim + eps);
+            for (int64_t d = 0; d < dim; d++) output[d] = row[d] * scale * weight[d];
+        }
+    }
+}
+
+/* Turn every pair of dimensions of x [T, H, D] in place; table [T, D / 2] holds cosine and sine. */
+void rotate(float *x, int64_t token_stride, const float *table, int64_t num_tokens,
+            int64_t num_heads, int64_t dim) {
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const float *turns = table + t * dim;
+        for (int64_t h = 0; h < num_heads; h++) {
+            float *row = x + t * token_stride + h * dim;
+            for (int64_t d = 0; d < dim; d += 2) {
+                float first = row[d], second = row[d + 1];
+                row[d] = first * turns[d] - second * turns[d + 1];
+                row[d + 1] = first * turns[d + 1] + second * turns[d];
+            }
+        }
+    }
+}
+
+/* Copy keys or values [T, G, D] to their slots of the pool [N, G, B, D]. */
+void store_rows(const float *rows, int64_t token_stride, float *pool, const int64_t *blocks,
+                const int64_t *offsets, int64_t num_tokens, int64_t num_kv_heads,
+                int64_t block_size, int64_t dim) {
+    for (int64_t t = 0; t < num_tokens; t++)
+        for (int64_t g = 0; g < num_kv_heads; g++)
+            memcpy(pool + ((blocks[t] * num_kv_heads + g) * block_size + offsets[t]) * dim,
+                   rows + t * token_stride + g * dim, sizeof(float) * (size_t)dim);
+}

@@ -1,0 +1,119 @@
+"""Normalisation, rotation and the KV store in C, which go over their rows once.
+
+Tensors in another form than the decoder hands over (rows of float32 side by side) go to torch.
+"""
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.kernels import attention, norm, rotary
+from raybatch.kernels.attention import PreparedAttention
+from raybatch.kernels.native.compiler import address, compile_library
+
+__all__ = ["SmallOps", "small_ops"]
+
+# results differ from torch's by a hundredth of this
+_TOLERANCE = 1e-4
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallOps:
+    """The compiled forms of `rms_norm`, `rotate_` and `store_kv`."""
+
+    library: ctypes.CDLL
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `raybatch.kernels.norm`."""
+        heads = x if x.dim() == 3 else x.unsqueeze(-2)
+        is_per_head = weight.dim() == 2
+        is_known = (
+            heads.dim() == 3
+            and heads.dtype == weight.dtype == torch.float32
+            and heads.stride(2) == 1
+            and weight.is_contiguous()
+            and weight.shape[-1] == x.shape[-1]
+            and (weight.dim() == 1 or weight.shape[0] == heads.shape[1])
+        )
+        if not is_known:
+            return norm.rms_norm(x, weight, eps)
+        output = torch.empty(x.shape)
+        self.library.rms_norm(
+            address(x),
+            *_whole(heads.stride(0), heads.stride(1)),
+            address(weight),
+            *_whole(x.shape[-1] if is_per_head else 0),
+            ctypes.c_float(eps),
+            address(output),
+            *_whole(*heads.shape),
+        )
+        return output
+
+    def rotate_(self, x: torch.Tensor, table: torch.Tensor) -> None:
+        """See `raybatch.kernels.rotary`."""
+        if x.dtype != torch.float32 or not _has_rows_side_by_side(x):
+            rotary.rotate_(x, table)
+            return
+        table = table.contiguous()
+        self.library.rotate(address(x), *_whole(x.stride(0)), address(table), *_whole(*x.shape))
+
+    def store_kv(
+        self,
+        k: torch.Tensor,  # [T, G, D]
+        v: torch.Tensor,  # [T, G, D]
+        k_pool: torch.Tensor,  # [N, G, B, D], modified in place
+        v_pool: torch.Tensor,  # [N, G, B, D], modified in place
+        prepared: PreparedAttention,
+    ) -> None:
+        """See `raybatch.kernels.attention`."""
+        both = ((k, k_pool), (v, v_pool))
+        if not all(_has_rows_side_by_side(rows) and pool.is_contiguous() for rows, pool in both):
+            attention.store_kv(k, v, k_pool, v_pool, prepared)
+            return
+        for rows, pool in both:
+            num_tokens, num_kv_heads, dim = rows.shape
+            self.library.store_rows(
+                address(rows),
+                *_whole(rows.stride(0)),
+                address(pool),
+                address(prepared.block_ids),
+                address(prepared.block_offsets),
+                *_whole(num_tokens, num_kv_heads, pool.shape[2], dim),
+            )
+
+
+@functools.cache
+def small_ops() -> SmallOps | None:
+    """Return the compiled ops, once per process; None where there is no compiler."""
+    library = compile_library("small_ops.c", {})
+    if library is None:
+        return None
+    ops = SmallOps(library)
+    if not _agree_with_torch(ops):
+        _logger.warning("the compiled small ops are wrong on this host, so torch computes them")
+        return None
+    return ops
+
+
+def _whole(*values: int) -> tuple[ctypes.c_int64, ...]:
+    return tuple(ctypes.c_int64(value) for value in values)
+
+
+def _agree_with_torch(ops: SmallOps) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((5, 3, 34), (3, 34)))
+    table = rotary.rotation_table(torch.arange(5), torch.rand(17, generator=generator), 1.0)
+    normed, expected = ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6)
+    is_normed = torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    ops.rotate_(normed, table)
+    rotary.rotate_(expected, table)
+    return is_normed and torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+
+
+def _has_rows_side_by_side(x: torch.Tensor) -> bool:
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
