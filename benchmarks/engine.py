@@ -5,8 +5,7 @@ python benchmarks/engine.py --models dense-4m --repeats 3 --out result.json
 
 CPU seconds of the step loop, so with scheduling, sampling and finishing. Beside them stand the
 operations that the model's shape asks for and the bytes that a step has to read, over the rates of
-a matrix product and of memory, measured in the same process. Peers stand beside the engine in
-`e2e.py --suite engine`.
+a matrix product and of memory, measured in the same process. Peers run the same models in `e2e.py`.
 """
 
 import argparse
