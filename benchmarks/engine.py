@@ -13,6 +13,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from raybatch.types import Request, Sampling
 DEFAULT_MODELS = ("dense-4m", "dense-60m", "moe-100m")
 PREFILL_TOKENS = 512
 DECODE_CONTEXT = 256
-DECODE_BATCHES = (1, 16, 64, 256)
-DECODE_STEPS = 24
+DECODE_BATCHES = "1,16,64,256"
+DECODE_STEPS = 12
 _STEP_TOKENS = 2048
 
 
@@ -136,12 +137,13 @@ def measure_decode(
     engine: NativeBackend, spec: ModelSpec, limits: MachineLimits, count: int, repeats: int
 ) -> Phase:
     """Measure steps in which `count` sequences each get one more token."""
+    # the first prompts decode while the last ones are computed
+    num_before = 4 + 2 * count * DECODE_CONTEXT // _STEP_TOKENS
+    output = num_before + (repeats + 1) * DECODE_STEPS
+    engine.submit(requests_of(count, DECODE_CONTEXT, output, seed=100 + count))
+    _prefill(engine, count)
     seconds = []
-    for repeat in range(repeats + 1):
-        # the first prompts decode while the last ones are computed
-        output = DECODE_STEPS + 4 + 2 * count * DECODE_CONTEXT // _STEP_TOKENS
-        engine.submit(requests_of(count, DECODE_CONTEXT, output, seed=100 + repeat))
-        _prefill(engine, count)
+    for _ in range(repeats + 1):
         done = engine.stats().num_generated_tokens
         began = time.process_time()
         for _ in range(DECODE_STEPS):
@@ -149,10 +151,9 @@ def measure_decode(
         seconds.append(time.process_time() - began)
         if engine.stats().num_generated_tokens - done != count * DECODE_STEPS:
             raise RuntimeError("a step of the measurement was not all decoding")
-        while engine.num_unfinished():
-            engine.poll()
-    cached = DECODE_CONTEXT + DECODE_STEPS // 2
-    operations, moved = work_of(spec, Workload(cached_tokens=cached), count)
+    engine.abort(range(count))
+    workload = Workload(cached_tokens=DECODE_CONTEXT + output // 2)
+    operations, moved = work_of(spec, workload, count)
     return Phase(
         name="decode",
         num_sequences=count,
@@ -173,19 +174,21 @@ def _prefill(engine: NativeBackend, count: int) -> None:
         num_new = engine.stats().num_generated_tokens - done
 
 
-def measure_model(name: str, limits: MachineLimits, repeats: int) -> list[Phase]:
-    """Measure one of `models.SHAPES`."""
+def measure_model(
+    name: str, limits: MachineLimits, batches: Sequence[int], repeats: int
+) -> list[Phase]:
+    """Measure one of `models.SHAPES`, decoding in each of the batches."""
     with tempfile.TemporaryDirectory() as folder:
         models.write(name, Path(folder))
         spec = read_model_spec(Path(folder))
-        tokens = max(DECODE_BATCHES) * 2 * DECODE_CONTEXT
+        tokens = max(batches) * 2 * DECODE_CONTEXT
         kv_bytes = tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4
         config = EngineConfig(
             dtype="float32", device="cpu", kv_cache_bytes=kv_bytes, max_batched_tokens=_STEP_TOKENS
         )
         engine = create(folder, config)
         phases = [measure_prefill(engine, spec, limits, repeats)]
-        for count in DECODE_BATCHES:
+        for count in batches:
             phases.append(measure_decode(engine, spec, limits, count, repeats))
         engine.close()
     return phases
@@ -205,6 +208,7 @@ def main() -> None:
     """Print and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
+    parser.add_argument("--batches", default=DECODE_BATCHES, help="sequences that decode at once")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -212,6 +216,7 @@ def main() -> None:
     for name in names:
         if name not in models.SHAPES:
             parser.error(f"--models: {name!r} is none of {', '.join(models.SHAPES)}")
+    batches = [int(count) for count in args.batches.split(",")]
     torch.set_num_threads(1)
     limits = measure_limits()
     print(
@@ -221,7 +226,7 @@ def main() -> None:
     )
     found = {}
     for name in names:
-        rows = [phase.row(limits) for phase in measure_model(name, limits, args.repeats)]
+        rows = [phase.row(limits) for phase in measure_model(name, limits, batches, args.repeats)]
         show(name, rows)
         found[name] = rows
     # a machine that others slow down would be told by a second measurement
