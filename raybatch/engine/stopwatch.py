@@ -19,9 +19,12 @@ Run = Callable[[int], object]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return CPU seconds of this process for a CPU, else seconds with the device synchronised."""
+    """Return CPU seconds of this process for one thread of a CPU, which other load does not change.
+
+    Several threads take the time by the clock, as does a GPU, which is synchronised first.
+    """
     if device.type == "cpu":
-        return time.process_time
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def synchronised() -> float:
         torch.cuda.synchronize(device)
