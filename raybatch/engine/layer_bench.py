@@ -51,8 +51,8 @@ class ProfileOptions:
     decode_tokens: int = 256
     prompt_tokens: int = 256
     part_tokens: tuple[int, ...] = (512, 256, 128, 64)
-    num_repeats: int = 3
-    budget_s: float = 6.0
+    num_repeats: int = 5
+    budget_s: float = 8.0
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
 
@@ -124,14 +124,11 @@ class LayerBench:
 
     def layers(self, phase: Phase, like: torch.Tensor, budget_s: float) -> list[MeasuredLayer]:
         """Time a step's layer plain, and with attention in parts, the largest parts first."""
-        options, decoder = self._options, self._decoder
+        options = self._options
+        tokens, workload = options.decode_tokens, Workload(cached_tokens=options.prompt_tokens)
         if phase == "prefill":
-            tokens, workload = (
-                options.prefill_tokens,
-                Workload(tokens_per_sequence=min(options.prompt_tokens, options.prefill_tokens)),
-            )
-        else:
-            tokens, workload = options.decode_tokens, Workload(cached_tokens=options.prompt_tokens)
+            tokens = options.prefill_tokens
+            workload = Workload(tokens_per_sequence=min(options.prompt_tokens, tokens))
         while tokens > 1 and self._kv_bytes(tokens, workload) > options.max_kv_bytes:
             tokens //= 2
         # a part holds whole prompts, as the engine makes them
@@ -139,29 +136,27 @@ class LayerBench:
         smaller = {max(n // least, 1) * least for n in options.part_tokens}
         part_tokens = [tokens, *sorted((n for n in smaller if n < tokens), reverse=True)]
 
-        def prepare(idx: int) -> Run:
-            full, rest = divmod(tokens, part_tokens[idx])
-            counts = [part_tokens[idx]] * full + [rest] * (rest > 0)
-            parts = [self._batch(count, workload, like) for count in counts]
-
-            def run(turn: int) -> None:
-                layer = turn % decoder.num_layers
-                hidden = [part.run(decoder, layer) for part in parts]
-                decoder.ffn_(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-
-            return run
-
-        work = self._shape.ffn_work(tokens)
-        measured = self._stopwatch.measure([(n, work) for n in part_tokens], prepare, budget_s)
+        runs = [self._layer_run(tokens, size, workload, like) for size in part_tokens]
+        seconds = self._stopwatch.compare(runs, budget_s)
         return [
-            MeasuredLayer(
-                phase=phase,
-                gate_tokens=tokens,
-                attention_tokens=point.tokens,
-                seconds=point.seconds,
-            )
-            for point in measured
+            MeasuredLayer(phase=phase, gate_tokens=tokens, attention_tokens=size, seconds=found)
+            for size, found in zip(part_tokens, seconds, strict=False)
         ]
+
+    def _layer_run(
+        self, tokens: int, part_tokens: int, workload: Workload, like: torch.Tensor
+    ) -> Run:
+        decoder = self._decoder
+        full, rest = divmod(tokens, part_tokens)
+        counts = [part_tokens] * full + [rest] * (rest > 0)
+        parts = [self._batch(count, workload, like) for count in counts]
+
+        def run(turn: int) -> None:
+            layer = turn % decoder.num_layers
+            hidden = [part.run(decoder, layer) for part in parts]
+            decoder.ffn_(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+
+        return run
 
     def _batch(self, tokens: int, workload: Workload, like: torch.Tensor) -> AttentionBatch:
         return AttentionBatch.build(

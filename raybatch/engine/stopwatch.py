@@ -70,6 +70,30 @@ class Stopwatch:
             points.append(MeasuredWork(tokens=tokens, work=work, seconds=seconds))
         return tuple(points)
 
+    def compare(self, runs: Sequence[Run], budget_s: float) -> tuple[float, ...]:
+        """Return the median seconds of runs that take turns, so that drift meets all alike.
+
+        Args:
+            runs: ways to do the same; each gets a number that counts up.
+            budget_s: seconds for all of them; the last ones are left out until the rest fits, but
+                never the first.
+        """
+        first_s = []
+        for run in runs:
+            began = self._clock()
+            run(0)
+            first_s.append(self._clock() - began)
+            if sum(first_s) * (1 + self._num_repeats) > budget_s and len(first_s) > 1:
+                first_s.pop()
+                break
+        samples: list[list[float]] = [[] for _ in first_s]
+        for repeat in range(self._num_repeats):
+            for run, found in zip(runs, samples, strict=False):
+                start = self._clock()
+                run(1 + repeat)
+                found.append(self._clock() - start)
+        return tuple(map(statistics.median, samples))
+
     def _median_s(self, run: Run, left_s: float) -> float | None:
         """Return the median seconds of a run; None where the samples would take too long."""
         began = self._clock()
