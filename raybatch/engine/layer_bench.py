@@ -129,13 +129,14 @@ class LayerBench:
         if phase == "prefill":
             tokens = options.prefill_tokens
             workload = Workload(tokens_per_sequence=min(options.prompt_tokens, tokens))
-        while tokens > 1 and self._kv_bytes(tokens, workload) > options.max_kv_bytes:
+        # all ways to run it hold their KV at once
+        most_bytes = options.max_kv_bytes // (1 + len(options.part_tokens))
+        while tokens > 1 and self._kv_bytes(tokens, workload) > most_bytes:
             tokens //= 2
         # a part holds whole prompts, as the engine makes them
         least = workload.tokens_per_sequence
         smaller = {max(n // least, 1) * least for n in options.part_tokens}
         part_tokens = [tokens, *sorted((n for n in smaller if n < tokens), reverse=True)]
-
         runs = [self._layer_run(tokens, size, workload, like) for size in part_tokens]
         seconds = self._stopwatch.compare(runs, budget_s)
         return [

@@ -19,6 +19,8 @@ Phase = Literal["prefill", "decode"]
 # share of the time that parts must save: below it the noise of a measurement would decide, and
 # batches are built part by part, which no measured layer contains
 LEAST_GAIN = 0.05
+# a share that would be told as 0 %
+_ALIKE = 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,15 +115,17 @@ def plan_steps(layers: Sequence[MeasuredLayer], row: RowShape) -> StepPlan:
     # of equal ones the largest parts, which are the fewest
     seconds, tokens = min(((_row_s(layers, row, size), size) for size in sizes), key=lambda p: p[0])
     gain = 1 - seconds / plain_s
-    told = f"{row.prompt_tokens:,} prompt and {row.output_tokens:,} output tokens"
-    verb = "take" if gain < 0 else "save"
+    if abs(gain) < _ALIKE:
+        verb = "take as long as plain ones"
+    else:
+        verb = f"take {100 * abs(gain):.0f} % {'less' if gain > 0 else 'more'} time than plain ones"
     reason = (
-        f"for {told}, layers with attention over {tokens:,} tokens at a time {verb} "
-        f"{100 * abs(gain):.0f} % {'longer' if gain < 0 else 'of the time'}"
+        f"for {row.prompt_tokens:,} prompt and {row.output_tokens:,} output tokens, layers with "
+        f"attention over {tokens:,} tokens at a time {verb}"
     )
     if gain < LEAST_GAIN:
-        least = "" if gain < 0 else f"; coroutines are for {100 * LEAST_GAIN:.0f} % and more"
-        return StepPlan(attn_batch_tokens=None, reason=reason + least)
+        least = f", and coroutines are for {100 * LEAST_GAIN:.0f} % and more"
+        return StepPlan(attn_batch_tokens=None, reason=reason + least * (gain >= _ALIKE))
     return StepPlan(attn_batch_tokens=tokens, reason=reason)
 
 
