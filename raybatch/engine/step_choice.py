@@ -35,9 +35,17 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         return None
     if not was_read:
         give_back_freed_memory(model.device)
-    plan = plan_steps(profile.layers, RowShape())
+    row = RowShape()
+    plan = plan_steps(profile.layers, row)
     how = "by the plain forward pass"
     if plan.attn_batch_tokens is not None:
         how = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
-    _logger.info("%s runs %s: %s (raybatch bench plan says more)", model.name, how, plan.reason)
+    _logger.info(
+        "%s runs %s: %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
+        model.name,
+        how,
+        plan.reason,
+        row.prompt_tokens,
+        row.output_tokens,
+    )
     return plan.attn_batch_tokens

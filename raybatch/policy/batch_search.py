@@ -216,7 +216,7 @@ def _no_room(needs: list[MemoryNeed], memory: MemoryBudget) -> str:
         key=lambda need: (
             max(0, need.device_bytes - memory.device_bytes)
             + max(0, need.host_bytes - memory.host_bytes)
-            + (0 if memory.holds_kv(need) else need.kv_bytes)
+            + (0 if memory.kv_bytes is None else max(0, need.kv_bytes - memory.kv_bytes))
         ),
     )
     told = (

@@ -119,10 +119,7 @@ def plan_steps(layers: Sequence[MeasuredLayer], row: RowShape) -> StepPlan:
         verb = "take as long as plain ones"
     else:
         verb = f"take {100 * abs(gain):.0f} % {'less' if gain > 0 else 'more'} time than plain ones"
-    reason = (
-        f"for {row.prompt_tokens:,} prompt and {row.output_tokens:,} output tokens, layers with "
-        f"attention over {tokens:,} tokens at a time {verb}"
-    )
+    reason = f"layers with attention over {tokens:,} tokens at a time {verb}"
     if gain < LEAST_GAIN:
         least = f", and coroutines are for {100 * LEAST_GAIN:.0f} % and more"
         return StepPlan(attn_batch_tokens=None, reason=reason + least * (gain >= _ALIKE))
