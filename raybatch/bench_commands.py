@@ -145,12 +145,14 @@ def _engine_config(settings: list[str]) -> EngineConfig:
     return from_mapping(EngineConfig, options, where="raybatch bench plan: engine")
 
 
-def _rows(prompt_tokens: int | None, output_tokens: int | None, like: str | None) -> RowShape:
+def _rows(
+    prompt_tokens: int | None, output_tokens: int | None, like: str | None
+) -> RowShape | None:
+    """Return what the flags say of rows; None where they say nothing."""
     given = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    told = {name: tokens for name, tokens in given.items() if tokens is not None}
     of_job = {} if like is None else _mean_tokens(like)
-    return RowShape(
-        **{**of_job, **{n: tokens for n, tokens in given.items() if tokens is not None}}
-    )
+    return RowShape(**{**of_job, **told}) if of_job or told else None
 
 
 def _mean_tokens(output: str) -> dict[str, int]:

@@ -144,7 +144,7 @@ class PlanReport:
 def plan_report(
     source: str,
     config: EngineConfig,
-    row: RowShape,
+    row: RowShape | None = None,
     *,
     fresh: bool = False,
     folder: Path | None = None,
@@ -155,7 +155,7 @@ def plan_report(
     Args:
         source: folder, hub id, URI or "demo".
         config: options of the engine.
-        row: what the rows are like.
+        row: what the rows are like; None takes `RowShape`'s defaults as far as the model goes.
         fresh: measure also where a profile is in the cache.
         folder: of the profiles; None takes that of the cache.
         tell: called with what is done next.
@@ -167,7 +167,14 @@ def plan_report(
     """
     tell(f"loading {source}")
     model = load_model(source, config)
-    _check_length(model, config, row)
+    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
+    row = row or RowShape.within(most)
+    if row.prompt_tokens + row.output_tokens > most:
+        raise ConfigError(
+            f"rows of {row.prompt_tokens} prompt and {row.output_tokens} output tokens are longer "
+            f"than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
+            "--output-tokens)"
+        )
     began, cpu_began = time.perf_counter(), time.process_time()
     profile, was_read = measured_profile(
         model.spec,
@@ -206,16 +213,6 @@ def plan_report(
         phases=phases,
         steps=plan_steps(profile.layers, row),
     )
-
-
-def _check_length(model: LoadedModel, config: EngineConfig, row: RowShape) -> None:
-    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
-    if row.prompt_tokens + row.output_tokens > most:
-        raise ConfigError(
-            f"rows of {row.prompt_tokens} prompt and {row.output_tokens} output tokens are longer "
-            f"than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
-            "--output-tokens)"
-        )
 
 
 def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> MemoryBudget:

@@ -43,6 +43,14 @@ class RowShape:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a row is {getattr(self, name)}; it must be >= 1")
 
+    @classmethod
+    def within(cls, max_model_len: int) -> "RowShape":
+        """Return the default, shortened to what a model of so many tokens takes."""
+        usual = cls()
+        output_tokens = max(1, min(usual.output_tokens, max_model_len // 5))
+        prompt_tokens = max(1, min(usual.prompt_tokens, max_model_len - output_tokens))
+        return cls(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
     def workload(self, phase: Phase, *, waiting_sequences: int | None = None) -> Workload:
         """Return what sequences are like in a phase; they decode half way through their output."""
         if phase == "prefill":
@@ -54,7 +62,8 @@ class RowShape:
         done = self.output_tokens // 2
         return Workload(
             cached_tokens=self.prompt_tokens + done,
-            reserved_tokens=self.output_tokens - done,
+            # one is the token of the step itself
+            reserved_tokens=self.output_tokens - done - 1,
             waiting_sequences=waiting_sequences,
         )
 

@@ -82,7 +82,7 @@ def test_a_phase_without_a_plain_layer_is_refused():
 
 
 def test_rows_decode_half_way_through_their_output():
-    decode = Workload(cached_tokens=125, reserved_tokens=25, waiting_sequences=9)
+    decode = Workload(cached_tokens=125, reserved_tokens=24, waiting_sequences=9)
     assert decode == ROW.workload("decode", waiting_sequences=9)
     prefill = Workload(tokens_per_sequence=100, reserved_tokens=50)
     assert prefill == ROW.workload("prefill")
@@ -91,3 +91,8 @@ def test_rows_decode_half_way_through_their_output():
 def test_rows_without_tokens_are_refused():
     with pytest.raises(ConfigError, match="output_tokens of a row is 0"):
         RowShape(output_tokens=0)
+
+
+def test_default_rows_fit_a_short_model():
+    assert RowShape(prompt_tokens=512, output_tokens=128) == RowShape.within(640)
+    assert RowShape(prompt_tokens=410, output_tokens=102) == RowShape.within(512)
