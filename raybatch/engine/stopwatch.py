@@ -71,7 +71,10 @@ class Stopwatch:
         return tuple(points)
 
     def compare(self, runs: Sequence[Run], budget_s: float) -> tuple[float, ...]:
-        """Return the median seconds of runs that take turns, so that drift meets all alike.
+        """Return the least seconds of runs that take turns, so that drift meets all alike.
+
+        The least and not the median: what else the host does only adds to a run, and ways that
+        differ by a few per cent are told apart.
 
         Args:
             runs: ways to do the same; each gets a number that counts up.
@@ -92,7 +95,7 @@ class Stopwatch:
                 start = self._clock()
                 run(1 + repeat)
                 found.append(self._clock() - start)
-        return tuple(map(statistics.median, samples))
+        return tuple(map(min, samples))
 
     def _median_s(self, run: Run, left_s: float) -> float | None:
         """Return the median seconds of a run; None where the samples would take too long."""
