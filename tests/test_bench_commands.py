@@ -1,6 +1,7 @@
 """The measurements of the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +9,8 @@ from typer.testing import CliRunner
 from raybatch.cli import app
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.faults.mutations import MUTATIONS
+from raybatch.report import RunReport
+from raybatch.report.paths import report_path
 from tests.engine.tiny_models import build
 
 
@@ -87,6 +90,29 @@ def test_memory_that_holds_no_row_is_refused_with_what_one_needs(folder):
 
 def test_memory_for_no_block_is_refused(folder):
     assert "one block of 64 tokens needs" in refusal(folder / "qwen3", kv_bytes=1000)
+
+
+def write_report(folder, **counts):
+    path = Path(report_path(str(folder)))
+    path.parent.mkdir(parents=True)
+    found = RunReport(source="in", sink=str(folder), model="m", rows_in=12, rows_out=12, **counts)
+    path.write_text(found.to_json())
+    return ("--like", str(folder))
+
+
+def test_rows_are_like_those_of_a_job_and_cached_tokens_cost_nothing(folder, tmp_path):
+    statuses = {"ok": 9, "truncated": 1, "invalid": 2}
+    counts = {"prompt_tokens": 3000, "cached_tokens": 1000, "generated_tokens": 500}
+    like = write_report(tmp_path / "out", statuses=statuses, **counts)
+    found = in_json(folder / "qwen3", *like)
+    assert {"prompt_tokens": 200, "output_tokens": 50} == found["row"]
+    found = in_json(folder / "qwen3", *like, "--output-tokens", "7")
+    assert {"prompt_tokens": 200, "output_tokens": 7} == found["row"]
+
+
+def test_an_output_without_answers_says_nothing_of_rows(folder, tmp_path):
+    like = write_report(tmp_path / "out", statuses={"invalid": 12})
+    assert "no row of this output has generated tokens" in refusal(folder / "qwen3", *like)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def test_a_model_that_cannot_be_measured_runs_plain_with_a_warning(folder, monke
 def test_planned_coroutines_give_the_tokens_of_the_plain_forward_pass(folder, says):
     says(plain=100, parts=50)
     path = folder / "qwen3-moe"
-    planned, runner = make_engine(path)
-    plain, _ = make_engine(path, attn_batch_tokens=None)
+    planned, runner = make_engine(path, attn_batch_tokens="auto")
+    plain, _ = make_engine(path)
     for engine in (planned, plain):
         engine.add(requests())
     assert tokens_of(finish(planned)) == tokens_of(finish(plain))
