@@ -159,7 +159,7 @@ def test_memory_for_kv_bounds_plans_of_its_own():
     found = search_plans(MODEL, costs(), DECODE, memory, GRID)
     assert kv_bytes == max(p.memory.kv_bytes for p in (found.best, *found.runners_up))
     assert sum(need.kv_bytes > kv_bytes for need in needs) == found.num_infeasible
-    with pytest.raises(ConfigError, match="are for KV, which may have 9$"):
+    with pytest.raises(ConfigError, match=r"are for KV, which may have 9$"):
         search_plans(MODEL, costs(), DECODE, replace(memory, kv_bytes=9), GRID)
     with pytest.raises(ConfigError, match="-1 bytes for KV"):
         replace(memory, kv_bytes=-1)
