@@ -57,13 +57,18 @@ def test_a_plan_says_how_steps_run_and_with_which_options(folder):
 
 
 def test_options_of_a_plan_are_those_that_its_phases_and_steps_come_to(folder):
-    found = in_json(folder / "qwen3-moe")
+    found = in_json(folder / "qwen3-moe", "--set", "engine.max_batched_tokens=1")
     gates = {name: of["best"]["plan"]["gate_tokens"] for name, of in found["phases"].items()}
     assert {"prefill", "decode"} == set(gates)
-    assert max(gates.values()) == found["options"]["max_batched_tokens"]
+    assert 1 < max(gates.values()) == found["options"]["max_batched_tokens"]
     assert found["steps"]["attn_batch_tokens"] == found["options"]["attn_batch_tokens"]
     assert 0 == found["memory"]["host_bytes"]
     assert not any(of["best"]["plan"]["has_kv_on_host"] for of in found["phases"].values())
+
+
+def test_a_plan_asks_for_no_smaller_steps_than_the_engine_has(folder):
+    setting = ("--set", "engine.max_batched_tokens=100000")
+    assert 100_000 == in_json(folder / "qwen3", *setting)["options"]["max_batched_tokens"]
 
 
 def test_a_plan_is_measured_once_unless_it_is_asked_for_afresh(folder):

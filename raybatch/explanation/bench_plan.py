@@ -45,6 +45,7 @@ class PlanReport:
         dtype: of weights and KV.
         row: what the rows are like.
         memory: that plans may take.
+        max_batched_tokens: token budget of the engine.
         profile: what was measured.
         was_read: the profile comes from the cache.
         cpu_share: CPU seconds per second while one thread of a CPU measured, else None.
@@ -58,6 +59,7 @@ class PlanReport:
     dtype: str
     row: RowShape
     memory: MemoryBudget
+    max_batched_tokens: int
     profile: ModuleProfile
     was_read: bool
     cpu_share: float | None
@@ -68,12 +70,17 @@ class PlanReport:
     def options(self) -> dict[str, int | None]:
         """Return the options of the engine that the plan comes to.
 
-        The engine keeps parameters and KV on the device, so that plans for the host do not count.
+        The token budget is what the plan asks for, and no less than what the engine has: a step
+        costs more than its layers, so that fewer tokens only pay where memory is short. The engine
+        keeps parameters and KV on the device, so that plans for the host do not count.
         """
         found = [_on_device(planned) for planned in self.phases.values()]
-        gates = [priced.plan.gate_tokens for priced in found if priced is not None]
+        tokens = max((p.plan.gate_tokens for p in found if p is not None), default=None)
+        bounds = {planned.target.bound for planned in self.phases.values()}
+        if tokens is not None and "device memory" not in bounds:
+            tokens = max(tokens, self.max_batched_tokens)
         return {
-            "max_batched_tokens": max(gates, default=None),
+            "max_batched_tokens": tokens,
             "attn_batch_tokens": self.steps.attn_batch_tokens,
             "moe_batch_tokens": None,
         }
@@ -206,6 +213,7 @@ def plan_report(
         dtype=str(model.dtype).removeprefix("torch."),
         row=row,
         memory=memory,
+        max_batched_tokens=config.max_batched_tokens,
         profile=profile,
         was_read=was_read,
         cpu_share=cpu_share,
