@@ -303,4 +303,5 @@ def _shape(model: ModelShape) -> str:
 
 
 def _option(value: int | None) -> str:
-    return "none" if value is None else str(value)
+    # as YAML and --set read it
+    return "null" if value is None else str(value)
