@@ -7,14 +7,10 @@ replica would run.
 import hashlib
 import json
 import logging
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
+from raybatch.engine.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
 from raybatch.policy.cost_model import CostModel, EngineLimits, fit
 
@@ -96,7 +93,7 @@ def load_or_measure(
         100 * measured.fit_error,
     )
     if not _computes_on_cpu(backend, engine) or _was_quiet(took_s, cpu_s):
-        _write(path, measured)
+        write_cached(path, json.dumps(asdict(measured), indent=1), what="cost model")
     return measured
 
 
@@ -131,8 +128,8 @@ def cost_model_path(
         "engine": asdict(engine),
         # engines share the memory of a host where nobody has said how much each gets
         "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
-        "host": {"cpu": _cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
-        "versions": _versions(_PACKAGES[backend.kind]),
+        "host": {"cpu": cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
+        "versions": versions(_PACKAGES[backend.kind]),
     }
     text = json.dumps(described, sort_keys=True, default=repr)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
@@ -168,20 +165,6 @@ def _from_json(fields: dict[str, Any]) -> CostModel:
     return CostModel(limits=limits, **fields)
 
 
-def _write(path: Path, model: CostModel) -> None:
-    """Write a cost model so that readers see all of it or nothing; a full disk only costs time."""
-    text = json.dumps(asdict(model), indent=1) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # a folder of its own goes away with what was not moved out of it
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as staged:
-            whole = Path(staged) / path.name
-            whole.write_text(text, encoding="utf-8")
-            os.replace(whole, path)
-    except OSError as error:
-        _logger.warning("the cost model could not be kept in %s: %s", path, error_text(error))
-
-
 def _computes_on_cpu(backend: BackendConfig, engine: EngineConfig) -> bool:
     return backend.kind != "fake" and (engine.device == "cpu" or not _gpu_names())
 
@@ -210,28 +193,9 @@ def _vocab_size(model: str) -> int:
     return int(fields.get("vocab_size", MIN_VOCAB_SIZE))
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # what has no name tells itself apart by what it can
-    return names[0] if names else platform.machine()
-
-
 def _gpu_names() -> list[str]:
     names = []
     for path in sorted(Path("/proc").glob(_GPU_INFO)):
         lines = path.read_text(encoding="utf-8").splitlines()
         names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
     return names
-
-
-def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    versions = {}
-    for package in packages:
-        # a source tree that is not installed has no version
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions

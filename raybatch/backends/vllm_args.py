@@ -126,7 +126,7 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.kv_admission_fraction is an option of the native engine; vLLM has "
             "engine_kwargs.watermark and max_num_active_seqs"
         )
-    if (engine.attn_batch_tokens, engine.moe_batch_tokens) != (None, None):
+    if any(_is_changed(engine, name) for name in ("attn_batch_tokens", "moe_batch_tokens")):
         raise ConfigError(
             "engine.attn_batch_tokens and engine.moe_batch_tokens are options of the native "
             "engine; leave them out"

@@ -44,13 +44,21 @@ def check_min(config: object, name: str, minimum: float) -> None:
         )
 
 
-def check_whole(config: object, name: str, minimum: int) -> None:
-    """Raise ConfigError unless the field is a whole number of at least `minimum`."""
+def check_whole(config: object, name: str, minimum: int, *, others: str = "") -> None:
+    """Raise ConfigError unless the field is a whole number of at least `minimum`.
+
+    Args:
+        config: whose field it is.
+        name: of the field.
+        minimum: of the number.
+        others: what else it may be, for the message; the caller has looked for that.
+    """
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        told = f", {others}" if others else ""
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}, got "
-            f"{value!r}"
+            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}{told}, "
+            f"got {value!r}"
         )
 
 

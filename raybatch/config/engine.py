@@ -28,7 +28,9 @@ class EngineConfig:
             this share of the cache; above 1 more run at once and some are computed again. None
             makes no forecast: sequences start while there are free blocks.
         attn_batch_tokens: tokens that attend at once; None takes all of a step. With a number,
-            steps run as coroutines: attention part by part, feed-forward blocks together.
+            steps run as coroutines: attention part by part, feed-forward blocks together. "auto"
+            measures both ways once per model and host where the model has experts, and takes the
+            faster one; other models run plain.
         moe_batch_tokens: tokens for which a feed-forward block waits where steps run as coroutines;
             None waits for all that come, 0 for none.
         num_threads: torch threads of one engine on a CPU.
@@ -47,7 +49,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     kv_admission_fraction: float | None = None
-    attn_batch_tokens: int | None = None
+    attn_batch_tokens: int | Literal["auto"] | None = "auto"
     moe_batch_tokens: int | None = None
     num_threads: int = 1
     tune_malloc: bool = True
@@ -60,13 +62,19 @@ class EngineConfig:
         for name, least in (
             ("kv_cache_bytes", 1),
             ("max_model_len", 1),
-            ("attn_batch_tokens", 1),
             ("moe_batch_tokens", 0),
         ):
             if getattr(self, name) is not None:
                 check_min(self, name, least)
+        if self.attn_batch_tokens not in (None, "auto"):
+            check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
+
+    @property
+    def compiles_kernels(self) -> bool:
+        """Return whether ops may run as compiled ones, which use one thread."""
+        return self.compile_kernels and self.num_threads == 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

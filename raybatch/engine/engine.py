@@ -64,7 +64,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             kv_admission_fraction=config.kv_admission_fraction,
         )
-        self._forward = StepForward(runner, self._table, config)
+        self._forward = StepForward(runner, self._table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []

@@ -1,66 +1,31 @@
-"""Measures one representative layer: attention and experts by themselves, over batch sizes.
+"""Measures one representative layer: attention and experts by themselves, and both in parts.
 
-What is measured feeds `raybatch.policy.roofline`, not `raybatch.policy.cost_model`.
+What is measured feeds `raybatch.policy.roofline` and `raybatch.policy.step_plan`, not
+`raybatch.policy.cost_model`. It is the decoder's own code that runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
-from raybatch.engine.attention_batch import AttentionBatch
+from raybatch.engine.layer_bench import LayerBench, ProfileOptions, probe_decoder
 from raybatch.engine.model_config import ModelSpec
+from raybatch.engine.pick_ops import pick_ops
 from raybatch.engine.stopwatch import Clock, Run, Stopwatch, clock_of
 from raybatch.engine.weights import LayerWeights, ModelWeights
-from raybatch.errors import ConfigError
-from raybatch.kernels.mlp import add_mlp_
-from raybatch.kernels.moe import moe_ffn
-from raybatch.kernels.norm import rms_norm
 from raybatch.policy.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.layer_work import LayerShape, Workload
+from raybatch.policy.layer_work import LayerShape
 from raybatch.policy.roofline import MeasuredWork, Work, fit_roofline
+from raybatch.policy.step_plan import MeasuredLayer
 
-__all__ = ["ModuleProfile", "ProfileOptions", "model_shape", "profile_layer", "run_ffn"]
+__all__ = ["ModuleProfile", "model_shape", "profile_layer"]
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache
 _BEYOND_CACHE_BYTES = 128 << 20
-# of the time budget: attention, experts, copies
-_SHARES = (0.45, 0.45, 0.1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions:
-    """What is measured.
-
-    Args:
-        workloads: kinds of sequences that attention is measured with.
-        attention_tokens: sizes of its batches, each with every workload.
-        ffn_tokens: sizes of the batches of the experts.
-        num_repeats: samples of each size after a first one that does not count.
-        budget_s: seconds of all measurements; sizes that would not fit are left out, and the
-            smallest of each module never is.
-        max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
-        block_size: tokens of a block of KV.
-
-    Raises:
-        ConfigError: there is no size, or a number is too small.
-    """
-
-    workloads: tuple[Workload, ...] = (Workload(cached_tokens=127), Workload(cached_tokens=1023))
-    attention_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
-    ffn_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
-    num_repeats: int = 3
-    budget_s: float = 4.0
-    max_kv_bytes: int = 256 << 20
-    block_size: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("workloads", "attention_tokens", "ffn_tokens"):
-            if not getattr(self, name):
-                raise ConfigError(f"a profile without {name} measures nothing")
-        if min(*self.attention_tokens, *self.ffn_tokens, self.num_repeats, self.block_size) < 1:
-            raise ConfigError("sizes, repeats and block_size of a profile must be at least 1")
+# of the time budget: attention, experts, copies, layers in parts
+_SHARES = (0.2, 0.25, 0.05, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +38,7 @@ class ModuleProfile:
         ffn: runs of the experts, or of the dense block.
         to_device: copies from the host.
         to_host: copies to the host.
+        layers: whole layers, plain and with attention in parts.
         copies_overlap: see `ModuleCosts`.
     """
 
@@ -81,6 +47,7 @@ class ModuleProfile:
     ffn: tuple[MeasuredWork, ...]
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
+    layers: tuple[MeasuredLayer, ...]
     copies_overlap: bool
 
     def costs(self) -> ModuleCosts:
@@ -127,8 +94,9 @@ def profile_layer(
     *,
     clock: Clock | None = None,
     num_pieces: int = 1,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> ModuleProfile:
-    """Measure attention, experts and copies of a model; takes about `options.budget_s`.
+    """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
 
     Repeated runs take turns over layers of the representative kind: one layer alone would stay in
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
@@ -138,9 +106,9 @@ def profile_layer(
         spec: what the model is.
         weights: of that model; read only.
         options: what is measured; None takes the defaults.
-        clock: seconds; None takes CPU seconds of this process on a CPU, else the time by the clock
-            with the device synchronised.
+        clock: seconds; None takes that of `clock_of`.
         num_pieces: see `ModelShape`.
+        tell: called with what is measured next.
     """
     options = options or ProfileOptions()
     device, dtype = weights.embed.device, weights.embed.dtype
@@ -150,19 +118,31 @@ def profile_layer(
     alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
     num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
     layers = alike[: max(num_layers, 2)]
+    ops = pick_ops(spec, weights, block_size=options.block_size, may_compile=options.may_compile)
+    decoder = probe_decoder(spec, weights, layers, ops)
+    bench = LayerBench(spec, decoder, model.layer, options, stopwatch)
     budgets = [options.budget_s * share for share in _SHARES]
     with torch.inference_mode():
         for layer in layers:
             _read(layer)
-        attention = _profile_attention(spec, model.layer, layers, options, stopwatch, budgets[0])
-        ffn = _profile_ffn(spec, model.layer, layers, options, stopwatch, budgets[1])
+        tell("attention")
+        attention = bench.attention(layers[0].qkv, budgets[0])
+        tell("experts" if is_sparse else "feed-forward block")
+        ffn = bench.ffn(layers[0].qkv, budgets[1])
+        tell("copies")
         to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
+        tell("attention in parts")
+        in_parts = [
+            *bench.layers("prefill", layers[0].qkv, budgets[3] / 2),
+            *bench.layers("decode", layers[0].qkv, budgets[3] / 2),
+        ]
     return ModuleProfile(
         model=model,
         attention=attention,
         ffn=ffn,
         to_device=to_device,
         to_host=to_host,
+        layers=tuple(in_parts),
         copies_overlap=device.type == "cuda",
     )
 
@@ -172,77 +152,6 @@ def _read(layer: LayerWeights) -> None:
         tensor = getattr(layer, field.name)
         if tensor is not None:
             tensor.sum()
-
-
-def _profile_attention(
-    spec: ModelSpec,
-    shape: LayerShape,
-    layers: Sequence[LayerWeights],
-    options: ProfileOptions,
-    stopwatch: Stopwatch,
-    budget_s: float,
-) -> tuple[MeasuredWork, ...]:
-    kinds = [
-        (tokens, workload)
-        for tokens in sorted(options.attention_tokens)
-        for workload in options.workloads
-    ]
-    kinds = [kind for kind in kinds if _kv_bytes(shape, *kind) <= options.max_kv_bytes] or kinds[:1]
-
-    def prepare(idx: int) -> Run:
-        tokens, workload = kinds[idx]
-        batch = AttentionBatch.build(
-            spec, tokens, workload, like=layers[0].qkv, block_size=options.block_size
-        )
-        return lambda turn: batch.run(spec, layers[turn % len(layers)])
-
-    sizes = [(tokens, shape.attention_work(tokens, workload)) for tokens, workload in kinds]
-    return stopwatch.measure(sizes, prepare, budget_s)
-
-
-def _kv_bytes(shape: LayerShape, tokens: int, workload: Workload) -> int:
-    held = workload.num_sequences(tokens) * workload.cached_tokens + tokens
-    return held * shape.kv_bytes_per_token
-
-
-def _profile_ffn(
-    spec: ModelSpec,
-    shape: LayerShape,
-    layers: Sequence[LayerWeights],
-    options: ProfileOptions,
-    stopwatch: Stopwatch,
-    budget_s: float,
-) -> tuple[MeasuredWork, ...]:
-    batches = sorted(options.ffn_tokens)
-    random = torch.Generator().manual_seed(0)
-
-    def prepare(idx: int) -> Run:
-        x = torch.randn(batches[idx], spec.model_dim, generator=random).to(layers[0].qkv)
-        return lambda turn: run_ffn(spec, layers[turn % len(layers)], x)
-
-    sizes = [(tokens, shape.ffn_work(tokens)) for tokens in batches]
-    return stopwatch.measure(sizes, prepare, budget_s)
-
-
-def run_ffn(spec: ModelSpec, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states [T, M] after the feed-forward block of a layer."""
-    hidden = rms_norm(x, layer.ffn_norm, spec.rms_eps)
-    if layer.gate_up is not None and layer.down is not None:
-        out = x.clone()
-        add_mlp_(out, hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
-        return out
-    assert spec.moe is not None, "a layer without gate_up is sparse"
-    assert layer.router is not None, "a sparse layer has a router"
-    assert layer.experts_gate_up is not None, "a sparse layer has experts"
-    assert layer.experts_down is not None, "a sparse layer has experts"
-    return x + moe_ffn(
-        hidden,
-        layer.router,
-        layer.experts_gate_up,
-        layer.experts_down,
-        top_k=spec.moe.top_k,
-        norm_topk_prob=spec.moe.norm_topk_prob,
-    )
 
 
 def _profile_copies(

@@ -51,6 +51,10 @@ class Runner(Protocol):
     def device(self) -> torch.device:
         """Where the index tensors of a forward batch are expected."""
 
+    @property
+    def attn_batch_tokens(self) -> int | None:
+        """Tokens that attend at once where steps run as coroutines; None for plain steps."""
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits [S, V], one row per `batch.logits_idx`."""
 

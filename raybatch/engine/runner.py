@@ -1,9 +1,8 @@
-"""Loads a model with its KV pool onto a device and runs steps; sets up the process for torch."""
+"""Loads a model with its KV pool onto a device and runs steps."""
 
-import ctypes
 import logging
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +12,12 @@ from raybatch.config import EngineConfig
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache, allocate_kv_cache, num_blocks_for
-from raybatch.engine.limits import check_max_model_len, pick_device
+from raybatch.engine.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory import free_memory_bytes
-from raybatch.engine.model_config import ModelSpec, read_model_spec
-from raybatch.engine.model_source import resolve_model
+from raybatch.engine.model_config import ModelSpec
+from raybatch.engine.pick_ops import pick_ops
 from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime, PartBatch, StepResult
-from raybatch.engine.weights import ModelWeights, load_weights
-from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
+from raybatch.engine.step_choice import planned_attn_batch
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +39,9 @@ class ModelRunner:
     def load(
         cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1
     ) -> "ModelRunner":
-        """Load the model that `source` names (see `resolve_model`).
+        """Load the model that `source` names, see `load_model`.
 
-        Sets the threads of torch and, unless switched off, malloc's options: both hold for the
-        whole process.
+        Where the options leave it open, a plan from measured layers says how steps run.
 
         Args:
             source: folder, hub id, URI or "demo".
@@ -55,24 +52,33 @@ class ModelRunner:
             ConfigError: the model or an option cannot be run.
             CapacityError: the memory does not hold a block of KV.
         """
-        path = resolve_model(source)
-        spec = read_model_spec(path)
-        check_max_model_len(config, spec.max_model_len, path.name)
-        device = pick_device(config)
-        _set_up_process(config, device)
-        dtype = _pick_dtype(config, spec, device)
-        weights = load_weights(path, spec, dtype=dtype, device=device)
-        cache = _make_cache(config, spec, dtype, device, num_engines_on_host)
+        model = load_model(source, config)
+        # before the pool, which takes most of what is free
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
+        cache = _make_cache(config, model, num_engines_on_host)
         logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens",
-            path.name,
-            str(dtype).removeprefix("torch."),
-            device,
+            model.name,
+            str(model.dtype).removeprefix("torch."),
+            model.device,
             cache.k.shape[1],
             config.block_size_tokens,
         )
-        decoder = Decoder(spec, weights, ops=pick_ops(config, spec, weights))
-        return cls(spec=spec, config=config, decoder=decoder, cache=cache)
+        ops = pick_ops(
+            model.spec,
+            model.weights,
+            block_size=config.block_size_tokens,
+            may_compile=config.compiles_kernels,
+        )
+        decoder = Decoder(model.spec, model.weights, ops=ops)
+        return cls(spec=model.spec, config=config, decoder=decoder, cache=cache)
+
+    @property
+    def attn_batch_tokens(self) -> int | None:
+        """Return how many tokens attend at once where steps run as coroutines, else None."""
+        tokens = self.config.attn_batch_tokens
+        # `load` decides; without it, nothing was measured that would speak for parts
+        return None if tokens == "auto" else tokens
 
     @property
     def num_blocks(self) -> int:
@@ -98,78 +104,19 @@ class ModelRunner:
             pool[:, block_ids] = 0
 
 
-def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        # CPUs without bfloat16 units compute it four times slower than float32
-        name = "float32" if device.type == "cpu" else spec.dtype
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def pick_ops(config: EngineConfig, spec: ModelSpec, weights: ModelWeights) -> Ops:
-    """Return the form of the ops for these weights: compiled where that is possible and wanted."""
-    embed = weights.embed
-    is_for_compiled = embed.dtype == torch.float32 and embed.device.type == "cpu"
-    if not (config.compile_kernels and is_for_compiled and config.num_threads == 1):
-        return REFERENCE
-    return compiled_ops(
-        head_dim=spec.head_dim,
-        num_grouped=spec.num_heads // spec.num_kv_heads,
-        block_size=config.block_size_tokens,
-        panel_widths=_panel_widths(weights),
-    )
-
-
-def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:
-    """Return the widths of the experts' panels; None where a model has no such experts."""
-    for layer in weights.layers:
-        gate_up, down = layer.experts_gate_up, layer.experts_down
-        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
-            return gate_up.shape[3], down.shape[3]
-    return None
-
-
-def _make_cache(
-    config: EngineConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_engines_on_host: int,
-) -> KVCache:
+def _make_cache(config: EngineConfig, model: LoadedModel, num_engines_on_host: int) -> KVCache:
     num_blocks = num_blocks_for(
         config,
-        spec,
-        dtype=dtype,
-        device=device,
-        free_bytes=free_memory_bytes(device),
+        model.spec,
+        dtype=model.dtype,
+        device=model.device,
+        free_bytes=free_memory_bytes(model.device),
         num_engines_on_host=num_engines_on_host,
     )
     return allocate_kv_cache(
-        spec,
+        model.spec,
         num_blocks=num_blocks,
         block_size=config.block_size_tokens,
-        dtype=dtype,
-        device=device,
+        dtype=model.dtype,
+        device=model.device,
     )
-
-
-def _set_up_process(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads)
-        if config.tune_malloc:
-            _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to serve large blocks from the heap and never to give the heap back.
-
-    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    trim_threshold, mmap_max = -1, -4
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)

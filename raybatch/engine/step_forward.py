@@ -5,7 +5,6 @@ from types import MappingProxyType
 
 import torch
 
-from raybatch.config import EngineConfig
 from raybatch.engine.batch_builder import BatchBuilder
 from raybatch.engine.partition import logits_order, row_slots, split_schedule
 from raybatch.engine.protocols import Runner
@@ -24,14 +23,13 @@ class StepForward:
     Args:
         runner: the model with its KV pool.
         table: running sequences.
-        config: with `attn_batch_tokens`, steps run as coroutines.
     """
 
-    def __init__(self, runner: Runner, table: SequenceTable, config: EngineConfig) -> None:
+    def __init__(self, runner: Runner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
         self._builder = BatchBuilder(table, runner.num_blocks, runner.device)
-        self._max_tokens = config.attn_batch_tokens
+        self._max_tokens = runner.attn_batch_tokens
 
     def run(self, schedule: Schedule) -> tuple[torch.Tensor, Mapping[int, str]]:
         """Return the logits of a step [S, V], and by slot why a sequence failed in it."""

@@ -19,9 +19,12 @@ Run = Callable[[int], object]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return CPU seconds of this process for a CPU, else seconds with the device synchronised."""
+    """Return CPU seconds of this process for one thread of a CPU, which other load does not change.
+
+    Several threads take the time by the clock, as does a GPU, which is synchronised first.
+    """
     if device.type == "cpu":
-        return time.process_time
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def synchronised() -> float:
         torch.cuda.synchronize(device)
@@ -66,6 +69,33 @@ class Stopwatch:
             left_s -= self._clock() - began
             points.append(MeasuredWork(tokens=tokens, work=work, seconds=seconds))
         return tuple(points)
+
+    def compare(self, runs: Sequence[Run], budget_s: float) -> tuple[float, ...]:
+        """Return the least seconds of runs that take turns, so that drift meets all alike.
+
+        The least and not the median: what else the host does only adds to a run, and ways that
+        differ by a few per cent are told apart.
+
+        Args:
+            runs: ways to do the same; each gets a number that counts up.
+            budget_s: seconds for all of them; the last ones are left out until the rest fits, but
+                never the first.
+        """
+        first_s = []
+        for run in runs:
+            began = self._clock()
+            run(0)
+            first_s.append(self._clock() - began)
+            if sum(first_s) * (1 + self._num_repeats) > budget_s and len(first_s) > 1:
+                first_s.pop()
+                break
+        samples: list[list[float]] = [[] for _ in first_s]
+        for repeat in range(self._num_repeats):
+            for run, found in zip(runs, samples, strict=False):
+                start = self._clock()
+                run(1 + repeat)
+                found.append(self._clock() - start)
+        return tuple(map(min, samples))
 
     def _median_s(self, run: Run, left_s: float) -> float | None:
         """Return the median seconds of a run; None where the samples would take too long."""

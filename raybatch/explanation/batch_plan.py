@@ -17,7 +17,7 @@ def plan_section(
     memory: MemoryBudget,
     target: GateTarget | None = None,
 ) -> Section:
-    """Return the chosen plan as facts, and as a table beside the best of every other residence.
+    """Return the chosen plan as facts, and in a table beside the best of every other residence.
 
     Args:
         phase: what the plan is for, such as "decode".
@@ -51,7 +51,8 @@ def plan_section(
     return Section(
         title=f"Batch plan, {phase}",
         facts=tuple(facts),
-        table=_table([best, *result.runners_up]),
+        # of one way there is nothing to compare
+        table=_table([best, *result.runners_up]) if result.runners_up else None,
         notes=(considered,),
     )
 
@@ -108,7 +109,7 @@ def _experts(target: GateTarget) -> str:
     enough = count(target.saturated_tokens, "token")
     if target.bound == "saturation":
         return f"kept busy by {enough}, which fit"
-    return f"kept busy by {enough}; {target.bound} allows {full(target.tokens)}"
+    return f"kept busy by {enough}; limited to {full(target.tokens)} by {target.bound}"
 
 
 def _gigabytes(num_bytes: int) -> str:

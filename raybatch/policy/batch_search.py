@@ -25,6 +25,7 @@ class MemoryBudget:
     Args:
         device_bytes: for parameters, KV and working memory.
         host_bytes: for parameters that are streamed and KV that is kept there.
+        kv_bytes: for KV, wherever it is; None where the two above alone bound it.
 
     Raises:
         ConfigError: a budget is negative.
@@ -32,8 +33,11 @@ class MemoryBudget:
 
     device_bytes: int
     host_bytes: int = 0
+    kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_bytes is not None and self.kv_bytes < 0:
+            raise ConfigError(f"memory of {self.kv_bytes} bytes for KV; it must be at least 0")
         if self.device_bytes < 0 or self.host_bytes < 0:
             raise ConfigError(
                 f"memory of {self.device_bytes} bytes on the device and {self.host_bytes} on the "
@@ -41,8 +45,16 @@ class MemoryBudget:
             )
 
     def holds(self, need: MemoryNeed) -> bool:
-        """Return whether both memories are large enough."""
-        return need.device_bytes <= self.device_bytes and need.host_bytes <= self.host_bytes
+        """Return whether all budgets are large enough."""
+        return (
+            need.device_bytes <= self.device_bytes
+            and need.host_bytes <= self.host_bytes
+            and self.holds_kv(need)
+        )
+
+    def holds_kv(self, need: MemoryNeed) -> bool:
+        """Return whether the budget for KV is large enough."""
+        return self.kv_bytes is None or need.kv_bytes <= self.kv_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,8 +171,8 @@ def search_plans(
     """Return the plan of the grid with the least seconds per token that memory holds.
 
     Least per token and not per pass: the shortest pass is that of the smallest batch. Among equals
-    the one that takes less memory of the device wins, then the first of the grid. Every plan that
-    memory holds is priced.
+    the one that takes less memory of the device wins, then the one with the fewest runs of
+    attention, then the first of the grid. Every plan that memory holds is priced.
 
     Raises:
         ConfigError: memory holds no plan of the grid, or there are too few sequences for any.
@@ -178,7 +190,7 @@ def search_plans(
     if not feasible:
         raise ConfigError(_no_room(needs, memory))
     priced = [price_plan(model, costs, plan, workload) for plan in feasible]
-    priced.sort(key=lambda p: (p.token_s, p.memory.device_bytes))
+    priced.sort(key=_preference)
     best_of: dict[tuple[bool, bool], PricedPlan] = {}
     for candidate in priced:
         plan = candidate.plan
@@ -192,19 +204,29 @@ def search_plans(
     )
 
 
+def _preference(priced: PricedPlan) -> tuple[float, int, int]:
+    # sums of other numbers of runs differ in their last digits
+    token_s = float(f"{priced.token_s:.9g}")
+    return token_s, priced.memory.device_bytes, -priced.plan.attention_tokens
+
+
 def _no_room(needs: list[MemoryNeed], memory: MemoryBudget) -> str:
     least = min(
         needs,
         key=lambda need: (
             max(0, need.device_bytes - memory.device_bytes)
             + max(0, need.host_bytes - memory.host_bytes)
+            + (0 if memory.kv_bytes is None else max(0, need.kv_bytes - memory.kv_bytes))
         ),
     )
-    return (
+    told = (
         f"memory holds none of {len(needs)} plans: the nearest needs {least.device_bytes} bytes on "
         f"the device and {least.host_bytes} on the host, and there are {memory.device_bytes} and "
         f"{memory.host_bytes}"
     )
+    if memory.holds_kv(least):
+        return told
+    return f"{told}; of these {least.kv_bytes} are for KV, which may have {memory.kv_bytes}"
 
 
 def _powers_of_two(limit: int) -> list[int]:

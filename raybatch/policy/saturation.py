@@ -19,7 +19,9 @@ __all__ = [
     "saturation_target",
 ]
 
-GateBound = Literal["saturation", "waiting sequences", "host memory", "device memory"]
+GateBound = Literal[
+    "saturation", "waiting sequences", "memory for KV", "host memory", "device memory"
+]
 
 _MANY_TOKENS = 1 << 40
 
@@ -143,6 +145,7 @@ def gate_target(
     bounds: tuple[tuple[int, GateBound], ...] = (
         (saturated_tokens, "saturation"),
         (waiting, "waiting sequences"),
+        (most(memory.holds_kv), "memory for KV"),
         (most(lambda n: n.host_bytes <= memory.host_bytes), "host memory"),
         (most(lambda n: n.device_bytes <= memory.device_bytes), "device memory"),
     )

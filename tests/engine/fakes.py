@@ -70,6 +70,7 @@ class FakeRunner:
     block_size: int = 4
     spec: FakeSpec = field(default_factory=FakeSpec)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    attn_batch_tokens: int | None = None
     nan_after: int | None = None  # a row whose input is this token yields NaN
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)

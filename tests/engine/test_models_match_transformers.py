@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from raybatch.config import EngineConfig
 from raybatch.engine import weight_layout
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
 from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import pick_ops
+from raybatch.engine.pick_ops import pick_ops
 from raybatch.engine.weights import load_weights
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.tiny_models import VARIANTS, save
@@ -43,8 +42,8 @@ def make_driver(
     blocks = list(range(96))
     if is_shuffled:
         random.Random(5).shuffle(blocks)
-    config = EngineConfig(block_size_tokens=BLOCK_SIZE, compile_kernels=is_compiled)
-    decoder = Decoder(spec, weights, ops=pick_ops(config, spec, weights))
+    ops = pick_ops(spec, weights, block_size=BLOCK_SIZE, may_compile=is_compiled)
+    decoder = Decoder(spec, weights, ops=ops)
     return GreedyDriver(decoder, cache, BLOCK_SIZE, blocks, **options)
 
 

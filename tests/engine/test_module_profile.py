@@ -7,18 +7,12 @@ import torch
 
 from raybatch.engine.attention_batch import AttentionBatch
 from raybatch.engine.decoder import Decoder
-from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache
+from raybatch.engine.layer_bench import ProfileOptions, probe_decoder
 from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.module_profile import (
-    ProfileOptions,
-    model_shape,
-    profile_layer,
-    run_ffn,
-)
+from raybatch.engine.module_profile import model_shape, profile_layer
 from raybatch.engine.weights import load_weights
 from raybatch.errors import ConfigError
-from raybatch.kernels.norm import rms_norm
 from raybatch.policy.layer_work import Workload
 from tests.engine.tiny_models import build
 
@@ -27,6 +21,10 @@ OPTIONS = ProfileOptions(
     workloads=(Workload(cached_tokens=20), Workload(tokens_per_sequence=4)),
     attention_tokens=(8, 1),
     ffn_tokens=(1, 16, 4),
+    prefill_tokens=16,
+    decode_tokens=4,
+    prompt_tokens=8,
+    part_tokens=(8, 2),
     block_size=16,
 )
 
@@ -75,6 +73,7 @@ def test_every_size_is_measured_once_with_its_work(load, variant):
     works = [layer.attention_work(n, workload) for n, workload in kinds]
     assert works == [point.work for point in found.attention]
     assert len(found.to_device) == len(found.to_host) == 3
+    assert found.layers[0].is_plain
     assert all(point.seconds > 0 for point in (*found.attention, *found.ffn, *found.to_device))
 
 
@@ -104,24 +103,60 @@ def test_tied_tables_count_once(load):
 
 def test_runs_take_turns_over_the_layers_of_the_representative_kind(load, monkeypatch):
     seen = []
+    run = Decoder.ffn_
 
-    def noted(spec, layer, x):
-        seen.append(layer)
-        return run_ffn(spec, layer, x)
+    def noted(decoder, layer_idx, x):
+        seen.append((decoder.num_layers, layer_idx, len(x)))
+        run(decoder, layer_idx, x)
 
-    monkeypatch.setattr("raybatch.engine.module_profile.run_ffn", noted)
-    loaded = load("qwen3-moe-mlp-only-layers")
-    profile(loaded, ffn_tokens=(2,), num_repeats=3)
-    first, last = loaded[1].layers[0], loaded[1].layers[2]
+    monkeypatch.setattr(Decoder, "ffn_", noted)
+    profile(load("qwen3-moe-mlp-only-layers"), ffn_tokens=(2,), num_repeats=3)
     # one run that does not count, and three that do, over the two sparse ones of three layers
-    assert [id(layer) for layer in (first, last, first, last)] == [id(layer) for layer in seen]
+    assert [(2, 0, 2), (2, 1, 2), (2, 0, 2), (2, 1, 2)] == seen[:4]
+
+
+def test_whole_layers_are_measured_plain_and_in_parts_of_whole_prompts(load):
+    found = profile(
+        load("qwen3-moe"),
+        prefill_tokens=32,
+        decode_tokens=6,
+        prompt_tokens=8,
+        part_tokens=(64, 17, 4, 3),
+    ).layers
+    assert [("prefill", 32, 32), ("prefill", 32, 16), ("prefill", 32, 8)] == [
+        (layer.phase, layer.gate_tokens, layer.attention_tokens) for layer in found[:3]
+    ]
+    assert [("decode", 6, 6), ("decode", 6, 4), ("decode", 6, 3)] == [
+        (layer.phase, layer.gate_tokens, layer.attention_tokens) for layer in found[3:]
+    ]
+    assert all(layer.seconds > 0 for layer in found)
+
+
+def test_all_parts_of_a_layer_meet_at_the_experts(load, monkeypatch):
+    rows, attended = [], []
+    ffn, attention = Decoder.ffn_, Decoder.attention
+
+    def noted_ffn(decoder, layer_idx, x):
+        rows.append(len(x))
+        ffn(decoder, layer_idx, x)
+
+    def noted_attention(decoder, layer_idx, x, *others):
+        attended.append(len(x))
+        return attention(decoder, layer_idx, x, *others)
+
+    monkeypatch.setattr(Decoder, "ffn_", noted_ffn)
+    monkeypatch.setattr(Decoder, "attention", noted_attention)
+    profile(load("qwen3-moe"), decode_tokens=10, part_tokens=(4,), num_repeats=1)
+    assert [10, 10] == rows[-2:]
+    # plain and in parts, twice in turns
+    assert [10, 4, 4, 2, 10, 4, 4, 2] == attended[-8:]
 
 
 def test_sizes_beyond_the_budget_are_left_out_but_never_the_smallest(load):
     # a run takes a tick; three samples and the first run make a size
     found = profile(load("qwen3-moe"), budget_s=0.0)
     assert (1, 1, 1) == tuple(map(len, (found.attention, found.ffn, found.to_device)))
-    found = profile(load("qwen3-moe"), budget_s=40.0)
+    found = profile(load("qwen3-moe"), budget_s=100.0)
     assert (1, 1) == (found.ffn[0].tokens, found.attention[0].tokens)
     assert 1 < len(found.ffn) < 3
 
@@ -162,34 +197,29 @@ def test_a_profile_of_nothing_is_refused(wrong):
 )
 def test_modules_that_are_measured_compute_what_the_decoder_does(load, variant, tokens, workload):
     spec, weights = load(variant)
-    batch = AttentionBatch.build(spec, tokens, workload, like=weights.embed, block_size=16)
+    decoder = probe_decoder(spec, weights, weights.layers)
+    batch = AttentionBatch.build(decoder, spec, tokens, workload, like=weights.embed, block_size=16)
     token_ids = torch.arange(tokens) + 3
-    copies = (spec.num_layers, 1, 1, 1, 1)
-    cache = KVCache(k=batch.cache.k.repeat(copies), v=batch.cache.v.repeat(copies))
-    expected = Decoder(spec, weights).forward(
-        ForwardBatch(
-            token_ids=token_ids,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            logits_idx=torch.arange(tokens),
-            attention=batch.plan,
-        ),
-        cache,
-    )
+    # layers of a whole forward pass have KV of their own
+    cache = KVCache(k=batch.cache.k.contiguous(), v=batch.cache.v.contiguous())
+    forward = replace(batch.prepared.batch, token_ids=token_ids)
+    expected = Decoder(spec, weights).forward(forward, cache)
     x = weights.embed[token_ids]
-    for layer in weights.layers:
-        x = run_ffn(spec, layer, replace(batch, x=x).run(spec, layer))
-    logits = rms_norm(x, weights.norm, spec.rms_eps) @ weights.head.T
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for layer_idx in range(spec.num_layers):
+        x = replace(batch, x=x).run(decoder, layer_idx)
+        decoder.ffn_(layer_idx, x)
+    torch.testing.assert_close(decoder.logits(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_decoding_sequences_see_what_is_cached_and_their_own_token(load):
     spec, weights = load("qwen3-moe")
     workload = Workload(cached_tokens=20)
-    batch = AttentionBatch.build(spec, 3, workload, like=weights.embed, block_size=16)
-    decode = batch.plan.decode
-    assert [20, 20, 20] == batch.positions.tolist()
-    assert [20, 52, 84] == batch.slot_mapping.tolist()
+    decoder = probe_decoder(spec, weights, weights.layers)
+    batch = AttentionBatch.build(decoder, spec, 3, workload, like=weights.embed, block_size=16)
+    forward = batch.prepared.batch
+    decode = forward.attention.decode
+    assert [20, 20, 20] == forward.positions.tolist()
+    assert [20, 52, 84] == forward.slot_mapping.tolist()
     assert [0, 1, 2, 3, 4, 5] == decode.block_ids.tolist()
     assert [0, 0, 1, 1, 2, 2] == decode.owners.tolist()
     assert [16, 5] * 3 == decode.num_valid.tolist()
@@ -198,11 +228,14 @@ def test_decoding_sequences_see_what_is_cached_and_their_own_token(load):
 def test_chunks_see_what_is_cached_and_themselves(load):
     spec, weights = load("qwen3-moe")
     workload = Workload(tokens_per_sequence=4, cached_tokens=30)
-    batch = AttentionBatch.build(spec, 6, workload, like=weights.embed, block_size=16)
-    assert [30, 31, 32, 33, 30, 31] == batch.positions.tolist()
-    assert [30, 31, 32, 33, 78, 79] == batch.slot_mapping.tolist()
-    assert ((0, 4), (4, 2)) == (batch.plan.prefill.starts, batch.plan.prefill.lens)
+    decoder = probe_decoder(spec, weights, weights.layers)
+    batch = AttentionBatch.build(decoder, spec, 6, workload, like=weights.embed, block_size=16)
+    forward = batch.prepared.batch
+    assert [30, 31, 32, 33, 30, 31] == forward.positions.tolist()
+    assert [30, 31, 32, 33, 78, 79] == forward.slot_mapping.tolist()
+    assert ((0, 4), (4, 2)) == (forward.attention.prefill.starts, forward.attention.prefill.lens)
     parts = [
-        (c.query_idx.tolist(), c.block_ids.tolist(), c.num_tokens) for c in batch.plan.contexts
+        (c.query_idx.tolist(), c.block_ids.tolist(), c.num_tokens)
+        for c in forward.attention.contexts
     ]
     assert [([0, 1, 2, 3], [0, 1], 30), ([4, 5], [3, 4], 30)] == parts

@@ -59,6 +59,8 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 def make_engine(path, *, num_blocks=120, policy=None, hooks=(), **options):
     spec = read_model_spec(path)
+    # what is no coroutine is plain here, whatever was measured
+    options = {"attn_batch_tokens": None, **options}
     config = EngineConfig(
         block_size_tokens=BLOCK,
         dtype="float32",

@@ -30,7 +30,7 @@ def form():
 @pytest.fixture
 def fresh():
     """Forget what this process has compiled."""
-    kept = (decode_attention._load, moe_experts.panelled_experts, small_ops.small_ops)
+    kept = (decode_attention.decode_form, moe_experts.panelled_experts, small_ops.small_ops)
     for cache in kept:
         cache.cache_clear()
     yield
@@ -87,6 +87,15 @@ def test_what_is_not_a_number_is_seen(form, place, bad):
     tensors[place].view(-1)[3] = bad
     output, _ = attend(form, **tensors)
     assert not output[0, :2].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "pool", [torch.zeros(2, 2, 4, 16), torch.zeros(2, 2, 8, 16, dtype=torch.float16)]
+)
+def test_a_pool_of_another_form_is_refused(form, pool):
+    *_, part = one_sequence(9)
+    with pytest.raises(ValueError, match="compiled for another pool than"):
+        form.plan(part, positions=torch.tensor([8]), pool=pool, windows=(None,))
 
 
 def test_rows_of_a_wider_projection_are_read_in_place(form):

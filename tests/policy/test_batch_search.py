@@ -18,6 +18,7 @@ from raybatch.policy.forward_dag import forward_dag
 from raybatch.policy.layer_dag import critical_path
 from raybatch.policy.layer_plan import BatchPlan, memory_need
 from raybatch.policy.layer_work import Workload
+from raybatch.policy.roofline import Roofline
 from tests.policy.layers import MODEL, costs
 
 DECODE = Workload(cached_tokens=500)
@@ -149,6 +150,32 @@ def test_memory_for_no_plan_is_an_error_with_the_bytes():
     memory = MemoryBudget(device_bytes=1000, host_bytes=7)
     with pytest.raises(ConfigError, match="there are 1000 and 7"):
         search_plans(MODEL, costs(), DECODE, memory, GRID)
+
+
+def test_memory_for_kv_bounds_plans_of_its_own():
+    needs = [memory_need(MODEL, plan, DECODE) for plan in GRID.plans()]
+    kv_bytes = sorted({need.kv_bytes for need in needs})[1]
+    memory = MemoryBudget(device_bytes=PLENTY, host_bytes=PLENTY, kv_bytes=kv_bytes)
+    found = search_plans(MODEL, costs(), DECODE, memory, GRID)
+    assert kv_bytes == max(p.memory.kv_bytes for p in (found.best, *found.runners_up))
+    assert sum(need.kv_bytes > kv_bytes for need in needs) == found.num_infeasible
+    with pytest.raises(ConfigError, match=r"are for KV, which may have 9$"):
+        search_plans(MODEL, costs(), DECODE, replace(memory, kv_bytes=9), GRID)
+    with pytest.raises(ConfigError, match="-1 bytes for KV"):
+        replace(memory, kv_bytes=-1)
+
+
+def test_among_plans_alike_the_one_with_the_fewest_runs_of_attention_wins():
+    # without a fixed time and without bytes, runs of any size cost as much per token
+    flat = Roofline(fixed_s=0.0, operation_s=1e-13, byte_s=0.0)
+    found = search_plans(
+        MODEL,
+        costs(attention=flat, ffn=flat),
+        Workload(),
+        MemoryBudget(device_bytes=PLENTY),
+        PlanGrid(attention_tokens=(3, 7, 64), gate_tokens=(64,)),
+    )
+    assert 64 == found.best.plan.attention_tokens
 
 
 def test_the_order_of_a_grid_and_its_repetitions_change_nothing():

@@ -49,8 +49,16 @@ def plan_lists(
     positions: torch.Tensor,  # int64 [S], of the decode tokens
     pool: torch.Tensor,  # [N, G, B, D], keys of any layer
     windows: tuple[int | None, ...],
+    tile: tuple[int, int],
 ) -> BlockLists:
-    """Turn a part into what the kernel reads."""
+    """Turn a part into what the kernel reads.
+
+    Raises:
+        ValueError: the pool is not one of float32 with blocks of `tile`, (B, D), for which the
+            kernel was compiled; or a window needs what the part lacks.
+    """
+    if pool.dtype != torch.float32 or pool.shape[2:] != tile or not pool.is_contiguous():
+        raise ValueError(f"the kernel was compiled for another pool than {tuple(pool.shape)}")
     owners, order = part.owners.sort(stable=True)
     firsts: dict[int | None, torch.Tensor | None] = {}
     for window in windows:
@@ -68,6 +76,7 @@ def plan_lists(
     )
 
 
+@functools.cache
 def decode_form(*, head_dim: int, num_grouped: int, block_size: int) -> DecodeForm | None:
     """Return the kernel for one shape, compiled once per process; None where there is none.
 
@@ -77,10 +86,12 @@ def decode_form(*, head_dim: int, num_grouped: int, block_size: int) -> DecodeFo
         block_size: positions of one cache block.
     """
     attend = _load(head_dim, num_grouped, block_size)
-    return None if attend is None else DecodeForm(plan=plan_lists, attend=attend)
+    if attend is None:
+        return None
+    plan = functools.partial(plan_lists, tile=(block_size, head_dim))
+    return DecodeForm(plan=plan, attend=attend)
 
 
-@functools.cache
 def _load(head_dim: int, num_grouped: int, block_size: int) -> Callable[..., object] | None:
     names = {"HEAD_DIM": head_dim, "NUM_GROUPED": num_grouped, "BLOCK_SIZE": block_size}
     library = compile_library("decode_attention.c", names)

@@ -1,0 +1,108 @@
+"""Loads a model onto a device, and sets up the process for torch; the KV pool comes later."""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.limits import check_max_model_len, pick_device
+from raybatch.engine.model_config import ModelSpec, read_model_spec
+from raybatch.engine.model_source import resolve_model
+from raybatch.engine.weights import ModelWeights, load_weights
+
+__all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
+
+# of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model on a device.
+
+    Args:
+        name: of its folder.
+        spec: what it is.
+        weights: of it.
+    """
+
+    name: str
+    spec: ModelSpec
+    weights: ModelWeights
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        return self.weights.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the weights."""
+        return self.weights.embed.dtype
+
+
+def load_model(source: str, config: EngineConfig) -> LoadedModel:
+    """Load the model that `source` names (see `resolve_model`).
+
+    Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
+    process.
+
+    Args:
+        source: folder, hub id, URI or "demo".
+        config: options of the engine.
+
+    Raises:
+        ConfigError: the model or an option cannot be run.
+    """
+    path = resolve_model(source)
+    spec = read_model_spec(path)
+    check_max_model_len(config, spec.max_model_len, path.name)
+    device = pick_device(config)
+    _set_up_process(config, device)
+    dtype = _pick_dtype(config, spec, device)
+    weights = load_weights(path, spec, dtype=dtype, device=device)
+    return LoadedModel(name=path.name, spec=spec, weights=weights)
+
+
+def give_back_freed_memory(device: torch.device) -> None:
+    """Give freed memory back to the system, or to the device, after a use that does not recur."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        # CPUs without bfloat16 units compute it four times slower than float32
+        name = "float32" if device.type == "cpu" else spec.dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _set_up_process(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        if config.tune_malloc:
+            _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to serve large blocks from the heap and never to give the heap back.
+
+    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
+    """
+    mallopt = _libc("mallopt")
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
+    """Return a function of the C library; None where it is not there."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), name, None)

@@ -1,0 +1,39 @@
+"""Picks the form of the ops that suits a model's weights."""
+
+import torch
+
+from raybatch.engine.model_config import ModelSpec
+from raybatch.engine.weights import ModelWeights
+from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
+
+__all__ = ["pick_ops"]
+
+
+def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_compile: bool) -> Ops:
+    """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
+
+    Args:
+        spec: what the model is.
+        weights: of that model.
+        block_size: positions of one cache block.
+        may_compile: false takes those of torch, which alone use several threads.
+    """
+    embed = weights.embed
+    is_for_compiled = embed.dtype == torch.float32 and embed.device.type == "cpu"
+    if not (may_compile and is_for_compiled):
+        return REFERENCE
+    return compiled_ops(
+        head_dim=spec.head_dim,
+        num_grouped=spec.num_heads // spec.num_kv_heads,
+        block_size=block_size,
+        panel_widths=_panel_widths(weights),
+    )
+
+
+def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:
+    """Return the widths of the experts' panels; None where a model has no such experts."""
+    for layer in weights.layers:
+        gate_up, down = layer.experts_gate_up, layer.experts_down
+        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
+            return gate_up.shape[3], down.shape[3]
+    return None
