@@ -38,16 +38,14 @@ class KVTiers:
         self.num_host_blocks = num_host_blocks
         self.block_bytes = 2 * num_layers * torch.Size(block).numel() * device.k.element_size()
         self._device = device
-        # [N, 2, L, G, B, D]
-        self._memory = allocate_memory(
-            (num_host_blocks, 2, num_layers, *block), device.k.dtype, device.k.device
-        )
+        shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, D]
+        self._memory = allocate_memory(shape, device.k.dtype, device.k.device)
         self.host = KVCache(
             k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
         )
-        self._stream = (
-            torch.cuda.Stream(device.k.device) if device.k.device.type == "cuda" else None
-        )
+        self._stream: torch.cuda.Stream | None = None
+        if device.k.device.type == "cuda":
+            self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
     def save(self, block_ids: Int64s, host_ids: Int64s) -> None:
         """Copy blocks of the device into as many of the host, ids one by one."""
