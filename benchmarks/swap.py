@@ -1,7 +1,7 @@
 """What KV in host memory is worth where KV memory is short: preemption by recompute against swap.
 
 python benchmarks/swap.py                                   # W4 in 20 % of its KV, dense-60m
-python benchmarks/swap.py --workload w4-long --share 0.1 --out result.json
+python benchmarks/swap.py --workload equal --block-size 16 --out result.json
 
 The native engine on one thread, tokens checked row by row; the ways take turns. "ample" has memory
 for all rows at once, as the bound of what more memory can bring. CPU seconds are of all steps.
@@ -29,13 +29,17 @@ from raybatch.engine.kv_cache import kv_bytes_per_token
 from raybatch.engine.model_config import read_model_spec
 from raybatch.types import Completion, Request, Sampling
 
-# lengths of the heavy tail; the long prompts are those that the tail was published with
+# the heavy tail, with longer prompts and outputs as well; and outputs of one length, which all ask
+# for their next block at once
 WORKLOADS = {
     "w4": workloads_e2e.Workload(
         name="w4", kind="tail", num_requests=512, prompt_len=32, output_len=6
     ),
-    "w4-long": workloads_e2e.Workload(
-        name="w4-long", kind="tail", num_requests=64, prompt_len=1024, output_len=50
+    "w4-medium": workloads_e2e.Workload(
+        name="w4-medium", kind="tail", num_requests=256, prompt_len=128, output_len=50
+    ),
+    "equal": workloads_e2e.Workload(
+        name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),
 }
 WAYS = ("recompute", "swap", "ample")

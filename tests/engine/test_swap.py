@@ -266,7 +266,7 @@ def test_a_resumed_sequence_is_not_preempted_again_at_once(rng, block_size):
     assert len(events) <= 2 * 24 * (1 + 80 // min(16, block_size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(14, 40),
