@@ -228,9 +228,18 @@ class Scheduler:
             hole_end = kept.first_block * table.block_size
             if table.num_computed[slot] < hole_end:
                 stop = hole_end
+            elif self._shares_unfinished(slot, chunks):
+                return 0
             elif self._restore(slot) and table.phase[slot] == DECODE:
                 return 1
         return self._take_chunk(slot, min(budget, stop - int(table.num_computed[slot])), chunks)
+
+    def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
+        """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
+        filled = [
+            self.table.blocks(other)[start // self.table.block_size :] for other, start, _ in chunks
+        ]
+        return bool(filled) and bool(np.isin(self.table.blocks(slot), np.concatenate(filled)).any())
 
     def _take_chunk(self, slot: int, length: int, chunks: list[tuple[int, int, int]]) -> int:
         if length <= 0:

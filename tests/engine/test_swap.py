@@ -158,6 +158,39 @@ def test_a_shared_prefix_that_is_gone_is_computed_and_the_rest_comes_back(rng, i
         assert stats.num_swapped_tokens > 0
 
 
+def watch_decodes(engine):
+    """Let no sequence decode over blocks that a chunk fills in the same step."""
+    scheduler = engine._scheduler
+    plain, table, size = scheduler.schedule, scheduler.table, scheduler.table.block_size
+
+    def schedule():
+        found = plain()
+        chunks = zip(found.chunk_slots, found.chunk_starts, strict=True)
+        filled = {b for slot, start in chunks for b in table.blocks(slot)[start // size :].tolist()}
+        for slot in found.decode_slots:
+            assert not filled & set(table.blocks(slot).tolist())
+        return found
+
+    scheduler.schedule = schedule
+
+
+def test_a_sequence_waits_for_a_prefix_that_another_one_computes(rng):
+    # parts of a step may run one after the other, so a decode must find its KV in place
+    engine, _ = make(num_blocks=24, enable_prefix_caching=False)
+    watch_decodes(engine)
+    request = make_request(1, rng.integers(0, VOCAB, 17), n=3, max_tokens=34)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=90), request])
+    done = {}
+    while (1, 0) not in done:
+        done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
+    # both others wait with KV behind a prefix that is gone; the second computes it for the third
+    assert [4, 4] == [r.swapped.first_block for r in engine._scheduler.waiting()]
+    engine.abort([0])
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_recomputed_tokens) == (2, 16)
+    assert expected([request]) == tokens_of(done | run_all(engine))
+
+
 def test_a_prefix_that_is_findable_again_is_not_copied_back(rng):
     engine, runner = make(num_blocks=14, max_num_seqs=2)
     prompt = rng.integers(0, VOCAB, 21)
@@ -270,7 +303,7 @@ def test_a_resumed_sequence_is_not_preempted_again_at_once(rng, block_size):
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_blocks=st.integers(14, 40),
+    num_blocks=st.integers(16, 40),
     host=st.integers(0, 30),
     budget=st.integers(6, 60),
     caching=st.booleans(),
@@ -290,6 +323,7 @@ def test_the_books_of_both_pools_are_right_whatever_happens(
         kv_admission_fraction=None,
     )
     runner.failing_moves = failing
+    watch_decodes(engine)
     requests = [
         dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=20 + i % 7))
         for i, r in enumerate(_mixed_requests(rng))
