@@ -17,8 +17,8 @@ from raybatch.policy.roofline import Roofline, link
 
 __all__ = ["LearnedRecovery", "learned_recovery"]
 
-# steps that costs are fitted to, and steps after which they are fitted afresh
-_NUM_STEPS, _REFIT_STEPS = 256, 64
+# steps of each kind that costs are fitted to, and steps after which they are fitted afresh
+_NUM_STEPS, _REFIT_STEPS = 128, 64
 
 
 class LearnedRecovery:
@@ -32,7 +32,9 @@ class LearnedRecovery:
     def __init__(self, link: Roofline, limits: EngineLimits) -> None:
         self._link = link
         self._limits = limits
-        self._steps: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
+        # apart, because long decoding would push out all that tells what prompts cost
+        self._prefills: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
+        self._decodes: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
         self._num_new = 0
         self._costs: CostModel | None = None
 
@@ -47,13 +49,14 @@ class LearnedRecovery:
             context_reads=float(table.num_computed[schedule.decode_slots].sum()),
         )
         if np.isfinite(seconds) and seconds > 0:
-            self._steps.append(step)
+            (self._prefills if len(lens) else self._decodes).append(step)
             self._num_new += 1
 
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
         """Return whether copying takes no longer than computing, as `RecoveryChoice` says."""
         if self._num_new >= _REFIT_STEPS or (self._costs is None and self._num_new):
-            self._costs, self._num_new = fit(self._steps, self._limits), 0
+            steps = [*self._prefills, *self._decodes]
+            self._costs, self._num_new = fit(steps, self._limits), 0
         if self._costs is None:
             return True
         whole_s, shared_s = (

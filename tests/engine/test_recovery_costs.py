@@ -16,8 +16,13 @@ NO_SLOTS = np.empty(0, np.int64)
 
 def recovery(*, token_s, bytes_per_s=1e6, num_steps=20):
     found = LearnedRecovery(link(bytes_per_s), LIMITS)
+    note_prefills(found, token_s=token_s, num_steps=num_steps)
+    return found
+
+
+def note_prefills(found, *, token_s, num_steps):
     for i in range(num_steps):
-        length = 1 + 3 * i
+        length = 1 + 3 * (i % 20)
         schedule = Schedule(
             decode_slots=NO_SLOTS,
             chunk_slots=np.array([0]),
@@ -25,7 +30,6 @@ def recovery(*, token_s, bytes_per_s=1e6, num_steps=20):
             chunk_lens=np.array([length]),
         )
         found.note(schedule, TABLE, token_s * length)
-    return found
 
 
 def is_copy_quicker(found, *, num_bytes, num_tokens=100, num_shared_tokens=0):
@@ -49,11 +53,22 @@ def test_tokens_that_are_found_again_need_not_be_computed():
 def test_costs_follow_the_steps():
     found = recovery(token_s=1e-3)
     assert is_copy_quicker(found, num_bytes=50_000)
-    for _ in range(20):
-        quicker = recovery(token_s=1e-4)
-        found._steps.extend(quicker._steps)
-        found._num_new += 20
+    note_prefills(found, token_s=1e-4, num_steps=200)
     assert not is_copy_quicker(found, num_bytes=50_000)
+
+
+def test_long_decoding_does_not_make_prompts_look_cheap():
+    found = recovery(token_s=1e-3)
+    schedule = Schedule(
+        decode_slots=np.arange(8),
+        chunk_slots=NO_SLOTS,
+        chunk_starts=NO_SLOTS,
+        chunk_lens=NO_SLOTS,
+    )
+    for _ in range(1000):
+        found.note(schedule, TABLE, 8e-3)
+    assert is_copy_quicker(found, num_bytes=90_000)
+    assert not is_copy_quicker(found, num_bytes=110_000)
 
 
 def test_nothing_is_fitted_before_somebody_asks():
