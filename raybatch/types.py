@@ -255,6 +255,8 @@ class Capacity:
 class ReplicaStats:
     """Counters of one backend since it started, and its state at this moment.
 
+    `num_swapped_tokens` are those whose KV came back from host memory after a preemption, in place
+    of being computed again, and `swapped_bytes` what was copied for that, there and back.
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
     memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
     `kv_tokens` is the size of the KV cache, 0 where it is not known. Of an endpoint,
@@ -271,6 +273,8 @@ class ReplicaStats:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_swapped_tokens: int = 0
+    swapped_bytes: int = 0
     num_held_steps: int = 0
     num_pinned_blocks: int = 0
     kv_tokens: int = 0

@@ -105,6 +105,13 @@ class ReplicaMetrics:
         self._preemptions = _Rising(
             registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
         )
+        self._swapped = {
+            name: _Rising(registry, f"raybatch_{name}_total", description, "replica")
+            for name, description in (
+                ("swapped_tokens", "Tokens whose KV came back from host memory."),
+                ("swapped_bytes", "KV copied to host memory and back."),
+            )
+        }
 
     def update(self, stats: ReplicaStats) -> None:
         """Show the state of the engine."""
@@ -116,3 +123,5 @@ class ReplicaMetrics:
             self._gauges["endpoint_concurrency"].set(stats.concurrency, tags=tags)
         self._retries.follow(stats.num_retries, replica=self._replica)
         self._preemptions.follow(stats.num_preemptions, replica=self._replica)
+        self._swapped["swapped_tokens"].follow(stats.num_swapped_tokens, replica=self._replica)
+        self._swapped["swapped_bytes"].follow(stats.swapped_bytes, replica=self._replica)

@@ -19,6 +19,8 @@ class EngineConfig:
         dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
+        host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
+            None or 0 has none, and what they lose is computed again.
         block_size_tokens: positions of one cache block.
         max_batched_tokens: token budget of one step.
         max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
@@ -43,6 +45,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: str = "auto"
     kv_cache_bytes: int | None = None
+    host_kv_bytes: int | None = None
     block_size_tokens: int = 64
     max_batched_tokens: int = 2048
     max_num_seqs: int = 1024
@@ -68,6 +71,8 @@ class EngineConfig:
                 check_min(self, name, least)
         if self.attn_batch_tokens not in (None, "auto"):
             check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
+        if self.host_kv_bytes is not None:
+            check_whole(self, "host_kv_bytes", 0)
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
 

@@ -11,10 +11,12 @@ from raybatch.config import EngineConfig
 from raybatch.engine.block_manager import BlockManager
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
+from raybatch.engine.recovery_costs import learned_recovery
 from raybatch.engine.row_checks import RowLimits
 from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
 from raybatch.engine.step_forward import StepForward
+from raybatch.engine.swap import RecoveryChoice, SwapSpace
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["Engine"]
@@ -31,6 +33,7 @@ class Engine:
         stop_checker: finds stop strings.
         config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
             sequence needs a token per step.
+        recovery: how preempted sequences get their KV back; None measures what is quicker.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class Engine:
         sampler: SamplerLike,
         stop_checker: StopCheckerLike,
         config: EngineConfig,
+        *,
+        recovery: RecoveryChoice | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
         self._runner = runner
@@ -57,12 +62,15 @@ class Engine:
             max_model_len=self._max_model_len,
         )
         self._blocks = BlockManager(runner.num_blocks, block_size)
+        self._recovery = recovery or learned_recovery(runner, config)
+        self._swap = SwapSpace(block_size, runner, self._recovery)
         self._scheduler = Scheduler(
             self._blocks,
             self._table,
             max_batched_tokens=config.max_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             kv_admission_fraction=config.kv_admission_fraction,
+            swap=self._swap,
         )
         self._forward = StepForward(runner, self._table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
@@ -171,7 +179,7 @@ class Engine:
 
     def stats(self) -> ReplicaStats:
         """Return the counters."""
-        counters = self._scheduler.counters
+        counters, swapped = self._scheduler.counters, self._swap.counters
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -182,6 +190,8 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_swapped_tokens=swapped.num_tokens,
+            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes,
             num_held_steps=counters.num_held_steps,
             num_pinned_blocks=self._scheduler.num_pinned,
             kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
@@ -227,6 +237,7 @@ class Engine:
             self._fill_slot(slot)
         completions = [record.completion("capacity") for record in schedule.ended]
         if schedule.num_tokens:
+            began = time.perf_counter()
             logits, failed = self._forward.run(schedule)
             self._num_steps += 1
             slots = self._scheduler.advance(schedule)
@@ -238,6 +249,8 @@ class Engine:
                 num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
                 result = self._sampler.sample(logits, slots, num_generated)
                 completions += self._take_tokens(slots, num_generated, result)
+            if self._recovery is not None:
+                self._recovery.note(schedule, self._table, time.perf_counter() - began)
         return completions
 
     def _take_tokens(

@@ -3,12 +3,13 @@
 import mmap
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.model_config import ModelSpec
-from raybatch.errors import CapacityError
+from raybatch.errors import CapacityError, ConfigError
 
 # of the memory that is free once the weights are loaded
 _CPU_FRACTION = 0.5
@@ -31,14 +32,24 @@ def allocate_kv_cache(
     On a CPU, memory is taken from the system only when a block is first used.
     """
     shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-    return KVCache(k=_zeros(shape, dtype, device), v=_zeros(shape, dtype, device))
+    if device.type == "cpu":
+        return KVCache(k=_pages(shape, dtype), v=_pages(shape, dtype))
+    zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
+    return KVCache(k=zeros(), v=zeros())
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+def allocate_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Make a tensor in host memory for copies from and to `device`: pinned where that is a GPU."""
+    if device.type == "cuda":
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return _pages(shape, dtype)
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if sys.platform == "win32":
+    if sys.platform == "win32" or not num_bytes:
         return torch.zeros(shape, dtype=dtype)
     # torch.zeros would touch every page of a pool that may be half of the host's memory
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -89,3 +100,19 @@ def num_blocks_for(
             available_tokens=budget // kv_bytes_per_token(spec, dtype),
         )
     return num_blocks
+
+
+def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
+    """Return how many blocks fit into `host_kv_bytes`.
+
+    Raises:
+        ConfigError: the option is set, and holds not a single block.
+    """
+    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
+    budget = config.host_kv_bytes or 0
+    if 0 < budget < block_bytes:
+        raise ConfigError(
+            f"engine.host_kv_bytes is {budget}, but one block of {config.block_size_tokens} tokens "
+            f"needs {block_bytes}; raise it, or leave it out to have no host memory for KV"
+        )
+    return budget // block_bytes

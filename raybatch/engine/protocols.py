@@ -61,6 +61,23 @@ class Runner(Protocol):
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Return the logits of parts of a step that do not read what another one writes."""
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of KV in host memory; 0 where there are none."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, keys and values of all layers."""
+
+    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
+        """Copy blocks of the pool into as many of host memory."""
+
+    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
+        """Copy blocks of host memory into as many of the pool."""
+
+    def copy_bytes_per_s(self) -> float:
+        """Measure copies between both pools while no sequence is there."""
+
     def clear_blocks(self, block_ids: Int64s) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
 

@@ -11,7 +11,13 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.kv_cache import KVCache, allocate_kv_cache, num_blocks_for
+from raybatch.engine.kv_cache import (
+    KVCache,
+    allocate_kv_cache,
+    num_blocks_for,
+    num_host_blocks_for,
+)
+from raybatch.engine.kv_tiers import KVTiers
 from raybatch.engine.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_config import ModelSpec
@@ -31,6 +37,7 @@ class ModelRunner:
         self.spec = spec
         self.config = config
         self.cache = cache
+        self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
         policy = CombineAtExperts(config.moe_batch_tokens)
         self.runtime = CoroutineRuntime(decoder, cache, policy)
@@ -86,6 +93,16 @@ class ModelRunner:
         return int(self.cache.k.shape[1])
 
     @property
+    def num_host_blocks(self) -> int:
+        """Return the number of blocks in host memory."""
+        return self.tiers.num_host_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of one block, keys and values of all layers."""
+        return self.tiers.block_bytes
+
+    @property
     def device(self) -> torch.device:
         """Return where weights, pool and the tensors of a batch live."""
         return self.cache.k.device
@@ -97,6 +114,22 @@ class ModelRunner:
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Run one step as coroutines; parts must not read what another one writes."""
         return self.runtime.forward(parts)
+
+    def save_blocks(
+        self, block_ids: npt.NDArray[np.int64], host_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy blocks of the pool into as many of host memory."""
+        self.tiers.save(block_ids, host_ids)
+
+    def load_blocks(
+        self, host_ids: npt.NDArray[np.int64], block_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy blocks of host memory into as many of the pool."""
+        self.tiers.load(host_ids, block_ids)
+
+    def copy_bytes_per_s(self) -> float:
+        """Measure copies between both pools, which must be idle."""
+        return self.tiers.bytes_per_s()
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks of the pool."""

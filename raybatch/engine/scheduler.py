@@ -1,7 +1,8 @@
 """Decides what each step computes: all decodes, then started prompts, then new ones.
 
 Pure bookkeeping over arrays: no model, no clock. Admission is bounded by a forecast of KV memory;
-when blocks run out all the same, the latest sequence gives its own back and is computed again.
+when blocks run out all the same, the latest sequence gives its own back. Its KV goes to host memory
+where that pays (`swap`), else its tokens are computed again.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from raybatch.engine.block_manager import BlockManager, hash_blocks
 from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
+from raybatch.engine.swap import SwapSpace
 from raybatch.engine.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -24,6 +26,9 @@ Int64s = npt.NDArray[np.int64]
 # admission leaves the blocks free that running sequences will need within so many steps; sequences
 # that start together grow together, so an average over many would not do
 _MAX_SPARE_STEPS = 4
+# a sequence comes back from host memory only where nobody has to yield within so many steps, so
+# that a move there and back is spread over them
+_RESUME_STEPS = 16
 
 
 class _Need(NamedTuple):
@@ -47,6 +52,7 @@ class Scheduler:
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
+        swap: host memory for the KV of preempted sequences; None has none.
     """
 
     def __init__(
@@ -57,12 +63,15 @@ class Scheduler:
         max_batched_tokens: int,
         enable_prefix_caching: bool,
         kv_admission_fraction: float | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.blocks = blocks
         self.table = table
         self.counters = SchedulerCounters()
         self._budget = max_batched_tokens
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
+        self._resume_steps = min(_RESUME_STEPS, table.block_size)
+        self._swap = swap or SwapSpace(table.block_size)
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self._queue = WaitingQueue()
@@ -91,24 +100,23 @@ class Scheduler:
         """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
         taken = self._queue.withdraw(is_wanted)
         for record in taken:
-            self._groups.leave(record.group)
+            self._leave(record)
         return taken
 
     def schedule(self) -> Schedule:
         """Decide the next step, allocate its blocks and admit what fits."""
         preempted, ended = self._grow_decodes()
-        decode_slots = np.flatnonzero(self.table.phase == DECODE)
         chunks: list[tuple[int, int, int]] = []
-        budget = self._budget - len(decode_slots)
+        budget = self._budget - int(np.count_nonzero(self.table.phase == DECODE))
         started = np.flatnonzero(self.table.phase == PREFILL)
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
-            budget -= self._take_chunk(slot, budget, chunks)
+            budget -= self._take_tokens(slot, budget, chunks)
         admitted: list[int] = []
         if not preempted and not ended:
             ended = self._admit(budget, chunks, admitted)
         columns = np.array(chunks, np.int64).reshape(-1, 3)
         return Schedule(
-            decode_slots=decode_slots,
+            decode_slots=np.flatnonzero(self.table.phase == DECODE),
             chunk_slots=columns[:, 0],
             chunk_starts=columns[:, 1],
             chunk_lens=columns[:, 2],
@@ -144,7 +152,7 @@ class Scheduler:
             self.blocks.forget(self.table.blocks(slot).tolist())
             self._groups.unpin(self.table.record(slot).group)
         record = self._vacate(slot)
-        self._groups.leave(record.group)
+        self._leave(record)
         return record
 
     def check(self) -> None:
@@ -154,9 +162,14 @@ class Scheduler:
         self.blocks.check([*tables, *self._groups.tables()])
         records = [*self._queue, *(self.table.record(slot) for slot in running)]
         self._groups.check(record.group for record in records)
+        self._swap.check(records)
         if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
             raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
         self.table.users.check(self.table.block_table)
+
+    def _leave(self, record: Sequence) -> None:
+        self._groups.leave(record.group)
+        self._swap.drop(record)
 
     def _vacate(self, slot: int) -> Sequence:
         self.blocks.unreserve(int(self.table.num_reserved[slot]))
@@ -186,32 +199,96 @@ class Scheduler:
         table = self.table
         running = np.flatnonzero(table.phase != EMPTY)
         slot = int(running[np.argmax(table.arrival[running])])
-        num_computed = int(table.num_computed[slot])
-        record = self._vacate(slot)
+        num_computed, record = int(table.num_computed[slot]), table.record(slot)
+        self._swap.save(
+            record,
+            table.blocks(slot),
+            num_shared=self._num_found_again(slot),
+            num_tokens=num_computed,
+        )
+        self._vacate(slot)
         record.num_computed_before = num_computed
         self.counters.num_preemptions += 1
         self._queue.add(record)
         return slot
 
-    def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
-        table, block_size = self.table, self.table.block_size
-        start = int(table.num_computed[slot])
-        length = min(int(table.num_tokens[slot]) - start, budget)
+    def _num_found_again(self, slot: int) -> int:
+        """Return how many leading blocks of `slot` others use as well, and hashes or pins find."""
+        blocks, hits = self.table.blocks(slot), self._find_hits(self.table.record(slot))
+        # a hash may have found another block with the same tokens
+        length = min(len(hits), int(self.table.num_computed[slot]) // self.table.block_size)
+        is_found = (blocks[:length] == hits[:length]) & (self.blocks.num_refs[blocks[:length]] > 1)
+        return length if is_found.all() else int(is_found.argmin())
+
+    def _take_tokens(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        """Bring back what host memory has of `slot`, or take a chunk; return the tokens taken."""
+        table = self.table
+        stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
+        if kept is not None and budget > 0:
+            hole_end = kept.first_block * table.block_size
+            if table.num_computed[slot] < hole_end:
+                stop = hole_end
+            elif self._shares_unfinished(slot, chunks):
+                return 0
+            elif self._restore(slot) and table.phase[slot] == DECODE:
+                return 1
+        return self._take_chunk(slot, min(budget, stop - int(table.num_computed[slot])), chunks)
+
+    def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
+        """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
+        filled = [
+            self.table.blocks(other)[start // self.table.block_size :] for other, start, _ in chunks
+        ]
+        return bool(filled) and bool(np.isin(self.table.blocks(slot), np.concatenate(filled)).any())
+
+    def _take_chunk(self, slot: int, length: int, chunks: list[tuple[int, int, int]]) -> int:
         if length <= 0:
             return 0
+        start = int(self.table.num_computed[slot])
         stop = start + length
-        num_new = -(-stop // block_size) - int(table.num_blocks[slot])
-        table.add_blocks(slot, self.blocks.allocate(num_new, is_reserved=True))
-        table.num_reserved[slot] -= num_new
-        # findable from this step on: KV is written before any row of the step attends
-        first, filled = start // block_size, table.blocks(slot)[start // block_size :].tolist()
-        hashes = table.record(slot).block_hashes or []
-        del filled[stop // block_size - first :]
-        for block, block_hash in zip(filled, hashes[first:], strict=False):
-            self.blocks.register(block, block_hash)
-        self._groups.pin(table.record(slot).group, first, filled)
+        num_new = -(-stop // self.table.block_size) - int(self.table.num_blocks[slot])
+        self._add_reserved(slot, self.blocks.allocate(num_new, is_reserved=True))
+        self._share(slot, start // self.table.block_size, stop)
         chunks.append((slot, start, length))
         return length
+
+    def _restore(self, slot: int) -> bool:
+        """Bring back what host memory has of `slot`; False if it has to be computed after all."""
+        table, record = self.table, self.table.record(slot)
+        kept, start = record.swapped, int(table.num_blocks[slot])
+        assert kept is not None, "nothing to bring back"
+        count = -(-kept.num_tokens // table.block_size) - start
+        if count <= 0:
+            # others have computed all of it in the meantime
+            self._swap.drop(record)
+            return False
+        blocks = self.blocks.allocate(count, is_reserved=True)
+        if not self._swap.load(record, start, blocks):
+            self.blocks.release(np.array(blocks, np.int32), keep_cached=False)
+            self.blocks.reserve(count)
+            self.counters.num_recomputed_tokens += kept.num_tokens - start * table.block_size
+            return False
+        self._add_reserved(slot, blocks)
+        table.skip_to(slot, kept.num_tokens)
+        self._share(slot, start, kept.num_tokens)
+        if table.phase[slot] == DECODE:
+            # its token of this step may need a block of its own
+            count = int(table.num_reserved[slot])
+            self._add_reserved(slot, self.blocks.allocate(count, is_reserved=True))
+        return True
+
+    def _add_reserved(self, slot: int, blocks: list[int]) -> None:
+        self.table.add_blocks(slot, blocks)
+        self.table.num_reserved[slot] -= len(blocks)
+
+    def _share(self, slot: int, first: int, stop: int) -> None:
+        """Let others find the full blocks of `slot` from `first` on, up to token `stop`."""
+        # findable from this step on: KV is written before any row of the step attends
+        record, filled = self.table.record(slot), self.table.blocks(slot)
+        filled = filled[first : stop // self.table.block_size].tolist()
+        for block, block_hash in zip(filled, (record.block_hashes or [])[first:], strict=False):
+            self.blocks.register(block, block_hash)
+        self._groups.pin(record.group, first, filled)
 
     def _admit(
         self, budget: int, chunks: list[tuple[int, int, int]], admitted: list[int]
@@ -226,13 +303,16 @@ class Scheduler:
             room = need.num_total * table.block_size - record.num_tokens
             needs_soon = int(is_growing and room < self._spare_steps)
             reserve = num_spare + needs_soon if table.num_running else 0
+            if record.swapped is not None and table.num_running:
+                reserve = table.num_needed_blocks(self._resume_steps)
+                reserve += int(is_growing and room < self._resume_steps)
             if need.num_available + reserve > self.blocks.num_available:
                 if table.num_running:
                     return []
                 if self._groups.num_pinned:
                     self._groups.unpin_idle(np.empty(0, np.int32))
                     continue
-                self._groups.leave(record.group)
+                self._leave(record)
                 return [self._queue.pop()]
             if table.num_running and not self._is_forecast_to_fit(record, need):
                 self.counters.num_held_steps += 1
@@ -240,7 +320,7 @@ class Scheduler:
             slot = self._place(self._queue.pop(), need)
             num_spare += needs_soon
             admitted.append(slot)
-            budget -= self._take_chunk(slot, budget, chunks)
+            budget -= self._take_tokens(slot, budget, chunks)
         return []
 
     def _is_forecast_to_fit(self, record: Sequence, need: _Need) -> bool:
@@ -292,7 +372,10 @@ class Scheduler:
         self.table.num_reserved[slot] = num_total - len(hits)
         num_hit_tokens = len(hits) * self.table.block_size
         if record.has_started:
-            lost = min(record.num_computed_before, record.num_tokens) - num_hit_tokens
+            known = min(record.num_computed_before, record.num_tokens)
+            if record.swapped is not None:
+                known = record.swapped.first_block * self.table.block_size
+            lost = known - num_hit_tokens
             self.counters.num_recomputed_tokens += max(lost, 0)
         else:
             record.has_started = True

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from raybatch.engine.block_users import BlockUsers
 from raybatch.engine.completions import completion_of
 from raybatch.engine.groups import PrefixGroup
+from raybatch.engine.host_pool import SwappedKV
 from raybatch.types import Completion, FinishReason, Request, SequenceState, TokenIds
 
 __all__ = ["DECODE", "EMPTY", "PREFILL", "Sequence", "SequenceTable", "TokenLogprobs"]
@@ -44,6 +45,7 @@ class Sequence:
         has_started: was admitted here or elsewhere.
         logprobs: collected per generated token; None unless asked for.
         num_told: generated tokens that are known outside the engine.
+        swapped: KV in host memory, until all that it holds is on the device again.
     """
 
     request: Request
@@ -59,6 +61,7 @@ class Sequence:
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
     num_told: int = 0
+    swapped: SwappedKV | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +189,17 @@ class SequenceTable:
         start = self.num_blocks[slot]
         self.block_table[slot, start : start + len(blocks)] = blocks
         self.num_blocks[slot] = start + len(blocks)
+
+    def skip_to(self, slot: int, num_computed: int) -> None:
+        """Note that the blocks of `slot` hold the KV of so many tokens, without a step.
+
+        A sequence that lacks nothing but the KV of its last generated token decodes from then on.
+        """
+        self.num_computed[slot] = num_computed
+        num_generated = int(self.num_tokens[slot] - self.num_prompt[slot])
+        if num_generated and num_computed == self.num_tokens[slot] - 1:
+            self.phase[slot] = DECODE
+            self.last_token[slot] = self._generated[slot, num_generated - 1]
 
     def append_tokens(self, slots: Int64s, token_ids: Int64s) -> None:
         """Append one generated token to each of the distinct `slots`."""

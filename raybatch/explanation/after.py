@@ -39,6 +39,8 @@ def actual_of(
         num_restarts=num_restarts,
         num_preemptions=count(lambda replica: replica.num_preemptions),
         recomputed_tokens=count(lambda replica: replica.num_recomputed_tokens),
+        swapped_tokens=count(lambda replica: replica.num_swapped_tokens),
+        swapped_bytes=count(lambda replica: replica.swapped_bytes),
         num_group_cuts=max(0, after.num_group_cuts - before.num_group_cuts),
         cut_tokens=max(0, after.cut_tokens - before.cut_tokens),
         engine_s=max(0.0, after.busy_s - before.busy_s),

@@ -34,6 +34,8 @@ class RunActual:
         num_restarts: replicas started again after a death.
         num_preemptions: times that a running sequence gave up its blocks.
         recomputed_tokens: computed again after that.
+        swapped_tokens: whose KV came back from host memory instead.
+        swapped_bytes: copied for that, there and back.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
@@ -53,6 +55,8 @@ class RunActual:
     num_restarts: int = 0
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
+    swapped_tokens: int | None = None
+    swapped_bytes: int | None = None
     num_group_cuts: int | None = None
     cut_tokens: int | None = None
     engine_s: float | None = None
@@ -115,6 +119,13 @@ class PlanOutcome:
             again = amount(actual.recomputed_tokens or 0)
             times = count(actual.num_preemptions, "preemption")
             said.append(f"{again} tokens were computed again after {times}, on top of that")
+        if actual.swapped_tokens:
+            back = amount(actual.swapped_tokens)
+            mebibytes = amount(round((actual.swapped_bytes or 0) / 2**20))
+            said.append(
+                f"the KV of {back} tokens came back from host memory in place of that; {mebibytes} "
+                "MiB were copied, there and back"
+            )
         said += self._time_deviations()
         return tuple(said)
 

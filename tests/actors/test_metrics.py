@@ -18,6 +18,8 @@ COUNTERS = {
     "raybatch_generated_tokens_total",
     "raybatch_units_total",
     "raybatch_preemptions_total",
+    "raybatch_swapped_tokens_total",
+    "raybatch_swapped_bytes_total",
     "raybatch_replica_restarts_total",
     "raybatch_endpoint_retries_total",
     "raybatch_cost_total",
@@ -121,6 +123,14 @@ def test_gauges_of_an_engine_follow_it(registry):
         ("raybatch_waiting_requests", "3"): 0,
         ("raybatch_preemptions_total", "3"): 2,
     }
+
+
+def test_kv_that_was_moved_to_the_host_and_back_is_told(registry):
+    engine = ReplicaMetrics(3, registry)
+    for num_tokens in (50, 80):
+        engine.update(ReplicaStats(num_swapped_tokens=num_tokens, swapped_bytes=100 * num_tokens))
+    assert registry.values["raybatch_swapped_tokens_total", "3"] == 80
+    assert registry.values["raybatch_swapped_bytes_total", "3"] == 8000
 
 
 def test_an_endpoint_tells_its_concurrency_and_its_retries(registry):

@@ -72,6 +72,10 @@ class FakeRunner:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attn_batch_tokens: int | None = None
     nan_after: int | None = None  # a row whose input is this token yields NaN
+    num_host_blocks: int = 0
+    block_bytes: int = 64
+    failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
+    num_moves: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
 
@@ -80,6 +84,32 @@ class FakeRunner:
         self._kv = np.random.default_rng(1).integers(0, 2**63, shape).astype(np.uint64)
 
         self._positions = np.full((self.num_blocks, self.block_size), -1)
+        # keys of both layers, and positions, as one table of blocks
+        self._host = np.zeros((NUM_LAYERS + 1, self.num_host_blocks, self.block_size), np.uint64)
+
+    def save_blocks(self, block_ids, host_ids):
+        self._count_move(block_ids, host_ids)
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        self._host[:NUM_LAYERS, host_ids] = pages[:, block_ids]
+        self._host[NUM_LAYERS, host_ids] = self._positions[block_ids].astype(np.uint64)
+
+    def load_blocks(self, host_ids, block_ids):
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        # what a move that fails half way has written
+        pages[:, block_ids[:1]] = 7
+        self._count_move(host_ids, block_ids)
+        pages[:, block_ids] = self._host[:NUM_LAYERS, host_ids]
+        self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
+        self._host[:, host_ids] = 3
+
+    def copy_bytes_per_s(self):
+        return 1e9
+
+    def _count_move(self, source, target):
+        assert len(source) == len(target) == len(set(source.tolist())) == len(set(target.tolist()))
+        self.num_moves += 1
+        if self.num_moves - 1 in self.failing_moves:
+            raise RuntimeError("the copy engine is on strike")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         plan = batch.attention

@@ -18,15 +18,19 @@ from tests.engine.fakes import (
 VOCAB = 1000
 
 
-def make_engine(*, num_blocks=64, eos=(), max_model_len=512, nan_after=None, **config):
+def make_engine(
+    *, num_blocks=64, eos=(), max_model_len=512, nan_after=None, host=0, recovery=None, **config
+):
     options = {"block_size_tokens": 4, "max_batched_tokens": 64, "max_num_seqs": 16} | config
     runner = FakeRunner(
         num_blocks=num_blocks,
         block_size=options["block_size_tokens"],
         spec=FakeSpec(VOCAB, eos, max_model_len),
         nan_after=nan_after,
+        num_host_blocks=host,
     )
-    engine = Engine(runner, FakeSampler(), FakeStopChecker(), EngineConfig(**options))
+    parts = (FakeSampler(), FakeStopChecker())
+    engine = Engine(runner, *parts, EngineConfig(**options), recovery=recovery)
     return engine, runner
 
 

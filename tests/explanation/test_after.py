@@ -16,7 +16,11 @@ def tokens():
 
 def pool(*, preemptions, busy_s, kv_tokens=4096):
     engine = ReplicaStats(
-        num_preemptions=preemptions, num_recomputed_tokens=10 * preemptions, kv_tokens=kv_tokens
+        num_preemptions=preemptions,
+        num_recomputed_tokens=10 * preemptions,
+        num_swapped_tokens=7 * preemptions,
+        swapped_bytes=900 * preemptions,
+        kv_tokens=kv_tokens,
     )
     return PoolStats(num_replicas=2, busy_s=busy_s, replicas=(engine, engine))
 
@@ -25,6 +29,7 @@ def test_a_warm_pool_counts_from_the_start_of_the_run(tokens):
     before, after = pool(preemptions=3, busy_s=40.0), pool(preemptions=5, busy_s=47.0)
     found = actual_of(tokens, before, after, num_restarts=0, wall_s=4.0)
     assert (found.num_preemptions, found.recomputed_tokens) == (4, 40)
+    assert (found.swapped_tokens, found.swapped_bytes) == (28, 3600)
     assert (found.engine_s, found.wall_s, found.num_replicas) == (7.0, 4.0, 2)
 
 
@@ -54,6 +59,7 @@ def test_counters_that_died_with_an_engine_are_not_known(tokens):
     after = pool(preemptions=5, busy_s=9.0)
     found = actual_of(tokens, PoolStats(), after, num_restarts=1, wall_s=4.0)
     assert (found.num_preemptions, found.recomputed_tokens) == (None, None)
+    assert (found.swapped_tokens, found.swapped_bytes) == (None, None)
 
 
 def test_the_smallest_cache_of_the_engines_counts(tokens):

@@ -1,0 +1,132 @@
+"""Real (tiny) models whose KV goes to host memory and back: the same tokens, the same bits."""
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.backends.native import NativeBackend
+from raybatch.config import EngineConfig
+from raybatch.engine.engine import Engine
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import ModelRunner
+from raybatch.engine.sampler import Sampler
+from tests.engine.fakes import FakeStopChecker
+from tests.engine.test_native_backend import greedy_reference, make_backend, run, shared_prompts
+from tests.engine.test_swap import Choice
+from tests.engine.tiny_models import save
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3-moe"])
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save(request.param, path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def block_bytes(path):
+    return BLOCK * kv_bytes_per_token(read_model_spec(path), torch.float32)
+
+
+def make_swapping(path, *, num_blocks, host, **options):
+    """A backend that copies whatever there is room for, whatever the clock says."""
+    config = EngineConfig(
+        block_size_tokens=BLOCK,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=num_blocks * block_bytes(path),
+        host_kv_bytes=host * block_bytes(path),
+        **options,
+    )
+    runner = ModelRunner.load(str(path), config)
+    sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
+    engine = Engine(runner, sampler, FakeStopChecker(), config, recovery=Choice())
+    return NativeBackend(engine), runner
+
+
+@pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
+@pytest.mark.parametrize(("host", "caching"), [(200, False), (200, True), (8, True)])
+def test_greedy_tokens_under_heavy_preemption_equal_transformers(
+    checkpoint, rng, host, caching, attn
+):
+    path, model = checkpoint
+    prompts = shared_prompts(rng)
+    backend, _ = make_swapping(
+        path,
+        num_blocks=18,
+        host=host,
+        max_batched_tokens=17,
+        max_num_seqs=17,
+        attn_batch_tokens=attn,
+        enable_prefix_caching=caching,
+    )
+    done = run(backend, prompts, n=2)
+    expected = greedy_reference(model, prompts)
+    for sample_idx in range(2):
+        assert expected == [done[i, sample_idx].token_ids.tolist() for i in range(len(prompts))]
+    stats = backend.stats()
+    assert stats.num_preemptions >= 5
+    assert stats.num_swapped_tokens > 0
+    assert (stats.num_recomputed_tokens > 0) == (host == 8)
+
+
+def test_the_measured_choice_leaves_the_tokens_as_they_are(checkpoint, rng):
+    path, model = checkpoint
+    prompts = shared_prompts(rng)
+    backend = make_backend(
+        path, num_blocks=18, max_batched_tokens=17, host_kv_bytes=200 * block_bytes(path)
+    )
+    done = run(backend, prompts)
+    assert greedy_reference(model, prompts) == [
+        done[i, 0].token_ids.tolist() for i in range(len(prompts))
+    ]
+    assert backend.stats().num_preemptions >= 5
+
+
+def test_random_tokens_do_not_depend_on_moves(checkpoint, rng):
+    path, _ = checkpoint
+    prompts = shared_prompts(rng)
+    outputs = []
+    for num_blocks in (400, 18):
+        backend, _ = make_swapping(
+            path, num_blocks=num_blocks, host=200, max_batched_tokens=64, max_num_seqs=17
+        )
+        done = run(backend, prompts, temperature=0.8, top_p=0.9, n=2)
+        outputs.append({key: completion.token_ids.tolist() for key, completion in done.items()})
+    assert outputs[0] == outputs[1]
+    assert backend.stats().num_swapped_tokens > 0
+
+
+def test_blocks_that_come_back_have_the_bits_that_went(checkpoint, rng):
+    path, _ = checkpoint
+    backend, runner = make_swapping(path, num_blocks=18, host=200, max_num_seqs=17)
+    gone, num_back = {}, 0
+    tiers, save_blocks, load_blocks = runner.tiers, runner.save_blocks, runner.load_blocks
+
+    def blocks(cache, ids):
+        return torch.stack((cache.k[:, ids], cache.v[:, ids])).clone()
+
+    def note_save(block_ids, host_ids):
+        save_blocks(block_ids, host_ids)
+        gone.update(zip(host_ids.tolist(), blocks(runner.cache, block_ids).unbind(2), strict=True))
+
+    def check_load(host_ids, block_ids):
+        nonlocal num_back
+        load_blocks(host_ids, block_ids)
+        for host_id, found in zip(
+            host_ids.tolist(), blocks(runner.cache, block_ids).unbind(2), strict=True
+        ):
+            assert torch.equal(found, gone[host_id])
+            num_back += 1
+
+    runner.save_blocks, runner.load_blocks = note_save, check_load
+    run(backend, shared_prompts(rng))
+    assert num_back > 10
+    assert tiers.num_host_blocks == 200
+    assert np.isfinite(tiers.bytes_per_s())
