@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_min, check_whole
+from raybatch.errors import ConfigError
 from raybatch.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,6 +32,9 @@ class EngineConfig:
             steps run as coroutines: attention part by part, feed-forward blocks together.
         moe_batch_tokens: tokens for which a feed-forward block waits where steps run as coroutines;
             None waits for all that come, 0 for none.
+        speculative_tokens: drafts of one sequence and step at most: tokens guessed from its prompt
+            and from other answers, computed together with the known one and kept where they are
+            right. Answers stay the same; drafts are made while they pay. None makes none.
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
@@ -47,6 +51,7 @@ class EngineConfig:
     kv_admission_fraction: float | None = None
     attn_batch_tokens: int | None = None
     moe_batch_tokens: int | None = None
+    speculative_tokens: int | None = None
     num_threads: int = 1
     tune_malloc: bool = True
 
@@ -62,6 +67,13 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 check_min(self, name, least)
+        if self.speculative_tokens is not None:
+            check_whole(self, "speculative_tokens", 1)
+            if self.attn_batch_tokens is not None:
+                raise ConfigError(
+                    "EngineConfig.speculative_tokens needs steps that are one forward pass, and "
+                    "attn_batch_tokens makes them coroutines; leave one of them out"
+                )
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
 

@@ -4,7 +4,8 @@ Pure bookkeeping over arrays: no model, no clock. Admission is bounded by a fore
 when blocks run out all the same, the latest sequence gives its own back and is computed again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from raybatch.engine.admission import Admission
 from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.draft_room import DraftRoom
 from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
@@ -24,6 +26,7 @@ Int64s = npt.NDArray[np.int64]
 # admission leaves the blocks free that running sequences will need within so many steps; sequences
 # that start together grow together, so an average over many would not do
 _MAX_SPARE_STEPS = 4
+_NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
 class _Need(NamedTuple):
@@ -67,6 +70,7 @@ class Scheduler:
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self._queue = WaitingQueue()
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
+        self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
 
     @property
     def num_waiting(self) -> int:
@@ -94,12 +98,20 @@ class Scheduler:
             self._groups.leave(record.group)
         return taken
 
-    def schedule(self) -> Schedule:
-        """Decide the next step, allocate its blocks and admit what fits."""
+    def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
+        """Decide the next step, allocate its blocks and admit what fits.
+
+        Args:
+            drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
+                of them are computed as budget, blocks and length allow.
+        """
         preempted, ended = self._grow_decodes()
         decode_slots = np.flatnonzero(self.table.phase == DECODE)
         chunks: list[tuple[int, int, int]] = []
         budget = self._budget - len(decode_slots)
+        draft_lens, draft_tokens = self._draft_room.place(decode_slots, drafts, budget)
+        self.counters.num_drafted_tokens += len(draft_tokens)
+        budget -= len(draft_tokens)
         started = np.flatnonzero(self.table.phase == PREFILL)
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
             budget -= self._take_chunk(slot, budget, chunks)
@@ -112,20 +124,25 @@ class Scheduler:
             chunk_slots=columns[:, 0],
             chunk_starts=columns[:, 1],
             chunk_lens=columns[:, 2],
+            draft_lens=draft_lens,
+            draft_tokens=draft_tokens,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             ended=tuple(ended),
         )
 
     def advance(self, schedule: Schedule) -> Int64s:
-        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
+        """Note that `schedule` is computed, and return the slots of its logits, in row order.
+
+        A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+        """
         table = self.table
         table.num_computed[schedule.decode_slots] += 1
         chunk_slots = schedule.chunk_slots
         table.num_computed[chunk_slots] += schedule.chunk_lens
         done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
         table.phase[done] = DECODE
-        return np.concatenate((schedule.decode_slots, done))
+        return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))
 
     def finish(self, slot: int) -> Sequence:
         """Take out a running sequence that has ended by itself."""
@@ -145,6 +162,14 @@ class Scheduler:
             self._groups.unpin(self.table.record(slot).group)
         record = self._vacate(slot)
         self._groups.leave(record.group)
+        return record
+
+    def restart(self, slot: int) -> Sequence:
+        """Take a running sequence out and queue it again, so that its KV is computed anew."""
+        num_computed = int(self.table.num_computed[slot])
+        record = self._vacate(slot)
+        record.num_computed_before = num_computed
+        self._queue.add(record)
         return record
 
     def check(self) -> None:
