@@ -49,8 +49,8 @@ def requests_of(
                 row_id=str(i),
                 prompt_token_ids=prompt.astype(np.int32),
                 sampling=sampling,
-                # other tokens in each repetition, which nobody can have seen
-                seed=seed << 32 | i,
+                # other tokens each time, which nobody can have seen
+                seed=(seed << 16 | num_rows) << 16 | i,
             )
         )
     return requests

@@ -105,6 +105,12 @@ class ReplicaMetrics:
         self._preemptions = _Rising(
             registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
         )
+        self._drafted = _Rising(
+            registry, "raybatch_drafted_tokens_total", "Tokens guessed ahead.", "replica"
+        )
+        self._accepted = _Rising(
+            registry, "raybatch_accepted_tokens_total", "Of these, the right ones.", "replica"
+        )
 
     def update(self, stats: ReplicaStats) -> None:
         """Show the state of the engine."""
@@ -116,3 +122,5 @@ class ReplicaMetrics:
             self._gauges["endpoint_concurrency"].set(stats.concurrency, tags=tags)
         self._retries.follow(stats.num_retries, replica=self._replica)
         self._preemptions.follow(stats.num_preemptions, replica=self._replica)
+        self._drafted.follow(stats.num_drafted_tokens, replica=self._replica)
+        self._accepted.follow(stats.num_accepted_tokens, replica=self._replica)

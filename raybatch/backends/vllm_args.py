@@ -131,6 +131,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.attn_batch_tokens and engine.moe_batch_tokens are options of the native "
             "engine; leave them out"
         )
+    if engine.speculative_tokens is not None:
+        raise ConfigError(
+            "engine.speculative_tokens is an option of the native engine; vLLM has "
+            "engine_kwargs.speculative_config"
+        )
     for name, own in _UNLESS_DEFAULT.items():
         given = options.engine_kwargs.get(name)
         if given is not None and _is_changed(engine, own) and given != getattr(engine, own):

@@ -17,6 +17,7 @@ from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
 from raybatch.engine.speculation import Drafter, LookupDrafter
 from raybatch.engine.step_forward import StepForward
+from raybatch.engine.stopwatch import clock_of
 from raybatch.engine.verification import accepted_rows, slots_to_restart
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
@@ -73,6 +74,8 @@ class Engine:
         )
         self._forward = StepForward(runner, self._table, config)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
+        # of steps, in which other work on the same host must not count
+        self._clock = clock_of(runner.device)
         self._drafter: Drafter | None = None
         if make_drafter is not None:
             self._drafter = make_drafter(self._table)
@@ -243,7 +246,7 @@ class Engine:
             self._fill_slot(slot)
         completions = [record.completion("capacity") for record in schedule.ended]
         if schedule.num_tokens:
-            began = time.perf_counter()
+            began = self._clock() if self._drafter is not None else 0.0
             logits, failed = self._forward.run(schedule)
             self._num_steps += 1
             slots = self._scheduler.advance(schedule)
@@ -259,7 +262,7 @@ class Engine:
                 result = self._sampler.sample(logits, slots, num_generated + places)
                 completions += self._take_tokens(schedule, slots, result)
             if self._drafter is not None and not len(schedule.chunk_slots):
-                self._drafter.note_step(schedule.num_tokens, time.perf_counter() - began)
+                self._drafter.note_step(schedule.num_tokens, self._clock() - began)
         return completions
 
     def _take_tokens(
@@ -284,9 +287,7 @@ class Engine:
             completions += self._append(rows, slots, result)
         return completions
 
-    def _append(
-        self, rows: Int64s, slots: Int64s, result: SampleResultLike
-    ) -> list[Completion]:
+    def _append(self, rows: Int64s, slots: Int64s, result: SampleResultLike) -> list[Completion]:
         """Give each of some sequences the token of one of its rows; return those that end."""
         table, slots, token_ids = self._table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:

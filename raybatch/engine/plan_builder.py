@@ -91,7 +91,9 @@ class PlanBuilder:
             chunk_slots=none,
             chunk_starts=none,
             chunk_lens=none,
-            draft_lens=np.concatenate((schedule.decode_lens - 1, np.zeros(is_last.sum(), np.int64))),
+            draft_lens=np.concatenate(
+                (schedule.decode_lens - 1, np.zeros(is_last.sum(), np.int64))
+            ),
         )
         starts = np.concatenate((table.num_computed[schedule.decode_slots], stops[is_last] - 1))
         return self._build(rows, starts, device)

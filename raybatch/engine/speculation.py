@@ -44,7 +44,7 @@ class LookupDrafter:
     def __init__(self, table: SequenceTable, max_tokens: int) -> None:
         self._table = table
         self._max_tokens = max_tokens
-        self._times = StepTimes()
+        self._times = StepTimes(1 + max_tokens)
         self._answers = AnswerIndex()
         self._guessers: dict[int, Guesser] = {}
         self._is_known = np.zeros(len(table.records), np.bool_)
@@ -105,6 +105,4 @@ class LookupDrafter:
         request = self._table.record(slot).request
         # ids of groups may be 0
         group = 0 if request.group_id is None else request.group_id + 1
-        return Guesser(
-            request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens
-        )
+        return Guesser(request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens)

@@ -1,9 +1,10 @@
 """When drafts pay: what one more row of a step costs, against how many drafts are right.
 
 A step of R rows takes f(R) seconds and makes R tokens. A draft is one row more; it saves a token's
-share of a step, f(R) / R, if it is right. So drafts pay where more of them are right than
-(f(2R) - f(R)) / f(R), the break-even share: small while a step is bound by what all rows share
-(weights, launches), close to 1 in a large batch, where rows are all that a step costs.
+share of a step, f(R) / R, if it is right. So drafts that make R' rows of it pay where more of them
+are right than (f(R') - f(R)) / (R' - R), divided by f(R) / R. This break-even share is small while a
+step is bound by what all rows share (weights, launches), and close to 1 in a large batch, where
+rows are all that a step costs.
 """
 
 import math
@@ -24,15 +25,32 @@ _UNKNOWN_BREAK_EVEN = 0.3
 
 
 class StepTimes:
-    """Seconds of steps without prompts, by powers of two of their rows; medians of the latest."""
+    """Seconds of steps without prompts, by powers of two of their rows; medians of the latest.
 
-    def __init__(self) -> None:
+    A size that was not seen for `max_age` steps is forgotten, and so tried again: steps change with
+    the length of contexts, and one bad measurement must not decide for ever.
+
+    Args:
+        max_growth: rows of a step with drafts over those without, at most.
+        max_age: steps, at least 1.
+    """
+
+    def __init__(self, max_growth: float, *, max_age: int = 256) -> None:
+        self._num_larger = math.ceil(math.log2(max_growth))
+        self._max_age = max_age
+        self._num_steps = 0
         self._samples: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
+        self._last_step: dict[int, int] = {}
 
     def note(self, rows: int, seconds: float) -> None:
         """Note a step of so many rows, drafts included; at least 1."""
         size = round(math.log2(rows))
+        self._num_steps += 1
+        if self._is_old(size):
+            self._samples.pop(size, None)
+            self._medians.pop(size, None)
+        self._last_step[size] = self._num_steps
         samples = self._samples.setdefault(size, deque(maxlen=_MAX_SAMPLES))
         samples.append(seconds)
         if len(samples) >= _MIN_SAMPLES:
@@ -41,15 +59,25 @@ class StepTimes:
     def break_even(self, rows: int) -> float:
         """Return the share of drafts that must be right in a step of so many rows, at least 1.
 
-        Infinite until steps of this size were noted, so that the first ones run without drafts.
+        The worst of the larger steps that were seen counts. Infinite until steps of this size
+        were seen, so that the first ones run without drafts.
         """
         size = round(math.log2(rows))
-        plain_s, double_s = self._medians.get(size), self._medians.get(size + 1)
+        plain_s = self._median(size)
         if not plain_s:
             return math.inf
-        if double_s is None:
-            return _UNKNOWN_BREAK_EVEN
-        return max(_MIN_BREAK_EVEN, double_s / plain_s - 1)
+        shares = []
+        for more in range(1, self._num_larger + 1):
+            seconds = self._median(size + more)
+            if seconds is not None:
+                shares.append((seconds / plain_s - 1) / (2**more - 1))
+        return max(_MIN_BREAK_EVEN, max(shares, default=_UNKNOWN_BREAK_EVEN))
+
+    def _median(self, size: int) -> float | None:
+        return None if self._is_old(size) else self._medians.get(size)
+
+    def _is_old(self, size: int) -> bool:
+        return self._num_steps - self._last_step.get(size, 0) > self._max_age
 
 
 def draft_length(acceptance: float, break_even: float, max_tokens: int) -> int:
