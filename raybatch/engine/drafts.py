@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     """A token of some text: what is expected next."""
 
     text: Sequence[int] | TokenIds
-    index: int
+    position: int
 
 
 class AnswerIndex:
@@ -140,11 +140,11 @@ class Guesser:
     def feed(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens of the answer, and count which of them were expected."""
         for token_id in token_ids:
-            text, index = self._place or ((), 0)
-            if index < len(text):
-                is_right = bool(text[index] == token_id)
+            text, position = self._place or ((), 0)
+            if position < len(text):
+                is_right = bool(text[position] == token_id)
                 self._count(is_right)
-                self._place = _Place(text, index + 1) if is_right else None
+                self._place = _Place(text, position + 1) if is_right else None
             else:
                 self._place = None
             self._context = (self._context << _TOKEN_BITS | token_id & _TOKEN_MASK) & _CONTEXT_MASK
@@ -178,8 +178,8 @@ class Guesser:
         """Return up to `count` tokens that may come next."""
         if self._place is None:
             return []
-        text, index = self._place
-        return [int(token_id) for token_id in text[index : index + count]]
+        text, position = self._place
+        return [int(token_id) for token_id in text[position : position + count]]
 
     def _find(self) -> _Place | None:
         if self._prompt is None:

@@ -255,11 +255,10 @@ class Engine:
                 is_whole = ~np.isin(slots, list(failed))
                 slots, logits = slots[is_whole], logits[torch.from_numpy(is_whole)]
             if len(slots):
-                places = np.zeros(len(slots), np.int64)
-                if len(schedule.draft_lens):
-                    places[: len(schedule.draft_places)] = schedule.draft_places
                 num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
-                result = self._sampler.sample(logits, slots, num_generated + places)
+                if len(schedule.draft_tokens):
+                    num_generated[: len(schedule.draft_places)] += schedule.draft_places
+                result = self._sampler.sample(logits, slots, num_generated)
                 completions += self._take_tokens(schedule, slots, result)
             if self._drafter is not None and not len(schedule.chunk_slots):
                 self._drafter.note_step(schedule.num_tokens, self._clock() - began)
@@ -335,9 +334,10 @@ class Engine:
             record.token_ids,
         )
         self._rules.add(slot, request.sampling, record.token_ids)
-        if self._drafter is not None and record.may_draft:
-            if self._sampler.is_stateless(request.sampling):
-                self._drafter.add(slot)
+        if self._drafter is None or not record.may_draft:
+            return
+        if self._sampler.is_stateless(request.sampling):
+            self._drafter.add(slot)
 
     def _clear_slot(self, slot: int) -> None:
         self._sampler.remove(slot)

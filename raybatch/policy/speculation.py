@@ -2,8 +2,8 @@
 
 A step of R rows takes f(R) seconds and makes R tokens. A draft is one row more; it saves a token's
 share of a step, f(R) / R, if it is right. So drafts that make R' rows of it pay where more of them
-are right than (f(R') - f(R)) / (R' - R), divided by f(R) / R. This break-even share is small while a
-step is bound by what all rows share (weights, launches), and close to 1 in a large batch, where
+are right than (f(R') - f(R)) / (R' - R), divided by f(R) / R. This break-even share is small while
+a step is bound by what all rows share (weights, launches), and close to 1 in a large batch, where
 rows are all that a step costs.
 """
 

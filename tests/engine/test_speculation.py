@@ -64,7 +64,8 @@ class ForeseeingDrafter:
         return int((token + self.rng.integers(1, VOCAB)) % VOCAB)
 
     def note_step(self, num_rows, seconds):
-        assert num_rows > 0 and seconds > 0
+        assert num_rows > 0
+        assert seconds > 0
         self.num_notes += 1
 
 
