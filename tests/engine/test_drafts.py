@@ -61,6 +61,9 @@ def test_what_too_little_is_known_of_is_not_found_yet():
     second.feed([3])
     first.feed([6])
     assert second.draft(3) == [4, 5, 6]
+    third = guesser(answers=answers, lag=3)
+    third.feed([1, 2, 3])
+    assert third.draft(3) == [4, 5, 6]
 
 
 def test_the_first_tokens_of_an_answer_follow_from_the_end_of_the_prompt():

@@ -346,13 +346,15 @@ def test_a_sequence_whose_guesses_are_wrong_rests_and_is_tried_again():
     # every context stands in the prompt, and what follows is any of ten tokens
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 10, 1200)
-    found, proposed = Table(prompt), []
+    found, proposed, looks = Table(prompt), [], set()
     found.cost({1: 0.010, 2: 0.013})
     for token in [*rng.integers(0, 10, 400), *prompt[:300]]:
         found.say(0, token)
         proposed.append(len(found.drafter.propose()))
+        looks.add(found.drafter._guessers[0].num_fed)
     assert sum(proposed[:20]) > 0
     assert sum(proposed[100:400]) < 15
+    assert len([look for look in looks if 100 <= look < 400]) < 40
     assert all(proposed[-200:])
 
 
