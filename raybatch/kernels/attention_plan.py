@@ -66,8 +66,8 @@ class AttentionPlan:
     """The parts of one step; a token's output merges all parts it occurs in by log-sum-exp.
 
     Rows 0..num_decode-1 of the forward batch are decode tokens, one per sequence and draft; the
-    rest are prompt chunks, one after another. Each row occurs in `decode` or in `prefill`, and in any
-    number of `contexts` (which never overlap in positions).
+    rest are prompt chunks, one after another. Each row occurs in `decode` or in `prefill`, and in
+    any number of `contexts` (which never overlap in positions).
     """
 
     num_decode: int
