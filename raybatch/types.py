@@ -259,7 +259,8 @@ class ReplicaStats:
     of being computed again, and `swapped_bytes` what was copied for that, there and back.
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
     memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
-    `kv_tokens` is the size of the KV cache, 0 where it is not known. Of an endpoint,
+    `num_drafted_tokens` were guessed ahead and computed, and `num_accepted_tokens` of them were
+    right; `kv_tokens` is the size of the KV cache, 0 where it is not known. Of an endpoint,
     `kv_used_fraction` is the share of `concurrency` in flight, the samples that may be now, and
     `num_retries` counts requests that were sent again.
     """
@@ -277,6 +278,8 @@ class ReplicaStats:
     swapped_bytes: int = 0
     num_held_steps: int = 0
     num_pinned_blocks: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     kv_tokens: int = 0
     concurrency: int = 0
     num_retries: int = 0

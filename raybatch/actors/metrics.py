@@ -105,11 +105,13 @@ class ReplicaMetrics:
         self._preemptions = _Rising(
             registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
         )
-        self._swapped = {
+        self._swapped_and_drafted = {
             name: _Rising(registry, f"raybatch_{name}_total", description, "replica")
             for name, description in (
                 ("swapped_tokens", "Tokens whose KV came back from host memory."),
                 ("swapped_bytes", "KV copied to host memory and back."),
+                ("drafted_tokens", "Tokens guessed ahead."),
+                ("accepted_tokens", "Of these, the right ones."),
             )
         }
 
@@ -123,5 +125,10 @@ class ReplicaMetrics:
             self._gauges["endpoint_concurrency"].set(stats.concurrency, tags=tags)
         self._retries.follow(stats.num_retries, replica=self._replica)
         self._preemptions.follow(stats.num_preemptions, replica=self._replica)
-        self._swapped["swapped_tokens"].follow(stats.num_swapped_tokens, replica=self._replica)
-        self._swapped["swapped_bytes"].follow(stats.swapped_bytes, replica=self._replica)
+        for name, count in (
+            ("swapped_tokens", stats.num_swapped_tokens),
+            ("swapped_bytes", stats.swapped_bytes),
+            ("drafted_tokens", stats.num_drafted_tokens),
+            ("accepted_tokens", stats.num_accepted_tokens),
+        ):
+            self._swapped_and_drafted[name].follow(count, replica=self._replica)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def load_or_measure(
     _logger.info("measuring what a step of %s costs here; this happens once", model)
     began = clock()
     try:
-        running = create(model, backend, engine, num_engines_on_host=num_engines_on_host)
+        # a draft is one row more of a step, so that a cost of rows is all there is to know of them
+        plain = replace(engine, speculative_tokens=None)
+        running = create(model, backend, plain, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
         measured = _measure(running, model, _token_budget(backend, engine), clock)
     except MeasureError:
@@ -125,7 +127,7 @@ def cost_model_path(
     described = {
         "model": _model_identity(model),
         "backend": {"kind": backend.kind, "options": dict(backend.options)},
-        "engine": asdict(engine),
+        "engine": asdict(replace(engine, speculative_tokens=None)),
         # engines share the memory of a host where nobody has said how much each gets
         "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},

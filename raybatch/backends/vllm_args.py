@@ -136,6 +136,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.host_kv_bytes is an option of the native engine; vLLM has options of its own "
             "for KV in host memory, which go into engine_kwargs (kv_offloading_size)"
         )
+    if engine.speculative_tokens is not None:
+        raise ConfigError(
+            "engine.speculative_tokens is an option of the native engine; vLLM has "
+            "engine_kwargs.speculative_config"
+        )
     for name, own in _UNLESS_DEFAULT.items():
         given = options.engine_kwargs.get(name)
         if given is not None and _is_changed(engine, own) and given != getattr(engine, own):

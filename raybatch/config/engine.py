@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_min, check_whole
+from raybatch.errors import ConfigError
 from raybatch.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -35,6 +36,9 @@ class EngineConfig:
             faster one; other models run plain.
         moe_batch_tokens: tokens for which a feed-forward block waits where steps run as coroutines;
             None waits for all that come, 0 for none.
+        speculative_tokens: drafts of one sequence and step at most: tokens guessed from its prompt
+            and from other answers, computed together with the known one and kept where they are
+            right. Answers stay the same; drafts are made while they pay. None makes none.
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
@@ -54,6 +58,7 @@ class EngineConfig:
     kv_admission_fraction: float | None = None
     attn_batch_tokens: int | Literal["auto"] | None = "auto"
     moe_batch_tokens: int | None = None
+    speculative_tokens: int | None = None
     num_threads: int = 1
     tune_malloc: bool = True
     compile_kernels: bool = True
@@ -73,6 +78,13 @@ class EngineConfig:
             check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
         if self.host_kv_bytes is not None:
             check_whole(self, "host_kv_bytes", 0)
+        if self.speculative_tokens is not None:
+            check_whole(self, "speculative_tokens", 1)
+            if self.attn_batch_tokens not in (None, "auto"):
+                raise ConfigError(
+                    "EngineConfig.speculative_tokens needs steps that are one forward pass, and "
+                    "attn_batch_tokens makes them coroutines; leave one of them out"
+                )
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
 

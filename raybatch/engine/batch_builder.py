@@ -14,7 +14,7 @@ __all__ = ["BatchBuilder"]
 
 
 class BatchBuilder:
-    """Packs the tokens of a step: one row per decoding sequence, then the chunks.
+    """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks.
 
     Args:
         table: running sequences.
@@ -35,7 +35,10 @@ class BatchBuilder:
         chunk_positions = np.repeat(schedule.chunk_starts - first_rows, lens) + np.arange(
             lens.sum()
         )
-        positions = np.concatenate((table.num_computed[decode_slots], chunk_positions))
+        decode_slots, places = np.repeat(decode_slots, schedule.decode_lens), schedule.draft_places
+        decode_tokens = table.last_token[decode_slots]
+        decode_tokens[places > 0] = schedule.draft_tokens
+        positions = np.concatenate((table.num_computed[decode_slots] + places, chunk_positions))
         row_slots = np.concatenate((decode_slots, np.repeat(schedule.chunk_slots, lens)))
         blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
         stops = schedule.chunk_starts + lens
@@ -43,7 +46,7 @@ class BatchBuilder:
         last_rows = len(decode_slots) + (first_rows + lens - 1)[is_last]
         token_ids, positions_tensor, slot_mapping, logits_idx = to_device(
             (
-                np.concatenate((table.last_token[decode_slots], *self._chunk_tokens(schedule))),
+                np.concatenate((decode_tokens, *self._chunk_tokens(schedule))),
                 positions,
                 blocks * block_size + positions % block_size,
                 np.concatenate((np.arange(len(decode_slots)), last_rows)),

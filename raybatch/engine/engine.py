@@ -1,7 +1,7 @@
 """The step loop: schedule, forward, sample, finish. One engine drives one model on one device."""
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,14 @@ from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
 from raybatch.engine.recovery_costs import learned_recovery
 from raybatch.engine.row_checks import RowLimits
+from raybatch.engine.schedule import Schedule
 from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
+from raybatch.engine.speculation import Drafter, LookupDrafter
 from raybatch.engine.step_forward import StepForward
+from raybatch.engine.stopwatch import clock_of
 from raybatch.engine.swap import RecoveryChoice, SwapSpace
+from raybatch.engine.verification import accepted_rows, slots_to_restart
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["Engine"]
@@ -34,6 +38,8 @@ class Engine:
         config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
             sequence needs a token per step.
         recovery: how preempted sequences get their KV back; None measures what is quicker.
+        make_drafter: of the table of running sequences; None looks drafts up where
+            `speculative_tokens` asks for some.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Engine:
         config: EngineConfig,
         *,
         recovery: RecoveryChoice | None = None,
+        make_drafter: Callable[[SequenceTable], Drafter] | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
         self._runner = runner
@@ -74,11 +81,19 @@ class Engine:
         )
         self._forward = StepForward(runner, self._table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
+        # of steps, in which other work on the same host must not count
+        self._clock = clock_of(runner.device)
+        self._drafter: Drafter | None = None
+        if make_drafter is not None:
+            self._drafter = make_drafter(self._table)
+        elif config.speculative_tokens is not None:
+            self._drafter = LookupDrafter(self._table, config.speculative_tokens)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_generated_tokens = 0
+        self._num_accepted_tokens = 0
         self._engine_s = 0.0
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -194,6 +209,8 @@ class Engine:
             swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes,
             num_held_steps=counters.num_held_steps,
             num_pinned_blocks=self._scheduler.num_pinned,
+            num_drafted_tokens=counters.num_drafted_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
             engine_s=self._engine_s,
         )
@@ -230,7 +247,8 @@ class Engine:
         )
 
     def _run_step(self) -> list[Completion]:
-        schedule = self._scheduler.schedule()
+        drafts = self._drafter.propose() if self._drafter is not None else {}
+        schedule = self._scheduler.schedule(drafts)
         for slot in schedule.preempted:
             self._clear_slot(slot)
         for slot in schedule.admitted:
@@ -238,6 +256,8 @@ class Engine:
         completions = [record.completion("capacity") for record in schedule.ended]
         if schedule.num_tokens:
             began = time.perf_counter()
+            # a GPU is waited for
+            clock_began = self._clock() if self._drafter is not None else 0.0
             logits, failed = self._forward.run(schedule)
             self._num_steps += 1
             slots = self._scheduler.advance(schedule)
@@ -247,31 +267,63 @@ class Engine:
                 slots, logits = slots[is_whole], logits[torch.from_numpy(is_whole)]
             if len(slots):
                 num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
+                if len(schedule.draft_tokens):
+                    num_generated[: len(schedule.draft_places)] += schedule.draft_places
                 result = self._sampler.sample(logits, slots, num_generated)
-                completions += self._take_tokens(slots, num_generated, result)
+                completions += self._take_tokens(schedule, slots, result)
             if self._recovery is not None:
                 self._recovery.note(schedule, self._table, time.perf_counter() - began)
+            if self._drafter is not None and not len(schedule.chunk_slots):
+                self._drafter.note_step(schedule.num_tokens, self._clock() - clock_began)
         return completions
 
     def _take_tokens(
-        self, slots: Int64s, num_generated: Int64s, result: SampleResultLike
+        self, schedule: Schedule, slots: Int64s, result: SampleResultLike
     ) -> list[Completion]:
-        table, is_good = self._table, result.is_finite
-        completions = [self._fail(slot) for slot in slots[~is_good].tolist()]
+        table, completions, is_good = self._table, list[Completion](), result.is_finite
+        for slot in slots_to_restart(schedule, is_good).tolist():
+            self._restart(slot)
+        for slot in slots[~is_good].tolist():
+            if table.phase[slot] != EMPTY:
+                completions.append(self._fail(slot))
+        # without drafts a row is a slot's only one, and rows may be fewer than were scheduled
+        rounds = [np.arange(len(slots))]
+        if len(schedule.draft_lens):
+            rounds = accepted_rows(schedule, result.token_ids)
+        for number, rows in enumerate(rounds):
+            # a sequence that ended keeps nothing of what was drawn for it after that
+            rows = rows[table.phase[slots[rows]] != EMPTY]
+            if number:
+                table.num_computed[slots[rows]] += 1
+                self._num_accepted_tokens += len(rows)
+            completions += self._append(rows, slots, result)
+        return completions
+
+    def _append(self, rows: Int64s, slots: Int64s, result: SampleResultLike) -> list[Completion]:
+        """Give each of some sequences the token of one of its rows; return those that end."""
+        table, slots, token_ids = self._table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:
-            for slot, logprobs in zip(slots.tolist(), result.logprobs, strict=True):
-                record = table.records[slot]
-                if record is not None and record.logprobs is not None and logprobs is not None:
-                    record.logprobs.append(logprobs)
-        slots, token_ids = slots[is_good], result.token_ids[is_good]
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+                collected, logprobs = table.record(slot).logprobs, result.logprobs[row]
+                if collected is not None and logprobs is not None:
+                    collected.append(logprobs)
         table.append_tokens(slots, token_ids)
         self._num_generated_tokens += len(slots)
+        num_generated = table.num_tokens[slots] - table.num_prompt[slots]
         max_generated = table.max_len[slots] - table.num_prompt[slots]
-        finished = self._rules.find(slots, token_ids, num_generated[is_good] + 1, max_generated)
-        for slot, reason, stop_reason in finished:
+        completions = []
+        for slot, reason, stop_reason in self._rules.find(
+            slots, token_ids, num_generated, max_generated
+        ):
             self._clear_slot(slot)
             completions.append(self._scheduler.finish(slot).completion(reason, stop_reason))
         return completions
+
+    def _restart(self, slot: int) -> None:
+        self._clear_slot(slot)
+        blocks = self._table.blocks(slot).astype(np.int64)
+        self._scheduler.restart(slot).may_draft = False
+        self._runner.clear_blocks(blocks[self._blocks.num_refs[blocks] == 0])
 
     def _fail(self, slot: int, error: str | None = None) -> Completion:
         self._clear_slot(slot)
@@ -295,10 +347,16 @@ class Engine:
             record.token_ids,
         )
         self._rules.add(slot, request.sampling, record.token_ids)
+        if self._drafter is None or not record.may_draft:
+            return
+        if self._sampler.is_stateless(request.sampling):
+            self._drafter.add(slot)
 
     def _clear_slot(self, slot: int) -> None:
         self._sampler.remove(slot)
         self._rules.remove(slot)
+        if self._drafter is not None:
+            self._drafter.remove(slot)
 
     def _close(self, request_id: int) -> None:
         self._num_open[request_id] -= 1

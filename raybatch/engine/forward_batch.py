@@ -9,7 +9,7 @@ from raybatch.kernels.attention_plan import AttentionPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
-    """Packed tokens of all sequences in one step: decode tokens first, then prompt chunks.
+    """Packed tokens of all sequences in one step: decode tokens with their drafts, then chunks.
 
     Args:
         token_ids: int64 [T].

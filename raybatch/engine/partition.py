@@ -22,6 +22,7 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
         table: the running sequences.
         max_tokens: of one part, at least 1.
     """
+    assert not len(schedule.draft_tokens), "coroutines take no drafts"
     num_decode = len(schedule.decode_slots)
     parts: list[tuple[list[int], list[int]]] = []
     num_tokens = max_tokens

@@ -9,6 +9,9 @@ The blocks that a step reads fall into three kinds, by their readers (`BlockUser
 
 Blocks with the same set of readers form one ContextPart, so every shared run of a prefix tree is
 read once, whatever the tree looks like.
+
+The drafts of a decoding sequence are decode rows as well, each one position further than the row
+before it: what a row may see is how many positions of each block are valid for it.
 """
 
 from collections.abc import Iterator
@@ -34,7 +37,7 @@ class _Readers:
     """Blocks with more than one reader or read by a chunk, as runs with one set of readers.
 
     `blocks` are sorted by run and position, `block_ends` and `member_ends` cut the runs apart;
-    members index the sequences of the step: decode rows, then chunks.
+    members index the sequences of the step: decoding ones, then chunks.
     """
 
     blocks: Int64s
@@ -73,8 +76,7 @@ class PlanBuilder:
 
     def build(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
         """Return the plan of `schedule`; its readers are noted in the table."""
-        decode_lens = self._table.num_computed[schedule.decode_slots] + 1
-        return self._build(schedule, decode_lens, device)
+        return self._build(schedule, self._table.num_computed[schedule.decode_slots], device)
 
     def build_last(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
         """Return the plan of the rows with logits, every one a decode row.
@@ -89,24 +91,30 @@ class PlanBuilder:
             chunk_slots=none,
             chunk_starts=none,
             chunk_lens=none,
+            draft_lens=np.concatenate(
+                (schedule.decode_lens - 1, np.zeros(is_last.sum(), np.int64))
+            ),
         )
-        lens = np.concatenate((table.num_computed[schedule.decode_slots] + 1, stops[is_last]))
-        return self._build(rows, lens, device)
+        starts = np.concatenate((table.num_computed[schedule.decode_slots], stops[is_last] - 1))
+        return self._build(rows, starts, device)
 
     def _build(
-        self, schedule: Schedule, decode_lens: Int64s, device: torch.device
+        self, schedule: Schedule, decode_starts: Int64s, device: torch.device
     ) -> AttentionPlan:
+        """Return the plan; `decode_starts` are the positions of the first rows of decodes."""
         table, num_decode = self._table, len(schedule.decode_slots)
         slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots))
+        stops = decode_starts + schedule.decode_lens
         targets = np.concatenate(
-            (-(-decode_lens // table.block_size), schedule.chunk_starts // table.block_size)
+            (-(-stops // table.block_size), schedule.chunk_starts // table.block_size)
         )
         table.users.extend(slots, targets, table.block_table)
         self._member_of_slot[slots] = np.arange(len(slots))
         own_blocks, own_members, context_blocks = self._split(num_decode)
         contexts, pairs = self._contexts(schedule, slots, context_blocks)
         self._member_of_slot[slots] = -1
-        chunk_rows = num_decode + np.cumsum(schedule.chunk_lens) - schedule.chunk_lens
+        num_decode_rows = int(schedule.decode_lens.sum())
+        chunk_rows = num_decode_rows + np.cumsum(schedule.chunk_lens) - schedule.chunk_lens
         prefill = None
         if len(chunk_rows):
             prefill = PrefillPart(
@@ -115,10 +123,10 @@ class PlanBuilder:
         decode = None
         if num_decode:
             blocks = np.concatenate((own_blocks, *(p[0] for p in pairs)))
-            owners = np.concatenate((own_members, *(p[1] for p in pairs)))
-            decode = self._decode_part(blocks, owners, decode_lens, device)
+            members = np.concatenate((own_members, *(p[1] for p in pairs)))
+            decode = self._decode_part(blocks, members, schedule, decode_starts, device)
         return AttentionPlan(
-            num_decode=num_decode,
+            num_decode=num_decode_rows,
             decode=decode,
             prefill=prefill,
             contexts=self._context_parts(contexts, device),
@@ -199,7 +207,8 @@ class PlanBuilder:
                 rows = self._rows(schedule, members)
                 contexts.append(_Context(rows, run, num_tokens, start * block_size))
             elif (len(members) - 1) * len(run) >= self._min_saved_blocks:
-                contexts.append(_Context(members, run, num_tokens, start * block_size))
+                rows = self._rows(schedule, members)
+                contexts.append(_Context(rows, run, num_tokens, start * block_size))
             else:
                 pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
         return contexts + list(tails.values()), pairs
@@ -230,29 +239,35 @@ class PlanBuilder:
         return tails
 
     def _rows(self, schedule: Schedule, members: Int64s) -> Int64s:
-        """Return the rows of the forward batch of decode rows and chunks, ascending."""
-        num_decode = len(schedule.decode_slots)
-        chunks = members[members >= num_decode] - num_decode
-        stops = num_decode + np.cumsum(schedule.chunk_lens)
-        starts = stops - schedule.chunk_lens
-        return np.concatenate(
-            (
-                members[members < num_decode],
-                *(np.arange(starts[c], stops[c]) for c in chunks.tolist()),
-            )
-        )
+        """Return the rows of the forward batch of decoding sequences and chunks, ascending."""
+        lens = np.concatenate((schedule.decode_lens, schedule.chunk_lens))
+        return _ranges((np.cumsum(lens) - lens)[members], lens[members])
 
     def _decode_part(
-        self, blocks: Int64s, owners: Int64s, decode_lens: Int64s, device: torch.device
+        self,
+        blocks: Int64s,
+        members: Int64s,
+        schedule: Schedule,
+        decode_starts: Int64s,
+        device: torch.device,
     ) -> DecodePart:
+        """Return the part in which decode rows read `blocks`, each for one of the `members`."""
         steps = np.diff(blocks)
         if len(steps) and steps.min() < 0:
             order = np.argsort(blocks, kind="stable")
-            blocks, owners = blocks[order], owners[order]
-            steps = np.diff(blocks)
-        block_size = self._table.block_size
+            blocks, members = blocks[order], members[order]
+        lens, block_size = schedule.decode_lens, self._table.block_size
+        owners = _ranges((np.cumsum(lens) - lens)[members], lens[members])
+        blocks = np.repeat(blocks, lens[members])
+        row_stops = np.repeat(decode_starts, lens) + schedule.draft_places + 1
         first_positions = self._table.users.position[blocks] * block_size
-        num_valid = np.minimum(block_size, decode_lens[owners] - first_positions)
+        num_valid = np.minimum(block_size, row_stops[owners] - first_positions)
+        # a block may begin behind a row: for a later draft, or for one that was refused
+        is_seen = num_valid > 0
+        if not is_seen.all():
+            blocks, owners = blocks[is_seen], owners[is_seen]
+            num_valid, first_positions = num_valid[is_seen], first_positions[is_seen]
+        is_contiguous = bool((np.diff(blocks) == 1).all())
         block_ids, owner_rows, valid, first = to_device(
             (blocks, owners, num_valid, first_positions), device
         )
@@ -260,6 +275,11 @@ class PlanBuilder:
             block_ids=block_ids,
             owners=owner_rows,
             num_valid=valid,
-            is_contiguous=bool((steps == 1).all()),
+            is_contiguous=is_contiguous,
             first_positions=first,
         )
+
+
+def _ranges(starts: Int64s, lens: Int64s) -> Int64s:
+    """Return the numbers of the ranges that begin at `starts`, one range after the other."""
+    return np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())

@@ -118,10 +118,16 @@ class SamplerLike(Protocol):
     def remove(self, slot: int) -> None:
         """Empty a slot."""
 
+    def is_stateless(self, sampling: Sampling) -> bool:
+        """Return whether logits, seed and position alone decide each token.
+
+        Rows of such sequences may be sampled several at a time, and again.
+        """
+
     def sample(
         self, logits: torch.Tensor, slots: Int64s, num_generated: Int64s
     ) -> SampleResultLike:
-        """Pick one token per row of `logits` [S, V]."""
+        """Pick one token per row of `logits` [S, V]; only stateless slots occur twice."""
 
 
 class StopCheckerLike(Protocol):

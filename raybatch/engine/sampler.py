@@ -84,6 +84,14 @@ class Sampler:
             return "structured_outputs need a tokenizer, and this engine has none"
         return self._grammars.refusal(_constraint(sampling))
 
+    def is_stateless(self, sampling: Sampling) -> bool:
+        """Return whether a token follows from logits, seed and position, and from nothing else.
+
+        So it can be drawn for several positions of a sequence at once. `min_tokens` asks for the
+        position alone; penalties and grammars ask for the tokens before.
+        """
+        return not has_penalty(sampling) and sampling.structured_outputs is None
+
     def add(
         self,
         slot: int,
@@ -147,7 +155,7 @@ class Sampler:
 
         Args:
             logits: of the last position of each row.
-            slots: slot of each row.
+            slots: slot of each row; one that is not stateless occurs once.
             num_generated: tokens that each row has generated so far: the position of this one.
         """
         rows = np.arange(len(slots))

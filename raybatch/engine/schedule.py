@@ -1,6 +1,6 @@
 """What the scheduler decided for one step, and its counters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +12,24 @@ __all__ = ["Schedule", "SchedulerCounters"]
 Int64s = npt.NDArray[np.int64]
 
 
+def _none() -> Int64s:
+    return np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """One step: a token for each decoding slot, and chunks of prompts.
+    """One step: a token and its drafts for each decoding slot, and chunks of prompts.
+
+    A draft is a guess of the token after the ones known. It is computed as one more row behind the
+    row of its sequence, and each such row has logits: they tell whether the next draft is right.
 
     Args:
         decode_slots: int64 [D], ascending.
         chunk_slots: int64 [C], started prompts first, then new ones in order of submission.
         chunk_starts: int64 [C], first position of each chunk.
         chunk_lens: int64 [C], tokens of each chunk, at least 1.
+        draft_lens: int64 [D], drafts of each decoding slot; empty where no slot has any.
+        draft_tokens: int64, the drafts, slot after slot.
         admitted: slots filled for this step.
         preempted: slots emptied for this step.
         ended: sequences that cannot fit even alone.
@@ -30,6 +39,8 @@ class Schedule:
     chunk_slots: Int64s
     chunk_starts: Int64s
     chunk_lens: Int64s
+    draft_lens: Int64s = field(default_factory=_none)
+    draft_tokens: Int64s = field(default_factory=_none)
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
@@ -37,7 +48,20 @@ class Schedule:
     @property
     def num_tokens(self) -> int:
         """Tokens of the forward batch."""
-        return len(self.decode_slots) + int(self.chunk_lens.sum())
+        return len(self.decode_slots) + len(self.draft_tokens) + int(self.chunk_lens.sum())
+
+    @property
+    def decode_lens(self) -> Int64s:
+        """Rows of each decoding slot, int64 [D]: one, and one for each draft."""
+        if not len(self.draft_lens):
+            return np.ones(len(self.decode_slots), np.int64)
+        return self.draft_lens + 1
+
+    @property
+    def draft_places(self) -> Int64s:
+        """Which row of its slot each decode row is, int64, from 0."""
+        lens = self.decode_lens
+        return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,3 +73,4 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0
+    num_drafted_tokens: int = 0

@@ -5,15 +5,17 @@ when blocks run out all the same, the latest sequence gives its own back. Its KV
 where that pays (`swap`), else its tokens are computed again.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.admission import Admission
-from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.draft_room import DraftRoom, spread
 from raybatch.engine.groups import PrefixGroups
+from raybatch.engine.needs import Need, Needs
 from raybatch.engine.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
 from raybatch.engine.swap import SwapSpace
@@ -29,16 +31,7 @@ _MAX_SPARE_STEPS = 4
 # a sequence comes back from host memory only where nobody has to yield within so many steps, so
 # that a move there and back is spread over them
 _RESUME_STEPS = 16
-
-
-class _Need(NamedTuple):
-    """What a waiting sequence needs to start: blocks that are there, all blocks, shared ones."""
-
-    hits: list[int]
-    num_total: int
-    num_available: int
-    num_shared: int
-    num_new_shared: int
+_NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -74,8 +67,10 @@ class Scheduler:
         self._swap = swap or SwapSpace(table.block_size)
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
+        self._needs = Needs(blocks, has_cache=enable_prefix_caching)
         self._queue = WaitingQueue()
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
+        self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
 
     @property
     def num_waiting(self) -> int:
@@ -103,11 +98,20 @@ class Scheduler:
             self._leave(record)
         return taken
 
-    def schedule(self) -> Schedule:
-        """Decide the next step, allocate its blocks and admit what fits."""
+    def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
+        """Decide the next step, allocate its blocks and admit what fits.
+
+        Args:
+            drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
+                of them are computed as budget, blocks and length allow.
+        """
         preempted, ended = self._grow_decodes()
         chunks: list[tuple[int, int, int]] = []
-        budget = self._budget - int(np.count_nonzero(self.table.phase == DECODE))
+        grown = np.flatnonzero(self.table.phase == DECODE)
+        budget = self._budget - len(grown)
+        draft_lens, draft_tokens = self._draft_room.place(grown, drafts, budget)
+        self.counters.num_drafted_tokens += len(draft_tokens)
+        budget -= len(draft_tokens)
         started = np.flatnonzero(self.table.phase == PREFILL)
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
             budget -= self._take_tokens(slot, budget, chunks)
@@ -115,25 +119,34 @@ class Scheduler:
         if not preempted and not ended:
             ended = self._admit(budget, chunks, admitted)
         columns = np.array(chunks, np.int64).reshape(-1, 3)
+        # with those that came back from host memory, which have no drafts
+        decode_slots = np.flatnonzero(self.table.phase == DECODE)
+        if len(draft_lens):
+            draft_lens = spread(draft_lens, grown, decode_slots)
         return Schedule(
-            decode_slots=np.flatnonzero(self.table.phase == DECODE),
+            decode_slots=decode_slots,
             chunk_slots=columns[:, 0],
             chunk_starts=columns[:, 1],
             chunk_lens=columns[:, 2],
+            draft_lens=draft_lens,
+            draft_tokens=draft_tokens,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             ended=tuple(ended),
         )
 
     def advance(self, schedule: Schedule) -> Int64s:
-        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
+        """Note that `schedule` is computed, and return the slots of its logits, in row order.
+
+        A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+        """
         table = self.table
         table.num_computed[schedule.decode_slots] += 1
         chunk_slots = schedule.chunk_slots
         table.num_computed[chunk_slots] += schedule.chunk_lens
         done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
         table.phase[done] = DECODE
-        return np.concatenate((schedule.decode_slots, done))
+        return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))
 
     def finish(self, slot: int) -> Sequence:
         """Take out a running sequence that has ended by itself."""
@@ -153,6 +166,14 @@ class Scheduler:
             self._groups.unpin(self.table.record(slot).group)
         record = self._vacate(slot)
         self._leave(record)
+        return record
+
+    def restart(self, slot: int) -> Sequence:
+        """Take a running sequence out and queue it again, so that its KV is computed anew."""
+        num_computed = int(self.table.num_computed[slot])
+        record = self._vacate(slot)
+        record.num_computed_before = num_computed
+        self._queue.add(record)
         return record
 
     def check(self) -> None:
@@ -214,7 +235,7 @@ class Scheduler:
 
     def _num_found_again(self, slot: int) -> int:
         """Return how many leading blocks of `slot` others use as well, and hashes or pins find."""
-        blocks, hits = self.table.blocks(slot), self._find_hits(self.table.record(slot))
+        blocks, hits = self.table.blocks(slot), self._needs.hits(self.table.record(slot))
         # a hash may have found another block with the same tokens
         length = min(len(hits), int(self.table.num_computed[slot]) // self.table.block_size)
         is_found = (blocks[:length] == hits[:length]) & (self.blocks.num_refs[blocks[:length]] > 1)
@@ -298,7 +319,7 @@ class Scheduler:
         self._admission.begin_step()
         while budget > 0 and table.has_free_slot and self._queue:
             record = self._queue.peek()
-            need = self._need(record)
+            need = self._needs.of(record)
             is_growing = record.max_blocks(table.block_size) > need.num_total
             room = need.num_total * table.block_size - record.num_tokens
             needs_soon = int(is_growing and room < self._spare_steps)
@@ -323,7 +344,7 @@ class Scheduler:
             budget -= self._take_tokens(slot, budget, chunks)
         return []
 
-    def _is_forecast_to_fit(self, record: Sequence, need: _Need) -> bool:
+    def _is_forecast_to_fit(self, record: Sequence, need: Need) -> bool:
         return self._admission.accepts(
             record,
             num_shared=need.num_shared,
@@ -331,37 +352,7 @@ class Scheduler:
             num_waiting=self.num_waiting,
         )
 
-    def _need(self, record: Sequence) -> _Need:
-        hits = self._find_hits(record)
-        num_total = -(-record.num_tokens // self.table.block_size)
-        num_unused = self.blocks.num_unused(hits)
-        num_shared = max(record.group.max_blocks if record.group else 0, len(hits))
-        return _Need(
-            hits=hits,
-            num_total=num_total,
-            num_available=num_total - len(hits) + num_unused,
-            num_shared=num_shared,
-            num_new_shared=num_shared - len(hits) + num_unused,
-        )
-
-    def _find_hits(self, record: Sequence) -> list[int]:
-        if record.block_hashes is None:
-            record.block_hashes = self._hash(record)
-        # the last known token is always computed, because its logits are needed
-        max_hits = (record.num_tokens - 1) // self.table.block_size
-        pinned = record.group.blocks[:max_hits] if record.group else []
-        return pinned + self.blocks.find_prefix(record.block_hashes[len(pinned) : max_hits])
-
-    def _hash(self, record: Sequence) -> list[bytes]:
-        request = record.request
-        if self._has_cache:
-            return hash_blocks(request.prompt_token_ids, self.table.block_size)
-        if request.sampling.n == 1:
-            return []
-        root = request.request_id.to_bytes(16, "little", signed=True)
-        return hash_blocks(request.prompt_token_ids, self.table.block_size, root=root)
-
-    def _place(self, record: Sequence, need: _Need) -> int:
+    def _place(self, record: Sequence, need: Need) -> int:
         hits, num_total = need.hits, need.num_total
         self._admission.add(record, num_shared=need.num_shared, num_new=need.num_new_shared)
         self.blocks.pin(hits)

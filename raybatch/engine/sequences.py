@@ -46,6 +46,7 @@ class Sequence:
         logprobs: collected per generated token; None unless asked for.
         num_told: generated tokens that are known outside the engine.
         swapped: KV in host memory, until all that it holds is on the device again.
+        may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] | None = None
     num_told: int = 0
     swapped: SwappedKV | None = None
+    may_draft: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -226,6 +228,12 @@ class SequenceTable:
     def generated(self, slot: int) -> TokenIds:
         """Return a copy of the tokens that `slot` generated."""
         return self._generated[slot, : self.num_tokens[slot] - self.num_prompt[slot]].copy()
+
+    def generated_since(self, slot: int, start: int) -> list[int]:
+        """Return the tokens that `slot` generated from its `start`-th on."""
+        stop = self.num_tokens[slot] - self.num_prompt[slot]
+        found: list[int] = self._generated[slot, start:stop].tolist()
+        return found
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         """Return running sequences with so many generated tokens that nobody was told of."""

@@ -23,6 +23,9 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
+    if config.speculative_tokens is not None:
+        # rows of drafts are part of one forward pass
+        return None
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
         return None
     try:

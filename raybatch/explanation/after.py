@@ -41,6 +41,8 @@ def actual_of(
         recomputed_tokens=count(lambda replica: replica.num_recomputed_tokens),
         swapped_tokens=count(lambda replica: replica.num_swapped_tokens),
         swapped_bytes=count(lambda replica: replica.swapped_bytes),
+        drafted_tokens=count(lambda replica: replica.num_drafted_tokens),
+        accepted_tokens=count(lambda replica: replica.num_accepted_tokens),
         num_group_cuts=max(0, after.num_group_cuts - before.num_group_cuts),
         cut_tokens=max(0, after.cut_tokens - before.cut_tokens),
         engine_s=max(0.0, after.busy_s - before.busy_s),

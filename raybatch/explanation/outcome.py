@@ -36,6 +36,8 @@ class RunActual:
         recomputed_tokens: computed again after that.
         swapped_tokens: whose KV came back from host memory instead.
         swapped_bytes: copied for that, there and back.
+        drafted_tokens: guessed ahead and computed.
+        accepted_tokens: of these, the right ones; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
@@ -57,6 +59,8 @@ class RunActual:
     recomputed_tokens: int | None = None
     swapped_tokens: int | None = None
     swapped_bytes: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
     num_group_cuts: int | None = None
     cut_tokens: int | None = None
     engine_s: float | None = None
@@ -93,10 +97,12 @@ class PlanOutcome:
         profile, time = plan.profile, plan.time
         outputs, generated = profile.output_tokens.total, actual.generated_tokens
         planned_copies = profile.num_asked - profile.num_generated
+        drafts = (("drafts that were right", "", _share(actual)),) if actual.drafted_tokens else ()
         return (
             ("hit rate", percent(plan.hit_rate), percent(actual.hit_rate)),
             ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
             ("generated tokens", amount(outputs), amount(generated)),
+            *drafts,
             ("copies of other rows", full(planned_copies), full(self._num_copies)),
             ("order", plan.order if plan.is_reordered else "input", ""),
             ("groups", full(profile.num_groups if plan.is_reordered else 0), self._pieces()),
@@ -260,6 +266,11 @@ class PlanOutcome:
             f"were to be expected, likely {low} to {high}, and it was "
             f"{duration(self.actual.engine_s)}"
         )
+
+
+def _share(actual: RunActual) -> str:
+    accepted, drafted = actual.accepted_tokens or 0, actual.drafted_tokens or 0
+    return f"{amount(accepted)} of {amount(drafted)}"
 
 
 def _with_notes(rows: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, ...], ...]:

@@ -41,7 +41,7 @@ class ContextPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePart:
-    """Decode tokens over cache blocks that one sequence alone uses ("page-centric").
+    """Decode tokens over cache blocks that no context covers ("page-centric").
 
     Every (block, owner) pair occurs once; the blocks hold the token of this step as well.
 
@@ -65,9 +65,9 @@ class DecodePart:
 class AttentionPlan:
     """The parts of one step; a token's output merges all parts it occurs in by log-sum-exp.
 
-    Rows 0..num_decode-1 of the forward batch are decode tokens, one per sequence; the rest are
-    prompt chunks, one after another. Each row occurs in `decode` or in `prefill`, and in any
-    number of `contexts` (which never overlap in positions).
+    Rows 0..num_decode-1 of the forward batch are decode tokens, one per sequence and draft; the
+    rest are prompt chunks, one after another. Each row occurs in `decode` or in `prefill`, and in
+    any number of `contexts` (which never overlap in positions).
     """
 
     num_decode: int

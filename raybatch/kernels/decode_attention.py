@@ -1,4 +1,4 @@
-"""Attention of one token per sequence over the KV pool, block by block in memory order.
+"""Attention of decode tokens over the KV pool, block by block in memory order.
 
 No KV is copied: the pool is sliced in runs of neighbouring blocks, each (block, KV head) is one
 small product, and a segment softmax by owner joins the blocks of a sequence. A few foreign blocks

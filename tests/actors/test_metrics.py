@@ -20,6 +20,8 @@ COUNTERS = {
     "raybatch_preemptions_total",
     "raybatch_swapped_tokens_total",
     "raybatch_swapped_bytes_total",
+    "raybatch_drafted_tokens_total",
+    "raybatch_accepted_tokens_total",
     "raybatch_replica_restarts_total",
     "raybatch_endpoint_retries_total",
     "raybatch_cost_total",
@@ -116,12 +118,22 @@ def test_units_are_counted_by_state_with_their_seconds(registry):
 def test_gauges_of_an_engine_follow_it(registry):
     engine = ReplicaMetrics(3, registry)
     engine.update(ReplicaStats(num_running=4, num_waiting=2, kv_used_fraction=0.5))
-    engine.update(ReplicaStats(num_running=1, kv_used_fraction=0.25, num_preemptions=2))
+    engine.update(
+        ReplicaStats(
+            num_running=1,
+            kv_used_fraction=0.25,
+            num_preemptions=2,
+            num_drafted_tokens=9,
+            num_accepted_tokens=5,
+        )
+    )
     assert registry.values == {
         ("raybatch_kv_usage_ratio", "3"): 0.25,
         ("raybatch_running_requests", "3"): 1,
         ("raybatch_waiting_requests", "3"): 0,
         ("raybatch_preemptions_total", "3"): 2,
+        ("raybatch_drafted_tokens_total", "3"): 9,
+        ("raybatch_accepted_tokens_total", "3"): 5,
     }
 
 

@@ -231,3 +231,69 @@ def test_a_step_in_which_all_rows_need_logits_has_one_plan():
     steps = Steps([1, 2, 3])
     steps.step()
     assert steps.step().logits_attention is None
+
+
+def step_with_drafts(steps, drafts):
+    schedule = steps.scheduler.schedule(drafts)
+    batch = steps.builder.build(schedule)
+    return schedule, batch
+
+
+def test_drafts_are_rows_behind_that_of_their_sequence():
+    steps = Steps([1, 2, 3, 4, 5], [6, 7])
+    steps.step()
+    schedule, batch = step_with_drafts(steps, {0: [30, 31, 32], 1: [40]})
+    assert batch.token_ids.tolist() == [7, 30, 31, 32, 7, 40]
+    assert batch.positions.tolist() == [5, 6, 7, 8, 2, 3]
+    # the third draft lies in a block of its own, which the rows before do not see
+    assert batch.slot_mapping.tolist() == [5, 6, 7, 12, 10, 11]
+    assert batch.logits_idx.tolist() == list(range(6))
+    assert sorted(decode(batch), key=lambda entry: entry[1]) == [
+        (0, 0, 4),
+        (1, 0, 2),
+        (0, 1, 4),
+        (1, 1, 3),
+        (0, 2, 4),
+        (1, 2, 4),
+        (0, 3, 4),
+        (1, 3, 4),
+        (3, 3, 1),
+        (2, 4, 3),
+        (2, 5, 4),
+    ]
+    assert batch.attention.num_decode == 6
+    assert steps.scheduler.advance(schedule).tolist() == [0, 0, 0, 0, 1, 1]
+    assert steps.table.num_computed[:2].tolist() == [6, 3]
+
+
+def test_a_block_that_only_a_refused_draft_has_reached_is_not_read():
+    steps = Steps([1, 2, 3, 4, 5, 6, 7])
+    steps.step()
+    schedule, _ = step_with_drafts(steps, {0: [30, 31]})
+    steps.scheduler.advance(schedule)
+    steps.table.append_tokens(np.array([0]), np.array([9]))
+    # block 2 is there, and the position of this step is not in it
+    steps.table.num_computed[0] = 7
+    batch = steps.builder.build(steps.scheduler.schedule())
+    assert decode(batch) == [(0, 0, 4), (1, 0, 4)]
+    assert steps.table.num_blocks[0] == 3
+
+
+def test_drafts_of_a_group_read_the_shared_prefix_together():
+    steps = Steps(np.r_[PREFIX, 1, 2], np.r_[PREFIX, 3, 4], min_saved_tokens=8, max_tokens=9)
+    steps.step()
+    _, batch = step_with_drafts(steps, {0: [30], 1: [40, 41]})
+    assert contexts(batch) == [([0, 1, 2, 3, 4], [0, 1], 8, 0)]
+    assert batch.positions.tolist() == [10, 11, 10, 11, 12]
+
+
+def test_drafts_beside_a_prompt_leave_its_rows_behind_theirs():
+    steps = Steps([1, 2, 3, 4, 5])
+    steps.step()
+    steps.add([8, 9])
+    _, batch = step_with_drafts(steps, {0: [30, 31]})
+    assert batch.token_ids.tolist() == [7, 30, 31, 8, 9]
+    assert batch.logits_idx.tolist() == [0, 1, 2, 4]
+    assert (batch.attention.prefill.starts, batch.attention.prefill.lens) == ((3,), (2,))
+    # of the last layer the prompt's last row alone is needed, a decode row like the others
+    assert batch.logits_attention.num_decode == 4

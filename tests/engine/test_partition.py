@@ -75,8 +75,8 @@ def test_parts_of_every_step_hold_all_of_it_and_wait_for_nobody(seed, max_tokens
         engine.add([make_request(i, prompt, max_tokens=int(rng.integers(1, 9)))])
     plan = engine._scheduler.schedule
 
-    def checked():
-        schedule = plan()
+    def checked(drafts):
+        schedule = plan(drafts)
         if schedule.num_tokens:
             check(schedule, engine._table, max_tokens)
         return schedule

@@ -49,6 +49,15 @@ def test_engines_that_had_work_before_are_warm(tokens, before, is_warm):
     assert is_warm == actual_of(tokens, before, after, num_restarts=0, wall_s=4.0).is_warm
 
 
+def test_drafts_of_a_warm_pool_are_those_of_the_run(tokens):
+    before, after = (
+        PoolStats(replicas=(ReplicaStats(num_drafted_tokens=9 * k, num_accepted_tokens=4 * k),))
+        for k in (1, 3)
+    )
+    found = actual_of(tokens, before, after, num_restarts=0, wall_s=4.0)
+    assert (found.drafted_tokens, found.accepted_tokens) == (18, 8)
+
+
 def test_tokens_and_copies_are_those_of_the_output(tokens):
     found = actual_of(tokens, PoolStats(), PoolStats(), num_restarts=0, wall_s=4.0)
     assert (found.prompt_tokens, found.computed_tokens, found.saved_tokens) == (1000, 300, 700)

@@ -139,6 +139,12 @@ def test_a_difference_below_one_percent_is_none(plan):
     assert outcome(plan, computed_tokens=COMPUTED + 7).deviations() == ()
 
 
+def test_drafts_are_told_where_there_were_any(plan):
+    assert not [row for row in outcome(plan).rows() if "drafts" in row[0]]
+    found = outcome(plan, drafted_tokens=80, accepted_tokens=60).rows()
+    assert ("drafts that were right", "", "60 of 80") in found
+
+
 def test_json_gives_back_the_same_outcome(plan):
     found = outcome(plan, num_preemptions=2, recomputed_tokens=3)
     stored = json.loads(json.dumps(found.to_mapping()))

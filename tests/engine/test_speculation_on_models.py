@@ -1,0 +1,125 @@
+"""Drafts on real (tiny) models: the tokens of transformers, whatever is drafted."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.engine import Engine
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import ModelRunner
+from raybatch.engine.sampler import Sampler
+from raybatch.types import Request, Sampling
+from tests.engine.fakes import FakeStopChecker, run_all
+from tests.engine.test_speculation import ForeseeingDrafter
+from tests.engine.tiny_models import save
+
+NUM_TOKENS = 24
+BLOCK = 4
+# attention over all of the past, over a window, and with experts
+VARIANTS = ("qwen3", "mistral-window", "qwen3-moe")
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save(request.param, path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def make_engine(path, *, num_blocks=120, expected=None, right=1.0, **options):
+    spec = read_model_spec(path)
+    config = EngineConfig(
+        block_size_tokens=BLOCK,
+        dtype="float32",
+        device="cpu",
+        kv_cache_bytes=num_blocks * BLOCK * kv_bytes_per_token(spec, torch.float32),
+        **options,
+    )
+
+    def make_drafter(table):
+        return ForeseeingDrafter(table, expected, right, rng=np.random.default_rng(1))
+
+    runner = ModelRunner.load(str(path), config)
+    sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
+    given = None if expected is None else make_drafter
+    return Engine(runner, sampler, FakeStopChecker(), config, make_drafter=given)
+
+
+def prompts():
+    """Prompts some of which share a prefix, and are read by drafts of several sequences."""
+    rng = np.random.default_rng(3)
+    stem = rng.integers(1, 211, 5 * BLOCK)
+    alone = [rng.integers(1, 211, n) for n in (1, 9, 30)]
+    return [*alone, *(np.r_[stem, rng.integers(1, 211, n)] for n in (1, 4, 6))]
+
+
+def requests(**sampling):
+    return [
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=prompt.astype(np.int32),
+            sampling=Sampling(max_tokens=NUM_TOKENS, **sampling),
+            seed=i,
+        )
+        for i, prompt in enumerate(prompts())
+    ]
+
+
+def answers(engine, rows):
+    engine.add(rows)
+    return {key: c.token_ids.tolist() for key, c in run_all(engine).items()}
+
+
+def reference(model):
+    found = {}
+    for i, prompt in enumerate(prompts()):
+        ids = torch.tensor([prompt.tolist()])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+        )
+        found[i, 0] = output[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
+def test_greedy_tokens_are_those_of_transformers(checkpoint, right):
+    path, model = checkpoint
+    expected = reference(model)
+    engine = make_engine(path, expected=expected, right=right)
+    assert answers(engine, requests()) == expected
+    stats = engine.stats()
+    assert stats.num_drafted_tokens > 0
+    # without drafts there is a step for the prompts, and one for each token but the first
+    assert (stats.num_steps < NUM_TOKENS) == (right > 0)
+
+
+def test_sampled_tokens_are_those_without_drafts_also_where_memory_is_short(checkpoint):
+    path, _ = checkpoint
+    rows = requests(temperature=0.9, top_p=0.95, n=2, logprobs=1)
+    expected = answers(make_engine(path), rows)
+    engine = make_engine(path, expected=expected, right=0.8, num_blocks=36)
+    assert answers(engine, rows) == expected
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_accepted_tokens > 0
+
+
+def test_what_is_looked_up_changes_no_token(checkpoint):
+    path, _ = checkpoint
+    rows = requests()
+    expected = answers(make_engine(path), rows)
+    engine = make_engine(path, speculative_tokens=4)
+    # every step takes as long as any other, so that drafts always pay
+    engine._clock = itertools.count().__next__
+    assert answers(engine, rows) == expected
+    # the same rows again: what they say was said before
+    assert answers(engine, rows) == expected
+    assert engine.stats().num_accepted_tokens > 0
