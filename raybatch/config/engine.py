@@ -42,8 +42,8 @@ class EngineConfig:
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
-        compile_kernels: on a CPU compile attention and experts with the host's C compiler, where
-            there is one; for float32 and one thread.
+        compile_kernels: on a CPU compile attention of decoding rows, experts and small ops with the
+            host's C compiler, where there is one; for float32 and one thread.
     """
 
     dtype: DType = "auto"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from raybatch.config import EngineConfig
 from raybatch.engine.attention_batch import AttentionBatch
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.model_config import ModelSpec
@@ -12,6 +13,7 @@ from raybatch.engine.stopwatch import Run, Stopwatch
 from raybatch.engine.weights import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE, Ops
+from raybatch.kernels.native.compiler import has_compiler
 from raybatch.policy.layer_work import LayerShape, Workload
 from raybatch.policy.roofline import MeasuredWork
 from raybatch.policy.step_plan import MeasuredLayer, Phase
@@ -67,6 +69,14 @@ class ProfileOptions:
         others = (self.prefill_tokens, self.decode_tokens, self.prompt_tokens)
         if min(*sizes, *others, self.num_repeats, self.block_size) < 1:
             raise ConfigError("sizes, repeats and block_size of a profile must be at least 1")
+
+
+def profile_options(config: EngineConfig) -> ProfileOptions:
+    """Return the options that measure what an engine runs on this host."""
+    return ProfileOptions(
+        block_size=config.block_size_tokens,
+        may_compile=config.compiles_kernels and has_compiler(),
+    )
 
 
 def probe_decoder(

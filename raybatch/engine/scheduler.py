@@ -170,6 +170,8 @@ class Scheduler:
 
     def restart(self, slot: int) -> Sequence:
         """Take a running sequence out and queue it again, so that its KV is computed anew."""
+        # whoever found its blocks would find them cleared
+        self.blocks.forget(self.table.blocks(slot).tolist())
         num_computed = int(self.table.num_computed[slot])
         record = self._vacate(slot)
         record.num_computed_before = num_computed

@@ -3,7 +3,7 @@
 import logging
 
 from raybatch.config import EngineConfig
-from raybatch.engine.layer_bench import ProfileOptions
+from raybatch.engine.layer_bench import profile_options
 from raybatch.engine.loaded_model import LoadedModel, give_back_freed_memory
 from raybatch.engine.profile_cache import measured_profile
 from raybatch.errors import error_text
@@ -29,9 +29,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
         return None
     try:
-        profile, was_read = measured_profile(
-            model.spec, model.weights, ProfileOptions(may_compile=config.compiles_kernels)
-        )
+        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
     except (RuntimeError, MemoryError) as error:
         _logger.warning(
             "%s runs by the plain forward pass, as its layers could not be measured: %s",
@@ -41,7 +39,8 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         return None
     if not was_read:
         give_back_freed_memory(model.device)
-    row = RowShape()
+    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
+    row = RowShape.within(most)
     plan = plan_steps(profile.layers, row)
     how = "by the plain forward pass"
     if plan.attn_batch_tokens is not None:

@@ -12,7 +12,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.cached_file import cpu_name
 from raybatch.engine.kv_cache import kv_bytes_per_token, num_blocks_for
-from raybatch.engine.layer_bench import ProfileOptions
+from raybatch.engine.layer_bench import profile_options
 from raybatch.engine.loaded_model import LoadedModel, give_back_freed_memory, load_model
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.module_profile import ModuleProfile
@@ -187,7 +187,7 @@ def plan_report(
     profile, was_read = measured_profile(
         model.spec,
         model.weights,
-        ProfileOptions(may_compile=config.compiles_kernels),
+        profile_options(config),
         fresh=fresh,
         folder=folder,
         tell=lambda what: tell(f"measuring {what}"),

@@ -142,6 +142,7 @@ class FakeRunner:
 
     def clear_blocks(self, block_ids):
         self.cleared += block_ids.tolist()
+        self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)[:, block_ids] = 0
 
     def _attend(self, plan, own, kv):
         pages = kv.reshape(self.num_blocks, self.block_size)

@@ -247,9 +247,9 @@ def test_an_aborted_row_with_drafts_leaves_nothing_behind(rng):
 
 
 def test_a_draft_that_the_model_cannot_stand_harms_nobody():
-    prompt, deadly = [1, 2, 3], 44
+    prompt = list(range(1, 11))
     expected = generate(prompt, 30, VOCAB)
-    assert deadly not in expected
+    deadly = min(set(range(VOCAB)) - {*prompt, *expected})
     engine, runner = make_engine(
         expected={(0, 0): expected}, right=0.5, wrong=[deadly], nan_after=deadly
     )
@@ -259,6 +259,21 @@ def test_a_draft_that_the_model_cannot_stand_harms_nobody():
     # its KV was computed anew in blocks that were cleared, and nothing was drafted any more
     assert runner.cleared
     assert engine.stats().num_drafted_tokens <= MAX_DRAFTS
+
+
+def test_nobody_finds_the_blocks_that_were_cleared_for_a_draft():
+    prompt = list(range(1, 11))
+    expected = generate(prompt, 30, VOCAB)
+    deadly = min(set(range(VOCAB)) - {*prompt, *expected})
+    engine, runner = make_engine(
+        expected={(i, 0): expected for i in range(2)}, right=0.5, wrong=[deadly], nan_after=deadly
+    )
+    engine.add([make_request(0, prompt, max_tokens=30)])
+    while not runner.cleared:
+        engine.step()
+    engine.abort([0])
+    engine.add([make_request(1, prompt, max_tokens=30)])
+    assert run_all(engine)[1, 0].token_ids.tolist() == expected
 
 
 def test_a_token_that_the_model_cannot_stand_is_an_error_with_drafts_as_well():

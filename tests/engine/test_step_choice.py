@@ -9,16 +9,18 @@ import torch
 
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
-from raybatch.engine.layer_bench import ProfileOptions
+from raybatch.engine.layer_bench import profile_options
 from raybatch.engine.loaded_model import load_model
 from raybatch.engine.profile_cache import load_profile, measured_profile, profile_path
 from raybatch.engine.runner import ModelRunner
 from raybatch.errors import ConfigError
 from raybatch.policy.step_plan import MeasuredLayer
-from tests.engine.test_runtime import finish, make_engine, requests, tokens_of
+from tests.engine.test_runtime import BLOCK, finish, make_engine, requests, tokens_of
 from tests.engine.tiny_models import save
 
-ENGINE = EngineConfig(device="cpu", dtype="float32", kv_cache_bytes=1 << 20)
+ENGINE = EngineConfig(
+    device="cpu", dtype="float32", kv_cache_bytes=1 << 20, block_size_tokens=BLOCK
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def folder(tmp_path_factory):
 def measured(folder):
     """The profile of the sparse model, and the file that engines read it from."""
     model = load_model(str(folder / "qwen3-moe"), ENGINE)
-    options = ProfileOptions(may_compile=ENGINE.compiles_kernels)
+    options = profile_options(ENGINE)
     profile, _ = measured_profile(model.spec, model.weights, options)
     return profile, profile_path(model.spec, torch.float32, model.device, options)
 

@@ -232,9 +232,45 @@ def test_a_host_without_a_compiler_runs_the_references(monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("fresh")
+def test_a_compiler_is_taken_with_its_arguments(monkeypatch, caplog, tmp_path):
+    compiler = tmp_path / "cached"
+    compiler.write_text(f"#!{sys.executable}\nimport sys\nraise SystemExit(sys.argv[1])\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", f"{compiler} 'the real one'")
+    assert compiled_ops(**SHAPE) is REFERENCE
+    assert "the real one" in caplog.text
+
+
+@pytest.mark.usefixtures("form", "fresh")
+def test_a_host_without_room_for_a_library_runs_the_references(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    assert compiled_ops(**SHAPE) is REFERENCE
+    assert "could not be compiled" in caplog.text
+
+
+@pytest.mark.usefixtures("form")
+def test_blocks_too_large_for_the_stack_are_left_to_torch():
+    assert decode_form(head_dim=16, num_grouped=8, block_size=1 << 16) is None
+
+
+def test_another_default_dtype_of_the_process_changes_nothing(form, small):
+    layer, x = SparseLayer(48, 32), torch.randn(7, 64)
+    tensors, weight = one_sequence(20), torch.ones(64)
+    expected = (attend(form, *tensors)[0], layer.compute(x), small.rms_norm(x, weight, 1e-6))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = (attend(form, *tensors)[0], layer.compute(x), small.rms_norm(x, weight, 1e-6))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("fresh")
 def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch, caplog, tmp_path):
     compiler = tmp_path / "cc"
-    compiler.write_text(f"#!{sys.executable}\nraise SystemExit('no space left on device')\n")
+    words = "import sys; sys.stderr.buffer.write(b'no space left on device \\xff'); sys.exit(1)"
+    compiler.write_text(f"#!{sys.executable}\n{words}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     assert compiled_ops(**SHAPE) is REFERENCE

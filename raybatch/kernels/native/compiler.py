@@ -7,15 +7,20 @@ half a second, and a file that lies in a shared folder could be anybody's.
 import ctypes
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["address", "compile_library"]
+__all__ = ["FLOATS", "address", "compile_library", "has_compiler"]
+
+# the kernels' tensors, whatever the process takes by default
+FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 _FOLDER = Path(__file__).parent
 _FLAGS = (
@@ -42,26 +47,31 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
         names: that the source uses and does not define, with their values.
     """
     compiler = _compiler()
-    if compiler is None:
+    if not compiler:
         _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
         return None
-    with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
-        compiled, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        definitions = [f"-D{name}={value}" for name, value in names.items()]
-        try:
-            _run(
-                [compiler, *_FLAGS, *definitions, "-c", str(_FOLDER / source), "-o", str(compiled)]
-            )
+    definitions = [f"-D{name}={value}" for name, value in names.items()]
+    try:
+        # a mapped file is not gone at once on every file system
+        with tempfile.TemporaryDirectory(prefix="raybatch-", ignore_cleanup_errors=True) as folder:
+            compiled, library = str(Path(folder) / "kernel.o"), str(Path(folder) / "kernel.so")
+            given = [*_FLAGS, *definitions, "-c", str(_FOLDER / source), "-o", compiled]
+            _run([*compiler, *given])
             # apart: a linker that is told of loose arithmetic changes it for the whole process
-            _run([compiler, "-shared", str(compiled), "-o", str(library), "-lm"])
-            return ctypes.CDLL(str(library))
-        except (OSError, subprocess.SubprocessError) as error:
-            _logger.warning(
-                "%s could not be compiled, so it runs as plain torch, which is slower: %s",
-                source,
-                _cause(error),
-            )
-            return None
+            _run([*compiler, "-shared", compiled, "-o", library, "-lm"])
+            return ctypes.CDLL(library)
+    except (OSError, subprocess.SubprocessError) as error:
+        _logger.warning(
+            "%s could not be compiled, so it runs as plain torch, which is slower: %s",
+            source,
+            _cause(error),
+        )
+        return None
+
+
+def has_compiler() -> bool:
+    """Return whether the host has a C compiler."""
+    return bool(_compiler())
 
 
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -69,13 +79,21 @@ def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def _compiler() -> str | None:
-    names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+def _compiler() -> list[str]:
+    """Return the command of the compiler, which CC may give with arguments; empty for none."""
+    commands = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_TIMEOUT_S,
+    )
 
 
 def _cause(error: OSError | subprocess.SubprocessError) -> str:

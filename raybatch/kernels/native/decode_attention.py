@@ -15,12 +15,14 @@ import torch
 
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.decode_form import DecodeForm
-from raybatch.kernels.native.compiler import address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, address, compile_library
 
 __all__ = ["decode_form"]
 
 # outputs of random tensors differ from torch's by a hundredth of this
 _TOLERANCE = 1e-4
+# of weights on the stack: query heads of one KV head times positions of a block
+_MAX_WEIGHTS = 1 << 18
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ def plan_lists(
     return BlockLists(
         block_ids=part.block_ids.index_select(0, order),
         stops=part.num_valid.index_select(0, order),
-        offsets=torch.searchsorted(owners, torch.arange(len(positions) + 1)),
+        offsets=torch.searchsorted(owners, torch.arange(len(positions) + 1, device=owners.device)),
         firsts=firsts,
     )
 
@@ -85,6 +87,8 @@ def decode_form(*, head_dim: int, num_grouped: int, block_size: int) -> DecodeFo
         num_grouped: query heads of one KV head.
         block_size: positions of one cache block.
     """
+    if num_grouped * block_size > _MAX_WEIGHTS:
+        return None
     attend = _load(head_dim, num_grouped, block_size)
     if attend is None:
         return None
@@ -115,8 +119,8 @@ def _attend(
     """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
     if q.stride()[1:] != (q.shape[2], 1):
         q = q.contiguous()
-    output = torch.empty(q.shape)
-    lse = torch.empty(q.shape[:2])
+    # whatever the process takes by default
+    output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
     kernel(
         address(q),
         ctypes.c_int64(q.stride(0)),
@@ -143,8 +147,9 @@ def _agrees_with_torch(
 ) -> bool:
     """Return whether two sequences of two blocks get what torch computes."""
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, num_grouped, head_dim, generator=generator)
-    keys, values = torch.randn(2, 4, 1, block_size, head_dim, generator=generator)
+    made = functools.partial(torch.randn, generator=generator, **FLOATS)
+    q = made(2, num_grouped, head_dim)
+    keys, values = made(2, 4, 1, block_size, head_dim)
     lists = BlockLists(
         block_ids=torch.arange(4),
         stops=torch.tensor([block_size, 1, block_size, block_size]),

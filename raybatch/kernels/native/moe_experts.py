@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.moe import PanelledExperts
-from raybatch.kernels.native.compiler import address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, address, compile_library
 
 __all__ = ["panelled_experts"]
 
@@ -59,8 +59,9 @@ def _compute(
     if x.stride(1) != 1:
         x = x.contiguous()
     num_experts, model_dim, ffn_dim = len(gate_up), x.shape[1], down.shape[2]
-    hidden = torch.empty(int(starts.diff().max()), ffn_dim)
-    outputs = torch.empty(len(tokens), model_dim)
+    # whatever the process takes by default
+    hidden = x.new_empty(int(starts.diff().max()), ffn_dim)
+    outputs = x.new_empty(len(tokens), model_dim)
     kernel(
         address(x),
         ctypes.c_int64(x.stride(0)),
@@ -76,9 +77,10 @@ def _agrees_with_torch(compute: PanelledExperts, up_width: int, down_width: int)
     """Return whether two experts of two panels give what torch computes."""
     generator = torch.Generator().manual_seed(0)
     model_dim, ffn_dim, num_rows = 2 * down_width, 2 * up_width, 15
-    x = torch.randn(num_rows, model_dim, generator=generator) / model_dim**0.5
-    gate_up = torch.randn(2, 4, model_dim, up_width, generator=generator)
-    down = torch.randn(2, 2, ffn_dim, down_width, generator=generator)
+    made = functools.partial(torch.randn, generator=generator, **FLOATS)
+    x = made(num_rows, model_dim) / model_dim**0.5
+    gate_up = made(2, 4, model_dim, up_width)
+    down = made(2, 2, ffn_dim, down_width)
     starts = torch.tensor([0, 13, num_rows])
     tokens, targets = torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(1)
     found = compute(x, gate_up, down, tokens, targets, starts)

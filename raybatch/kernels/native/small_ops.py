@@ -12,7 +12,7 @@ import torch
 
 from raybatch.kernels import attention, norm, rotary
 from raybatch.kernels.attention import PreparedAttention
-from raybatch.kernels.native.compiler import address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, address, compile_library
 
 __all__ = ["SmallOps", "small_ops"]
 
@@ -42,7 +42,7 @@ class SmallOps:
         )
         if not is_known:
             return norm.rms_norm(x, weight, eps)
-        output = torch.empty(x.shape)
+        output = x.new_empty(x.shape)  # whatever the process takes by default
         self.library.rms_norm(
             address(x),
             *_whole(heads.stride(0), heads.stride(1)),
@@ -106,8 +106,9 @@ def _whole(*values: int) -> tuple[ctypes.c_int64, ...]:
 
 def _agree_with_torch(ops: SmallOps) -> bool:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator) for shape in ((5, 3, 34), (3, 34)))
-    table = rotary.rotation_table(torch.arange(5), torch.rand(17, generator=generator), 1.0)
+    made = functools.partial(torch.randn, generator=generator, **FLOATS)
+    x, weight, frequencies = made(5, 3, 34), made(3, 34), made(17)
+    table = rotary.rotation_table(torch.arange(5, device="cpu"), frequencies, 1.0)
     normed, expected = ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6)
     is_normed = torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
     ops.rotate_(normed, table)
