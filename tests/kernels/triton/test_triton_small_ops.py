@@ -30,7 +30,11 @@ OPS = [
 @pytest.mark.parametrize(("module", "kernels", "name"), OPS, ids=[name for *_, name in OPS])
 def test_both_forms_of_an_op_have_the_same_arguments(module, kernels, name):
     def arguments(op):
-        return [(p.name, p.kind, p.default) for p in inspect.signature(op).parameters.values()]
+        # of a reference, the compiled form of a part; the decoder passes neither
+        all_of_them = inspect.signature(op).parameters.values()
+        return [
+            (p.name, p.kind, p.default) for p in all_of_them if p.name not in ("decode", "panelled")
+        ]
 
     assert arguments(getattr(module, name)) == arguments(getattr(kernels, name))
 
