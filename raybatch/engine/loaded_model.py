@@ -10,6 +10,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
+from raybatch.engine.pick_ops import dense_panel_width
 from raybatch.engine.weights import ModelWeights, load_weights
 
 __all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
@@ -62,7 +63,8 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     device = pick_device(config)
     _set_up_process(config, device)
     dtype = _pick_dtype(config, spec, device)
-    weights = load_weights(path, spec, dtype=dtype, device=device)
+    width = dense_panel_width(dtype, device, may_compile=config.compiles_kernels)
+    weights = load_weights(path, spec, dtype=dtype, device=device, panel_width=width)
     return LoadedModel(name=path.name, spec=spec, weights=weights)
 
 

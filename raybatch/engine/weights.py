@@ -6,9 +6,10 @@ into a safetensors file that every replica of the host maps, so that they share 
 """
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,58 +20,81 @@ from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.engine.tensor_file import advise_huge_pages, exclusive, write_tensors
 from raybatch.engine.weight_layout import Recipe, lay_out, view_of
+from raybatch.kernels.linear import Linear
 from raybatch.kernels.rotary import interleave_order
 
 logger = logging.getLogger(__name__)
 
 # raise it whenever the layout of the prepared file changes
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One layer; a dense one has `gate_up` and `down`, a sparse one has the three of the experts.
 
-    Linears are views of shape [out, in], whichever way they lie in memory: qkv [(H + 2G) * D, M],
-    o [M, H * D], gate_up [2F, M], down [M, F], router [E, M], experts_gate_up [E, 2F, M],
-    experts_down [E, M, F]. On a CPU, gate_up and the two of the experts may be in panels of P
-    outputs instead (`raybatch.kernels.panels`): [2F / P, M, P], [E, 2F / P, M, P] and
-    [E, M / P, F, P]. The norms of queries and keys are qk_norm [H + G, D].
+    Dense linears are qkv of (H + 2G) * D outputs and M inputs, o of M and H * D, gate_up of 2F and
+    M, and down of M and F. Those of the experts are views of shape [out, in], whichever way they
+    lie in memory: router [E, M], experts_gate_up [E, 2F, M], experts_down [E, M, F]; on a CPU the
+    latter two may be in panels of P outputs instead (`raybatch.kernels.panels`):
+    [E, 2F / P, M, P] and [E, M / P, F, P]. The norms of queries and keys are qk_norm [H + G, D].
     """
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Linear
+    o: Linear
     ffn_norm: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
     qk_norm: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    gate_up: Linear | None = None
+    down: Linear | None = None
     router: torch.Tensor | None = None
     experts_gate_up: torch.Tensor | None = None
     experts_down: torch.Tensor | None = None
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor of the layer."""
+        for field in fields(self):
+            part = getattr(self, field.name)
+            if isinstance(part, Linear):
+                yield from part.tensors()
+            elif part is not None:
+                yield part
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """All weights: embed [V, M], head [V, M] (the same tensor where they are tied), norm [M]."""
+    """All weights: embed [V, M], norm [M], and the head of V outputs.
+
+    Where both are tied, they are one tensor, and embed may be in the head's panels.
+    """
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
 
 
 def load_weights(
-    model_path: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
+    model_path: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    panel_width: int | None = None,
 ) -> ModelWeights:
-    """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written."""
+    """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
+
+    Args:
+        model_path: folder of the checkpoint.
+        spec: what the model is.
+        dtype: of the weights.
+        device: where they go.
+        panel_width: of dense linears on a CPU; None lays them out for torch.
+    """
     if device.type == "cpu":
         try:
-            return _map_prepared(prepare_weights(model_path, spec, dtype), spec)
+            path = prepare_weights(model_path, spec, dtype, panel_width=panel_width)
+            return _map_prepared(path, spec)
         except OSError as error:
             logger.warning(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
@@ -81,23 +105,27 @@ def load_weights(
     return _assemble(tensors, spec)
 
 
-def prepare_weights(model_path: Path, spec: ModelSpec, dtype: torch.dtype) -> Path:
+def prepare_weights(
+    model_path: Path, spec: ModelSpec, dtype: torch.dtype, *, panel_width: int | None = None
+) -> Path:
     """Write the prepared file unless it exists, and return its path.
 
-    Processes that ask at the same time write it once.
+    Processes that ask at the same time write it once. For the arguments see `load_weights`.
 
     Raises:
         OSError: the cache folder cannot be written.
     """
-    key = stat_key(model_path, model_fingerprint(model_path), str(dtype), str(_FORMAT_VERSION))
+    layout = f"{_FORMAT_VERSION}-{panel_width}"
+    key = stat_key(model_path, model_fingerprint(model_path), str(dtype), layout)
     target = cache_dir() / "weights" / f"{key}.safetensors"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(target.with_suffix(".lock")), Checkpoint(model_path) as checkpoint:
         if not target.exists():
-            recipe = _recipe(checkpoint, spec)
-            write_tensors(target, dict(lay_out(*part, dtype) for part in recipe.items()), dtype)
+            parts = _recipe(checkpoint, spec).items()
+            laid_out = dict(lay_out(*part, dtype, panel_width=panel_width) for part in parts)
+            write_tensors(target, laid_out, dtype)
             logger.info("prepared weights written to %s", target)
     return target
 
@@ -115,20 +143,40 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
     for i in range(spec.num_layers):
         prefix = f"{i}."
         own = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
-        layers.append(LayerWeights(**own))
+        layers.append(_assemble_layer(own, spec))
+    embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
     return ModelWeights(
-        embed=views["embed"],
+        embed=embed,
         layers=tuple(layers),
         norm=views["norm"],
-        head=views["embed"] if spec.is_tied else views["head"],
+        head=Linear(head, spec.vocab_size),
     )
+
+
+def _assemble_layer(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> LayerWeights:
+    num_outputs = {
+        "qkv": (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        "o": spec.model_dim,
+        "gate_up": 2 * spec.ffn_dim,
+        "down": spec.model_dim,
+    }
+    parts: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name in num_outputs:
+            parts[name] = Linear(tensor, num_outputs[name], tensors.get(f"{name}_bias"))
+        elif name.removesuffix("_bias") not in num_outputs:
+            parts[name] = tensor
+    return LayerWeights(**parts)
 
 
 def _recipe(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Recipe]:
     """Return for each prepared tensor its shape and how to build it."""
     get = checkpoint.get
     recipe: dict[str, Recipe] = {
-        "embed": ((spec.vocab_size, spec.model_dim), lambda: get("model.embed_tokens.weight")),
+        "table" if spec.is_tied else "embed": (
+            (spec.vocab_size, spec.model_dim),
+            lambda: get("model.embed_tokens.weight"),
+        ),
         "norm": ((spec.model_dim,), lambda: get("model.norm.weight")),
     }
     if not spec.is_tied:

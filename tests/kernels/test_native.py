@@ -9,7 +9,7 @@ import torch
 from raybatch.kernels import attention, dispatch, moe, norm, rotary
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
-from raybatch.kernels.native import decode_attention, moe_experts, small_ops
+from raybatch.kernels.native import decode_attention, linears, moe_experts, small_ops
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
@@ -30,7 +30,12 @@ def form():
 @pytest.fixture
 def fresh():
     """Forget what this process has compiled."""
-    kept = (decode_attention.decode_form, moe_experts.panelled_experts, small_ops.small_ops)
+    kept = (
+        decode_attention.decode_form,
+        linears.compiled_linears,
+        moe_experts.panelled_experts,
+        small_ops.small_ops,
+    )
     for cache in kept:
         cache.cache_clear()
     yield
@@ -285,15 +290,17 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
             "decode_attention.c": {"BLOCK_SIZE": 7},
             "moe_experts.c": {"DOWN_WIDTH": 16},
             "small_ops.c": {"sqrtf": "fabsf"},
+            "linears.c": {"WIDTH": 16},
         }
         return compile_library(source, {**names, **changed[source]})
 
-    for module in (decode_attention, moe_experts, small_ops):
+    for module in (decode_attention, linears, moe_experts, small_ops):
         monkeypatch.setattr(module, "compile_library", other)
     assert dispatch.compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
     assert "attention is wrong on this host" in caplog.text
     assert "experts are wrong on this host" in caplog.text
     assert "small ops are wrong on this host" in caplog.text
+    assert "linears are wrong on this host" in caplog.text
 
 
 def test_experts_without_panels_are_left_to_torch(form):

@@ -8,58 +8,8 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "panels.h"
 
-/* floats of one register, and sums that fit the registers beside a panel's row */
-#if defined(__AVX512F__)
-#define LANES 16
-#define MAX_SUMS 24
-#else
-#define LANES 8
-#define MAX_SUMS 12
-#endif
-#define MAX_ROWS 8
-
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef float AnyLanes __attribute__((vector_size(4 * LANES), aligned(4)));
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* Write rows[r] times a panel to sums[r * width + j]; the first two arguments are constants. */
-INLINE void multiply(const int num_rows, const int width, const float *const *rows,
-                     int64_t num_inputs, const float *panel, float *sums) {
-    Lanes kept[num_rows][width / LANES];
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < width / LANES; j++) kept[r][j] = (Lanes){0};
-    for (int64_t k = 0; k < num_inputs; k++) {
-#pragma GCC unroll 8
-        for (int r = 0; r < num_rows; r++) {
-            float value = rows[r][k];
-#pragma GCC unroll 8
-            for (int j = 0; j < width / LANES; j++)
-                kept[r][j] += value * ((const AnyLanes *)(panel + k * width))[j];
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < width / LANES; j++)
-            ((AnyLanes *)(sums + r * width))[j] = kept[r][j];
-}
-
-/* The same for up to MAX_ROWS rows: as many at once as have room, then halves of that. */
-#define MULTIPLY_ROWS(name, width)                                                            \
-    static void name(int num_rows, const float *const *rows, int64_t num_inputs,              \
-                     const float *panel, float *sums) {                                       \
-        int done = 0;                                                                         \
-        TAKE(8, width) TAKE(4, width) TAKE(2, width) TAKE(1, width)                           \
-    }
-#define TAKE(count, width)                                                                    \
-    while ((count) * ((width) / LANES) <= MAX_SUMS && num_rows - done >= (count)) {           \
-        multiply(count, width, rows + done, num_inputs, panel, sums + done * (width));        \
-        done += count;                                                                        \
-    }
 MULTIPLY_ROWS(multiply_up, UP_WIDTH)
 MULTIPLY_ROWS(multiply_down, DOWN_WIDTH)
 
@@ -74,8 +24,6 @@ static void gate(int num_rows, const float *const *rows, int64_t model_dim, int6
     for (int r = 0; r < num_rows; r++)
         memcpy(hidden + r * ffn_dim + first, gates + r * UP_WIDTH, sizeof(float) * UP_WIDTH);
 }
-
-static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 
 /* x [T, M] with x_stride floats from token to token; gate_up [E, 2F / UP_WIDTH, M, UP_WIDTH], gate
    first; down [E, M / DOWN_WIDTH, F, DOWN_WIDTH]. Expert e has the rows starts[e]..starts[e + 1] - 1:
