@@ -78,6 +78,11 @@ class Decoder:
         """Layers of the model."""
         return self._spec.num_layers
 
+    @property
+    def layers(self) -> tuple[LayerWeights, ...]:
+        """Weights of the layers."""
+        return self._weights.layers
+
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the hidden states of a batch before its first layer, [T, M]."""
@@ -226,4 +231,6 @@ class Decoder:
             layer.experts_down,
             top_k=spec.moe.top_k,
             norm_topk_prob=spec.moe.norm_topk_prob,
+            gate_up_scales=layer.experts_gate_up_scales,
+            down_scales=layer.experts_down_scales,
         )

@@ -27,10 +27,17 @@ def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_com
         num_grouped=spec.num_heads // spec.num_kv_heads,
         block_size=block_size,
         panel_widths=_panel_widths(weights),
+        quantized=_quantized(weights),
     )
 
 
-def dense_panel_width(dtype: torch.dtype, device: torch.device, *, may_compile: bool) -> int | None:
+def dense_panel_width(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_compile: bool,
+    quantized: torch.dtype | None = None,
+) -> int | None:
     """Return the width of the panels in which dense linears are best; None for torch's layout.
 
     The ops are compiled for that, once per process.
@@ -39,13 +46,21 @@ def dense_panel_width(dtype: torch.dtype, device: torch.device, *, may_compile: 
         dtype: of the weights.
         device: where they will be.
         may_compile: see `pick_ops`.
+        quantized: dtype of those weights that are bytes.
     """
-    is_compiled = may_compile and _is_for_compiled(dtype, device) and compiled_linears() is not None
-    return PANEL_WIDTH if is_compiled else None
+    if not (may_compile and _is_for_compiled(dtype, device)):
+        return None
+    return None if compiled_linears(quantized) is None else PANEL_WIDTH
 
 
 def _is_for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu"
+
+
+def _quantized(weights: ModelWeights) -> torch.dtype | None:
+    """Return the dtype of the weights that are bytes; None where none are."""
+    linear = weights.layers[0].qkv
+    return None if linear.scales is None else linear.weight.dtype
 
 
 def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:

@@ -59,7 +59,12 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compiled_ops(
-    *, head_dim: int, num_grouped: int, block_size: int, panel_widths: tuple[int, int] | None = None
+    *,
+    head_dim: int,
+    num_grouped: int,
+    block_size: int,
+    panel_widths: tuple[int, int] | None = None,
+    quantized: torch.dtype | None = None,
 ) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
 
@@ -69,8 +74,9 @@ def compiled_ops(
         block_size: positions of one cache block.
         panel_widths: of the experts' gate and up, and of their down; None where they have no
             panels.
+        quantized: dtype of the weights of linears and experts where they are bytes.
     """
-    ops, small, linears = REFERENCE, small_ops(), compiled_linears()
+    ops, small, linears = REFERENCE, small_ops(), compiled_linears(quantized)
     if small is not None:
         ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
     if linears is not None:
@@ -84,7 +90,9 @@ def compiled_ops(
     if decode is not None:
         prepare = functools.partial(attention.prepare_attention, decode=decode)
         ops = replace(ops, prepare_attention=prepare)
-    experts = None if panel_widths is None else panelled_experts(*panel_widths)
+    experts = None
+    if panel_widths is not None:
+        experts = panelled_experts(*panel_widths, quantized or torch.float32)
     if experts is not None:
         ops = replace(ops, moe_ffn=functools.partial(moe.moe_ffn, panelled=experts))
     return ops

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.panels import gated_linear, join_panels, times_panels
+from raybatch.kernels.quantized import dequantize
 
 __all__ = ["Linear", "add_linear_", "add_mlp_", "embed_tokens", "linear"]
 
@@ -23,17 +24,18 @@ class Linear:
             one may hold more outputs than there are.
         num_outputs: how many there are.
         bias: [out].
+        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.quantized`).
     """
 
     weight: torch.Tensor
     num_outputs: int
     bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield its tensors."""
         yield self.weight
-        if self.bias is not None:
-            yield self.bias
+        yield from (part for part in (self.bias, self.scales) if part is not None)
 
     @property
     def is_panelled(self) -> bool:
@@ -52,19 +54,27 @@ class Linear:
         """
         start, stop, _ = outputs.indices(self.num_outputs)
         bias = None if self.bias is None else self.bias[start:stop]
+        scales = None if self.scales is None else self.scales[start:stop]
         if not self.is_panelled:
-            return Linear(self.weight[start:stop], stop - start, bias)
+            return Linear(self.weight[start:stop], stop - start, bias, scales)
         width = self.weight.shape[2]
         if not self.can_start_at(start):
             raise ValueError(f"no panel of {width} outputs starts at {start}")
-        return Linear(self.weight[start // width : -(-stop // width)], stop - start, bias)
+        weight = self.weight[start // width : -(-stop // width)]
+        return Linear(weight, stop - start, bias, scales)
+
+    def weight_for(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the weight in the dtype of the rows that it is multiplied with."""
+        if self.scales is None:
+            return self.weight
+        return dequantize(self.weight, self.scales, rows.dtype)
 
 
 def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     """Return the outputs of rows [T, in], [T, out]."""
     if not layer.is_panelled:
-        return functional.linear(x, layer.weight, layer.bias)
-    outputs = join_panels(times_panels(x, layer.weight))[:, : layer.num_outputs]
+        return functional.linear(x, layer.weight_for(x), layer.bias)
+    outputs = join_panels(times_panels(x, layer.weight_for(x)))[:, : layer.num_outputs]
     return outputs if layer.bias is None else outputs.add_(layer.bias)
 
 
@@ -77,7 +87,7 @@ def add_linear_(
     if layer.is_panelled:
         x.add_(linear(hidden, layer))
         return
-    x.addmm_(hidden, layer.weight.t())
+    x.addmm_(hidden, layer.weight_for(x).t())
     if layer.bias is not None:
         x.add_(layer.bias)
 
@@ -89,9 +99,10 @@ def add_mlp_(
     down: Linear,  # of M outputs
 ) -> None:
     """Add down(silu(gate(hidden)) * up(hidden)) to `x`."""
+    weight = gate_up.weight_for(hidden)
     for start in range(0, x.shape[0], _MAX_ROWS):
         rows = slice(start, start + _MAX_ROWS)
-        gated = gated_linear(hidden[rows], gate_up.weight, gate_up.bias)
+        gated = gated_linear(hidden[rows], weight, gate_up.bias)
         add_linear_(x[rows], gated, down)
 
 

@@ -5,9 +5,10 @@ from raybatch.engine.weight_layout import lay_out, view_of
 
 
 def prepare(name: str, tensor: torch.Tensor, dtype: torch.dtype = torch.float32, **options):
-    recipe = tuple(tensor.shape), lambda: tensor
-    prepared_name, (shape, build) = lay_out(name, recipe, dtype, **options)
+    part = tuple(tensor.shape), dtype, lambda: tensor.to(dtype)
+    prepared_name, (shape, kept_dtype, build) = lay_out(name, part, **options)
     prepared = build()
+    assert prepared.dtype == kept_dtype == dtype
     assert tuple(prepared.shape) == shape
     assert prepared.is_contiguous()
     return prepared_name, prepared
@@ -35,6 +36,18 @@ def test_experts_get_narrower_panels():
 def test_other_narrow_linears_lie_across(name, shape):
     prepared_name, prepared = prepare(f"0.{name}", torch.randn(shape))
     assert (prepared_name, tuple(prepared.shape)) == (f"0.{name}.across", shape[::-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_bytes_lie_in_panels_for_compiled_ops_alone(dtype):
+    dense, experts = torch.randn(64, 512).mul(50), torch.randn(2, 384, 512).mul(50)
+    name, prepared = prepare("0.down", dense, dtype, panel_width=32)
+    assert (name, tuple(prepared.shape)) == ("0.down.panels", (2, 512, 32))
+    assert torch.equal(prepared[1, :, 3].float(), dense[35].to(dtype).float())
+    name, prepared = prepare("0.experts_gate_up", experts, dtype, panel_width=32)
+    assert (name, tuple(prepared.shape)) == ("0.experts_gate_up.panels", (2, 8, 512, 48))
+    for field, weight in (("down", dense), ("experts_gate_up", experts)):
+        assert prepare(f"0.{field}", weight, dtype)[0] == f"0.{field}.across"
 
 
 def test_half_precision_has_no_panels():

@@ -6,17 +6,27 @@ from raybatch.kernels import dispatch, linear
 from raybatch.kernels.linear import Linear, embed_tokens
 from raybatch.kernels.native import linears
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
+from raybatch.kernels.quantized import quantize, quantized_scales
 
 
 @pytest.fixture(params=["torch", "compiled"])
-def ops(request):
-    """The three ops of linears, in both forms."""
-    if request.param == "torch":
-        return dispatch.REFERENCE
-    found = compiled_linears()
-    if found is None:
-        pytest.skip("no C compiler here")
-    return found
+def ops_for(request):
+    """Return the three ops of linears in one form, given the dtype of weights that are bytes."""
+
+    def find(quantized=None):
+        if request.param == "torch":
+            return dispatch.REFERENCE
+        found = compiled_linears(quantized)
+        if found is None:
+            pytest.skip("no C compiler here")
+        return found
+
+    return find
+
+
+@pytest.fixture
+def ops(ops_for):
+    return ops_for()
 
 
 def made(*shape):
@@ -24,16 +34,16 @@ def made(*shape):
     return torch.randn(*shape, generator=generator)
 
 
-def in_panels(weight, bias=None):
+def in_panels(weight, bias=None, scales=None):
     """Return a weight [out, in] as a linear in panels."""
     num_outputs = len(weight)
     filled = functional.pad(weight, (0, 0, 0, -num_outputs % PANEL_WIDTH))
     panels = filled.view(-1, PANEL_WIDTH, weight.shape[1]).mT.contiguous()
-    return Linear(panels, num_outputs, bias)
+    return Linear(panels, num_outputs, bias, scales)
 
 
-def as_matrix(weight, bias=None):
-    return Linear(weight, len(weight), bias)
+def as_matrix(weight, bias=None, scales=None):
+    return Linear(weight, len(weight), bias, scales)
 
 
 def assert_close(found, expected):
@@ -129,3 +139,43 @@ def test_broken_weights_are_seen(ops):
     x = made(2, 6)
     ops.add_mlp_(x, made(2, 6), in_panels(gate_up), in_panels(down))
     assert x.isnan().all()
+
+
+BYTES = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("form", [as_matrix, in_panels])
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_weights_that_are_bytes_count_as_their_floats(ops_for, form, dtype, num_rows):
+    x, bias = made(num_rows, 13), made(70)
+    weight = made(70, 13)
+    scales, values = quantized_scales(weight, dtype), quantize(weight, dtype)
+    expected = functional.linear(x, values.float() * scales[:, None], bias)
+    assert_close(ops_for(dtype).linear(x, form(values, bias, scales)), expected)
+    taken = form(values, bias, scales).take(slice(32, 66))
+    assert_close(ops_for(dtype).linear(x, taken), expected[:, 32:66])
+
+
+@pytest.mark.parametrize("form", [as_matrix, in_panels])
+@pytest.mark.parametrize("dtype", BYTES)
+def test_an_mlp_of_bytes_counts_as_its_floats(ops_for, form, dtype):
+    weights, biases = (made(64, 6), made(6, 32)), (made(64), made(6))
+    x, hidden = made(9, 6), made(9, 6)
+    layers, floats = [], []
+    for weight, bias in zip(weights, biases, strict=True):
+        scales, values = quantized_scales(weight, dtype), quantize(weight, dtype)
+        layers.append(form(values, bias, scales))
+        floats.append(as_matrix(values.float() * scales[:, None], bias))
+    expected = x.clone()
+    dispatch.REFERENCE.add_mlp_(expected, hidden, *floats)
+    ops_for(dtype).add_mlp_(x, hidden, *layers)
+    assert_close(x, expected)
+
+
+def test_every_number_of_fp8_is_read_as_torch_reads_it(ops_for):
+    numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[~numbers.float().isnan()]
+    layer = in_panels(numbers[:, None], scales=torch.ones(len(numbers)))
+    found = ops_for(torch.float8_e4m3fn).linear(torch.ones(1, 1), layer)
+    assert torch.equal(found[0], numbers.float())
