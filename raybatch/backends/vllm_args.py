@@ -136,6 +136,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.host_kv_bytes is an option of the native engine; vLLM has options of its own "
             "for KV in host memory, which go into engine_kwargs (kv_offloading_size)"
         )
+    if any(_is_changed(engine, name) for name in ("device_weight_bytes", "weight_buffers")):
+        raise ConfigError(
+            "engine.device_weight_bytes and engine.weight_buffers are options of the native "
+            "engine; vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)"
+        )
     if engine.speculative_tokens is not None:
         raise ConfigError(
             "engine.speculative_tokens is an option of the native engine; vLLM has "

@@ -19,6 +19,9 @@ class EngineConfig:
     Args:
         dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
+        device_weight_bytes: memory of the device for weights; layers beyond it stay in host memory
+            and are copied to the device in every step. None keeps all on the device.
+        weight_buffers: layers of the ring through which these pass.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
             None or 0 has none, and what they lose is computed again.
@@ -48,6 +51,8 @@ class EngineConfig:
 
     dtype: DType = "auto"
     device: str = "auto"
+    device_weight_bytes: int | None = None
+    weight_buffers: int = 2
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
     block_size_tokens: int = 64
@@ -67,6 +72,7 @@ class EngineConfig:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
+        check_whole(self, "weight_buffers", 1)
         for name, least in (
             ("kv_cache_bytes", 1),
             ("max_model_len", 1),
@@ -76,8 +82,9 @@ class EngineConfig:
                 check_min(self, name, least)
         if self.attn_batch_tokens not in (None, "auto"):
             check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
-        if self.host_kv_bytes is not None:
-            check_whole(self, "host_kv_bytes", 0)
+        for name in ("host_kv_bytes", "device_weight_bytes"):
+            if getattr(self, name) is not None:
+                check_whole(self, name, 0)
         if self.speculative_tokens is not None:
             check_whole(self, "speculative_tokens", 1)
             if self.attn_batch_tokens not in (None, "auto"):

@@ -195,6 +195,7 @@ class Engine:
     def stats(self) -> ReplicaStats:
         """Return the counters."""
         counters, swapped = self._scheduler.counters, self._swap.counters
+        weights = self._runner.weight_counters
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -207,6 +208,9 @@ class Engine:
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_swapped_tokens=swapped.num_tokens,
             swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes,
+            num_weight_copies=weights.num_copies,
+            weight_copy_bytes=weights.num_bytes,
+            num_weight_stalls=weights.num_stalls,
             num_held_steps=counters.num_held_steps,
             num_pinned_blocks=self._scheduler.num_pinned,
             num_drafted_tokens=counters.num_drafted_tokens,

@@ -10,7 +10,8 @@ from raybatch.config import EngineConfig
 from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
-from raybatch.engine.weights import ModelWeights, load_weights
+from raybatch.engine.weights import ModelWeights, load_weights, weight_sizes
+from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
 __all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
 
@@ -25,12 +26,16 @@ class LoadedModel:
     Args:
         name: of its folder.
         spec: what it is.
-        weights: of it.
+        weights: of it; layers that do not stay on the device are in host memory.
+        sizes: of the weights.
+        residence: which layers stay on the device.
     """
 
     name: str
     spec: ModelSpec
     weights: ModelWeights
+    sizes: WeightSizes
+    residence: Residence
 
     @property
     def device(self) -> torch.device:
@@ -62,8 +67,14 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     device = pick_device(config)
     _set_up_process(config, device)
     dtype = _pick_dtype(config, spec, device)
-    weights = load_weights(path, spec, dtype=dtype, device=device)
-    return LoadedModel(name=path.name, spec=spec, weights=weights)
+    sizes = weight_sizes(path, spec, dtype=dtype, device=device)
+    residence = plan_residence(
+        sizes,
+        device_weight_bytes=config.device_weight_bytes,
+        weight_buffers=config.weight_buffers,
+    )
+    weights = load_weights(path, spec, dtype=dtype, device=device, streamed=residence.streamed)
+    return LoadedModel(name=path.name, spec=spec, weights=weights, sizes=sizes, residence=residence)
 
 
 def give_back_freed_memory(device: torch.device) -> None:

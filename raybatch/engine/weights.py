@@ -6,7 +6,7 @@ into a safetensors file that every replica of the host maps, so that they share 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from safetensors import safe_open
 
 from raybatch.config import cache_dir
 from raybatch.engine.checkpoint import Checkpoint, stat_key
+from raybatch.engine.layer_tensors import piece_bytes
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.engine.tensor_file import advise_huge_pages, exclusive, write_tensors
 from raybatch.engine.weight_layout import Recipe, lay_out, view_of
 from raybatch.kernels.rotary import interleave_order
+from raybatch.policy.residence import WeightSizes
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +67,22 @@ class ModelWeights:
 
 
 def load_weights(
-    model_path: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
+    model_path: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    streamed: Collection[int] = (),
 ) -> ModelWeights:
-    """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written."""
+    """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
+
+    Args:
+        model_path: folder of the checkpoint.
+        spec: of the model.
+        dtype: of all weights.
+        device: where they go.
+        streamed: layers that stay in host memory, pinned where the device is a GPU.
+    """
     if device.type == "cpu":
         try:
             return _map_prepared(prepare_weights(model_path, spec, dtype), spec)
@@ -77,8 +92,37 @@ def load_weights(
             )
     with Checkpoint(model_path) as checkpoint:
         recipe = _recipe(checkpoint, spec)
-        tensors = {name: build().to(device, dtype) for name, (_, build) in recipe.items()}
+        tensors = {}
+        for name, (_, build) in recipe.items():
+            if device.type == "cuda" and _layer_of(name) in streamed:
+                tensors[name] = build().to(dtype).pin_memory()
+            else:
+                tensors[name] = build().to(device, dtype)
     return _assemble(tensors, spec)
+
+
+def weight_sizes(
+    model_path: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
+) -> WeightSizes:
+    """Return the bytes that the weights will take, without loading any."""
+    with Checkpoint(model_path) as checkpoint:
+        recipe = _recipe(checkpoint, spec)
+        if device.type == "cpu":
+            recipe = dict(lay_out(*part, dtype) for part in recipe.items())
+    other_bytes, layer_bytes = 0, [0] * spec.num_layers
+    for name, (shape, _) in recipe.items():
+        layer, num_bytes = _layer_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
+        if layer is None:
+            other_bytes += num_bytes
+        else:
+            layer_bytes[layer] += num_bytes
+    return WeightSizes(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the layer of a prepared tensor; None for what belongs to none."""
+    layer, dot, _ = name.partition(".")
+    return int(layer) if dot and layer.isdecimal() else None
 
 
 def prepare_weights(model_path: Path, spec: ModelSpec, dtype: torch.dtype) -> Path:

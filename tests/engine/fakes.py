@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.layer_store import WeightCounters
 from raybatch.types import Completion, Request, Sampling
 
 NUM_LAYERS = 2
@@ -73,6 +74,7 @@ class FakeRunner:
     attn_batch_tokens: int | None = None
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
+    weight_counters: WeightCounters = field(default_factory=WeightCounters)
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
     num_moves: int = 0
