@@ -33,7 +33,8 @@ class Link:
         self.started.append((layer, buffer, after))
         # torn from here on
         self.held[buffer] = None
-        self._fail("start")
+        if self._random.random() < self.failures:
+            raise OSError("the link is down (start)")
         transfer = Copy(self, layer, buffer)
         self._open.append(transfer)
         return transfer
@@ -48,18 +49,18 @@ class Link:
         self.go_on(self._random.randint(0, 2))
 
     def finish(self, transfer):
-        self._fail("wait")
+        if transfer.is_broken or self._random.random() < self.failures:
+            # and does not mend
+            transfer.is_broken = True
+            raise OSError("the link is down (wait)")
         if not transfer.has_ended:
             self.go_on(1 + self._open.index(transfer))
-
-    def _fail(self, where):
-        if self._random.random() < self.failures:
-            raise OSError(f"the link is down ({where})")
 
 
 class Copy:
     def __init__(self, link, layer, buffer):
-        self.link, self.layer, self.buffer, self.has_ended = link, layer, buffer, False
+        self.link, self.layer, self.buffer = link, layer, buffer
+        self.has_ended = self.is_broken = False
 
     def is_done(self):
         return self.has_ended
@@ -149,6 +150,9 @@ def test_random_uses_and_failing_copies_leave_the_ring_usable(num_buffers, seed)
             said.append((layer, str(error)))
         ring.check()
         assert not any(link.lent)
+    link.failures = 0.0
+    for layer in LAYERS:
+        use(ring, link, layer)
     for layer, text in said:
         assert f"the weights of layer {layer} could not be copied" in text
         assert "OSError: the link is down" in text
