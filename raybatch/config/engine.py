@@ -25,6 +25,8 @@ class EngineConfig:
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
             None or 0 has none, and what they lose is computed again.
+        kv_checkpoint_blocks: blocks of KV that a step copies there ahead, of sequences that are
+            about to give theirs up, so that less is copied when they do; None or 0 copies none.
         block_size_tokens: positions of one cache block.
         max_batched_tokens: token budget of one step.
         max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
@@ -55,6 +57,7 @@ class EngineConfig:
     weight_buffers: int = 2
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
+    kv_checkpoint_blocks: int | None = None
     block_size_tokens: int = 64
     max_batched_tokens: int = 2048
     max_num_seqs: int = 1024
@@ -82,9 +85,14 @@ class EngineConfig:
                 check_min(self, name, least)
         if self.attn_batch_tokens not in (None, "auto"):
             check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
-        for name in ("host_kv_bytes", "device_weight_bytes"):
+        for name in ("host_kv_bytes", "kv_checkpoint_blocks", "device_weight_bytes"):
             if getattr(self, name) is not None:
                 check_whole(self, name, 0)
+        if self.kv_checkpoint_blocks and not self.host_kv_bytes:
+            raise ConfigError(
+                "EngineConfig.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
+                "well, or leave it out"
+            )
         if self.speculative_tokens is not None:
             check_whole(self, "speculative_tokens", 1)
             if self.attn_batch_tokens not in (None, "auto"):
