@@ -128,7 +128,9 @@ class SwapSpace:
         self.counters.saved_bytes += num_missing * self._copier.block_bytes
 
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
-        """Bring KV back into `blocks` and give the host's blocks up; False if that fails.
+        """Bring KV back into `blocks`; False if that fails.
+
+        The host's blocks are given up, or become the checkpoint of the sequence.
 
         Args:
             record: of a sequence that has something in host memory.

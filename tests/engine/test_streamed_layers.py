@@ -75,7 +75,7 @@ def resident(path):
 
 @pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
 @pytest.mark.parametrize(
-    ("num_resident", "buffers"), [(0, 1), (0, 2), (0, 4), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
+    ("num_resident", "buffers"), [(0, 1), (0, 2), (0, 4), (1, 2), (2, 2), (3, 1), (3, 2)]
 )
 def test_greedy_tokens_are_those_of_the_resident_model(path, resident, buffers, num_resident, attn):
     found, stats, runner = run(
