@@ -22,6 +22,7 @@ import torch
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.layer_tensors import tensors_of
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.runner import ModelRunner
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
@@ -77,6 +78,15 @@ def logits_of(runner: ModelRunner, prompts: list[list[int]]) -> torch.Tensor:
     return torch.cat(found)
 
 
+def layer_bytes_of(runner: ModelRunner) -> int:
+    """Return the bytes of the weights of all layers."""
+    total = 0
+    for idx in range(runner.decoder.num_layers):
+        with runner.decoder.layers.use(idx) as layer:
+            total += sum(tensor.nbytes for tensor in tensors_of(layer))
+    return total
+
+
 def answers_of(model: str, config: EngineConfig, prompts: list[list[int]]) -> list[list[int]]:
     """Return the greedy answers of an engine."""
     engine = create(model, config)
@@ -114,8 +124,7 @@ def compare(name: str, forms: list[str]) -> dict[str, dict[str, Any]]:
             )
             runner = ModelRunner.load(model, config)
             logits[form] = logits_of(runner, prompts)
-            layers = runner.decoder.layers
-            sizes[form] = sum(t.nbytes for layer in layers for t in layer.tensors())
+            sizes[form] = layer_bytes_of(runner)
             answers[form] = answers_of(model, config, prompts)
         exact = logits["none"]
         for form in forms:

@@ -42,7 +42,9 @@ WORKLOADS = {
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),
 }
-WAYS = ("recompute", "swap", "ample")
+WAYS = ("recompute", "swap", "ahead", "ample")
+# blocks that a step copies to the host ahead of a preemption
+AHEAD_BLOCKS = 4
 
 
 def requests_of(workload: workloads_e2e.Workload) -> list[Request]:
@@ -74,7 +76,13 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
         num_decoding.append(backend.stats().num_running)
     seconds, after = time.process_time() - began, backend.stats()
     names = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_swapped_tokens")
-    names = (*names, "swapped_bytes", "num_prompt_tokens", "num_generated_tokens")
+    names = (
+        *names,
+        "swapped_bytes",
+        "checkpoint_bytes",
+        "num_prompt_tokens",
+        "num_generated_tokens",
+    )
     counters = {name: getattr(after, name) - getattr(before, name) for name in names}
     counters["mean_running"] = round(float(np.mean(num_decoding)), 1)
     reasons = {completion.finish_reason for completion in done.values()}
@@ -96,6 +104,11 @@ def measure(
     options = {
         "recompute": {"kv_cache_bytes": short},
         "swap": {"kv_cache_bytes": short, "host_kv_bytes": need},
+        "ahead": {
+            "kv_cache_bytes": short,
+            "host_kv_bytes": need,
+            "kv_checkpoint_blocks": AHEAD_BLOCKS,
+        },
         "ample": {"kv_cache_bytes": need},
     }
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
@@ -136,7 +149,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2, help="of the KV that all rows need")
     parser.add_argument("--block-size", type=int, default=EngineConfig().block_size_tokens)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["recompute", "swap", "ample"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]

@@ -256,7 +256,10 @@ class ReplicaStats:
     """Counters of one backend since it started, and its state at this moment.
 
     `num_swapped_tokens` are those whose KV came back from host memory after a preemption, in place
-    of being computed again, and `swapped_bytes` what was copied for that, there and back.
+    of being computed again, and `swapped_bytes` what was copied for that, there and back; of these,
+    `checkpoint_bytes` went to the host ahead of a preemption.
+    `num_weight_copies` layers whose weights do not stay on the device were copied there,
+    `weight_copy_bytes` in all, and `num_weight_stalls` of them were waited for.
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
     memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
     `num_drafted_tokens` were guessed ahead and computed, and `num_accepted_tokens` of them were
@@ -276,6 +279,10 @@ class ReplicaStats:
     num_recomputed_tokens: int = 0
     num_swapped_tokens: int = 0
     swapped_bytes: int = 0
+    checkpoint_bytes: int = 0
+    num_weight_copies: int = 0
+    weight_copy_bytes: int = 0
+    num_weight_stalls: int = 0
     num_held_steps: int = 0
     num_pinned_blocks: int = 0
     num_drafted_tokens: int = 0

@@ -1,6 +1,7 @@
 """The measurements of the command line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,20 @@ def test_a_plan_says_how_steps_run_and_with_which_options(folder):
     assert facts["options"].startswith("max_batched_tokens=")
     assert "prefill: " in result.stdout
     assert "decode: " in result.stdout
+
+
+def test_a_plan_says_what_streamed_layers_cost(folder):
+    model, setting = folder / "qwen3", "engine.device_weight_bytes={}"
+    whole = in_json(model, "--set", setting.format(1 << 30))
+    assert whole["weights"] is None
+    least = re.search(r"(\d+) at least", refusal(model, "--set", setting.format(1))).group(1)
+    streamed = in_json(model, "--set", setting.format(least))["weights"]
+    assert streamed["residence"]["is_resident"] == [False] * 3
+    for phase in ("prefill", "decode"):
+        # a core that copies does not compute
+        assert 0 < streamed["plain_s"][phase] < streamed["pass_s"][phase]
+    told = bench_plan(model, "--set", setting.format(least)).stdout
+    assert "0 of 3 layers stay on the device; a pass copies" in told
 
 
 def test_options_of_a_plan_are_those_that_its_phases_and_steps_come_to(folder):

@@ -110,6 +110,9 @@ class ReplicaMetrics:
             for name, description in (
                 ("swapped_tokens", "Tokens whose KV came back from host memory."),
                 ("swapped_bytes", "KV copied to host memory and back."),
+                ("weight_copies", "Layers whose weights were copied to the device."),
+                ("weight_copy_bytes", "Weights copied to the device."),
+                ("weight_stalls", "Layers whose weights were waited for."),
                 ("drafted_tokens", "Tokens guessed ahead."),
                 ("accepted_tokens", "Of these, the right ones."),
             )
@@ -128,6 +131,9 @@ class ReplicaMetrics:
         for name, count in (
             ("swapped_tokens", stats.num_swapped_tokens),
             ("swapped_bytes", stats.swapped_bytes),
+            ("weight_copies", stats.num_weight_copies),
+            ("weight_copy_bytes", stats.weight_copy_bytes),
+            ("weight_stalls", stats.num_weight_stalls),
             ("drafted_tokens", stats.num_drafted_tokens),
             ("accepted_tokens", stats.num_accepted_tokens),
         ):

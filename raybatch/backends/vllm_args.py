@@ -131,10 +131,16 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.attn_batch_tokens and engine.moe_batch_tokens are options of the native "
             "engine; leave them out"
         )
-    if engine.host_kv_bytes is not None:
+    if any(_is_changed(engine, name) for name in ("host_kv_bytes", "kv_checkpoint_blocks")):
         raise ConfigError(
-            "engine.host_kv_bytes is an option of the native engine; vLLM has options of its own "
-            "for KV in host memory, which go into engine_kwargs (kv_offloading_size)"
+            "engine.host_kv_bytes and engine.kv_checkpoint_blocks are options of the native "
+            "engine; vLLM has options of its own for KV in host memory, which go into "
+            "engine_kwargs (kv_offloading_size)"
+        )
+    if any(_is_changed(engine, name) for name in ("device_weight_bytes", "weight_buffers")):
+        raise ConfigError(
+            "engine.device_weight_bytes and engine.weight_buffers are options of the native "
+            "engine; vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)"
         )
     if engine.quantization is not None:
         raise ConfigError(

@@ -23,9 +23,14 @@ class EngineConfig:
             bytes with a scale for each output, while products stay in `dtype`: a quarter of the
             memory, and answers that differ. None keeps them in `dtype`.
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
+        device_weight_bytes: memory of the device for weights; layers beyond it stay in host memory
+            and are copied to the device in every step. None keeps all on the device.
+        weight_buffers: layers of the ring through which these pass.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
             None or 0 has none, and what they lose is computed again.
+        kv_checkpoint_blocks: blocks of KV that a step copies there ahead, of sequences that are
+            about to give theirs up, so that less is copied when they do; None or 0 copies none.
         block_size_tokens: positions of one cache block.
         max_batched_tokens: token budget of one step.
         max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
@@ -53,8 +58,11 @@ class EngineConfig:
     dtype: DType = "auto"
     quantization: Quantization | None = None
     device: str = "auto"
+    device_weight_bytes: int | None = None
+    weight_buffers: int = 2
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
+    kv_checkpoint_blocks: int | None = None
     block_size_tokens: int = 64
     max_batched_tokens: int = 2048
     max_num_seqs: int = 1024
@@ -74,6 +82,7 @@ class EngineConfig:
             check_choice(self, "quantization", get_args(Quantization))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
+        check_whole(self, "weight_buffers", 1)
         for name, least in (
             ("kv_cache_bytes", 1),
             ("max_model_len", 1),
@@ -83,8 +92,14 @@ class EngineConfig:
                 check_min(self, name, least)
         if self.attn_batch_tokens not in (None, "auto"):
             check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
-        if self.host_kv_bytes is not None:
-            check_whole(self, "host_kv_bytes", 0)
+        for name in ("host_kv_bytes", "kv_checkpoint_blocks", "device_weight_bytes"):
+            if getattr(self, name) is not None:
+                check_whole(self, name, 0)
+        if self.kv_checkpoint_blocks and not self.host_kv_bytes:
+            raise ConfigError(
+                "EngineConfig.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
+                "well, or leave it out"
+            )
         if self.speculative_tokens is not None:
             check_whole(self, "speculative_tokens", 1)
             if self.attn_batch_tokens not in (None, "auto"):

@@ -9,6 +9,7 @@ import torch
 
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache
+from raybatch.engine.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
@@ -39,13 +40,22 @@ class Decoder:
     Args:
         spec: what the model is.
         weights: of that model, on one device and in one dtype.
+        layers: lends the weights of layers; None takes those of `weights`, all on the device.
         ops: the form of the ops; those of Triton have not run on a GPU yet, so that they are not
             the default on one.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, ops: Ops = REFERENCE) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        *,
+        layers: LayerStore | None = None,
+        ops: Ops = REFERENCE,
+    ) -> None:
         self._spec = spec
         self._weights = weights
+        self._layers = layers or ResidentLayers(weights.layers)
         self._ops = ops
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
@@ -79,9 +89,9 @@ class Decoder:
         return self._spec.num_layers
 
     @property
-    def layers(self) -> tuple[LayerWeights, ...]:
-        """Weights of the layers."""
-        return self._weights.layers
+    def layers(self) -> LayerStore:
+        """Where the weights of the layers come from."""
+        return self._layers
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -100,19 +110,8 @@ class Decoder:
 
         In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
         """
-        batch, layer = prepared.batch, self._weights.layers[layer_idx]
-        is_last = layer_idx == self._spec.num_layers - 1
-        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
-        if is_last and batch.logits_attention is not None and self._takes_queries_apart(layer):
-            attended = self._attend_last(layer, x, prepared, cache)
-        else:
-            attended = self._attend(layer_idx, layer, x, prepared, cache)
-            if drops_rows:
-                attended = attended.index_select(0, batch.logits_idx)
-        if drops_rows:
-            x = x.index_select(0, batch.logits_idx)
-        self._ops.add_linear_(x, attended, layer.o)
-        return x
+        with self._layers.use(layer_idx) as layer:
+            return self._attention(layer_idx, layer, x, prepared, cache)
 
     @torch.inference_mode()
     def ffn_(
@@ -121,7 +120,8 @@ class Decoder:
         x: torch.Tensor,  # [T, M], modified in place
     ) -> None:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
-        self._add_ffn(self._weights.layers[layer_idx], x)
+        with self._layers.use(layer_idx) as layer:
+            self._add_ffn(layer, x)
 
     @torch.inference_mode()
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,6 +148,28 @@ class Decoder:
             pool=cache.k[0],
             windows=self._distinct_windows,
         )
+
+    def _attention(
+        self,
+        layer_idx: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        prepared: PreparedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        batch = prepared.batch
+        is_last = layer_idx == self._spec.num_layers - 1
+        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
+        if is_last and batch.logits_attention is not None and self._takes_queries_apart(layer):
+            attended = self._attend_last(layer, x, prepared, cache)
+        else:
+            attended = self._attend(layer_idx, layer, x, prepared, cache)
+            if drops_rows:
+                attended = attended.index_select(0, batch.logits_idx)
+        if drops_rows:
+            x = x.index_select(0, batch.logits_idx)
+        self._ops.add_linear_(x, attended, layer.o)
+        return x
 
     def _attend(
         self,

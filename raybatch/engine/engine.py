@@ -70,7 +70,10 @@ class Engine:
         )
         self._blocks = BlockManager(runner.num_blocks, block_size)
         self._recovery = recovery or learned_recovery(runner, config)
-        self._swap = SwapSpace(block_size, runner, self._recovery)
+        checkpoint_blocks = config.kv_checkpoint_blocks or 0
+        self._swap = SwapSpace(
+            block_size, runner, self._recovery, has_checkpoints=checkpoint_blocks > 0
+        )
         self._scheduler = Scheduler(
             self._blocks,
             self._table,
@@ -78,6 +81,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             kv_admission_fraction=config.kv_admission_fraction,
             swap=self._swap,
+            checkpoint_blocks=checkpoint_blocks,
         )
         self._forward = StepForward(runner, self._table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
@@ -195,6 +199,7 @@ class Engine:
     def stats(self) -> ReplicaStats:
         """Return the counters."""
         counters, swapped = self._scheduler.counters, self._swap.counters
+        weights, ahead = self._runner.weight_counters, self._swap.checkpoints.counters
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -206,7 +211,11 @@ class Engine:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_swapped_tokens=swapped.num_tokens,
-            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes,
+            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
+            checkpoint_bytes=ahead.num_bytes,
+            num_weight_copies=weights.num_copies,
+            weight_copy_bytes=weights.num_bytes,
+            num_weight_stalls=weights.num_stalls,
             num_held_steps=counters.num_held_steps,
             num_pinned_blocks=self._scheduler.num_pinned,
             num_drafted_tokens=counters.num_drafted_tokens,

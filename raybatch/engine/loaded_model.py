@@ -11,8 +11,10 @@ from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.pick_ops import dense_panel_width
-from raybatch.engine.weights import ModelWeights, load_weights
+from raybatch.engine.weight_layout import WeightForm
+from raybatch.engine.weights import ModelWeights, load_weights, weight_sizes
 from raybatch.kernels.quantized import BYTE_DTYPES
+from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
 __all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
 
@@ -27,12 +29,16 @@ class LoadedModel:
     Args:
         name: of its folder.
         spec: what it is.
-        weights: of it.
+        weights: of it; layers that do not stay on the device are in host memory.
+        sizes: of the weights.
+        residence: which layers stay on the device.
     """
 
     name: str
     spec: ModelSpec
     weights: ModelWeights
+    sizes: WeightSizes
+    residence: Residence
 
     @property
     def device(self) -> torch.device:
@@ -64,14 +70,15 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     device = pick_device(config)
     _set_up_process(config, device)
     dtype = _pick_dtype(config, spec, device)
-    quantized = None if config.quantization is None else BYTE_DTYPES[config.quantization]
-    width = dense_panel_width(
-        dtype, device, may_compile=config.compiles_kernels, quantized=quantized
+    form = _weight_form(config, dtype, device)
+    sizes = weight_sizes(path, spec, form, device=device)
+    residence = plan_residence(
+        sizes,
+        device_weight_bytes=config.device_weight_bytes,
+        weight_buffers=config.weight_buffers,
     )
-    weights = load_weights(
-        path, spec, dtype=dtype, device=device, panel_width=width, quantized=quantized
-    )
-    return LoadedModel(name=path.name, spec=spec, weights=weights)
+    weights = load_weights(path, spec, form, device=device, streamed=residence.streamed)
+    return LoadedModel(name=path.name, spec=spec, weights=weights, sizes=sizes, residence=residence)
 
 
 def give_back_freed_memory(device: torch.device) -> None:
@@ -89,6 +96,14 @@ def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
         # CPUs without bfloat16 units compute it four times slower than float32
         name = "float32" if device.type == "cpu" else spec.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
+    quantized = None if config.quantization is None else BYTE_DTYPES[config.quantization]
+    width = dense_panel_width(
+        dtype, device, may_compile=config.compiles_kernels, quantized=quantized
+    )
+    return WeightForm(dtype, panel_width=width, quantized=quantized)
 
 
 def _set_up_process(config: EngineConfig, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.engine.layer_bench import LayerBench, ProfileOptions, probe_decoder
+from raybatch.engine.layer_tensors import map_tensors, tensors_of
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.pick_ops import pick_ops
 from raybatch.engine.stopwatch import Clock, Run, Stopwatch, clock_of
@@ -117,7 +118,11 @@ def profile_layer(
     is_sparse = model.layer.num_experts > 1
     alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
     num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
-    layers = alike[: max(num_layers, 2)]
+    # those that do not stay on the device are measured there all the same
+    layers = [
+        map_tensors(layer, lambda tensor: tensor.to(device))
+        for layer in alike[: max(num_layers, 2)]
+    ]
     ops = pick_ops(spec, weights, block_size=options.block_size, may_compile=options.may_compile)
     decoder = probe_decoder(spec, weights, layers, ops)
     bench = LayerBench(spec, decoder, model.layer, options, stopwatch)
@@ -148,7 +153,7 @@ def profile_layer(
 
 
 def _read(layer: LayerWeights) -> None:
-    for tensor in layer.tensors():
+    for tensor in tensors_of(layer):
         tensor.clone()
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.layer_store import WeightCounters
 from raybatch.engine.runtime import PartBatch, StepResult
 from raybatch.types import Sampling, TokenIds
 
@@ -60,6 +61,10 @@ class Runner(Protocol):
 
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Return the logits of parts of a step that do not read what another one writes."""
+
+    @property
+    def weight_counters(self) -> WeightCounters:
+        """Weights that were copied to the device."""
 
     @property
     def num_host_blocks(self) -> int:

@@ -18,11 +18,20 @@ from raybatch.engine.kv_cache import (
     num_host_blocks_for,
 )
 from raybatch.engine.kv_tiers import KVTiers
+from raybatch.engine.layer_placing import place_layers
+from raybatch.engine.layer_store import WeightCounters
 from raybatch.engine.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.pick_ops import pick_ops
-from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime, PartBatch, StepResult
+from raybatch.engine.runtime import (
+    CombineAtExperts,
+    CoroutineRuntime,
+    FiringPolicy,
+    LayerByLayer,
+    PartBatch,
+    StepResult,
+)
 from raybatch.engine.step_choice import planned_attn_batch
 
 logger = logging.getLogger(__name__)
@@ -39,7 +48,9 @@ class ModelRunner:
         self.cache = cache
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
-        policy = CombineAtExperts(config.moe_batch_tokens)
+        policy: FiringPolicy = CombineAtExperts(config.moe_batch_tokens)
+        if decoder.layers.is_streamed:
+            policy = LayerByLayer(policy)
         self.runtime = CoroutineRuntime(decoder, cache, policy)
 
     @classmethod
@@ -56,11 +67,12 @@ class ModelRunner:
             num_engines_on_host: engines that share the memory of the host.
 
         Raises:
-            ConfigError: the model or an option cannot be run.
+            ConfigError: the model or an option cannot be run, as weights that do not fit.
             CapacityError: the memory does not hold a block of KV.
         """
         model = load_model(source, config)
-        # before the pool, which takes most of what is free
+        # both before the pool, which takes most of what is free
+        layers = place_layers(model)
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         cache = _make_cache(config, model, num_engines_on_host)
         logger.info(
@@ -77,7 +89,7 @@ class ModelRunner:
             block_size=config.block_size_tokens,
             may_compile=config.compiles_kernels,
         )
-        decoder = Decoder(model.spec, model.weights, ops=ops)
+        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
         return cls(spec=model.spec, config=config, decoder=decoder, cache=cache)
 
     @property
@@ -101,6 +113,11 @@ class ModelRunner:
     def block_bytes(self) -> int:
         """Return the bytes of one block, keys and values of all layers."""
         return self.tiers.block_bytes
+
+    @property
+    def weight_counters(self) -> WeightCounters:
+        """Return what was copied of weights that do not stay on the device."""
+        return self.decoder.layers.counters
 
     @property
     def device(self) -> torch.device:

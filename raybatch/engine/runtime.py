@@ -31,6 +31,7 @@ __all__ = [
     "CoroutineRuntime",
     "FiringPolicy",
     "Hook",
+    "LayerByLayer",
     "PartBatch",
     "RuntimeCounters",
     "SequenceView",
@@ -77,6 +78,22 @@ class CombineAtExperts:
             if num_rows >= self._min_tokens:
                 return here[:count]
         return here
+
+
+class LayerByLayer:
+    """Leaves no row behind in a layer, so that one pass over the layers serves all rows of a step.
+
+    Args:
+        policy: chooses among the coroutines of the lowest layer where any wait.
+    """
+
+    def __init__(self, policy: FiringPolicy) -> None:
+        self._policy = policy
+
+    def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
+        """Return the coroutines that run next."""
+        lowest = min(waiting).layer
+        return self._policy.choose({p: c for p, c in waiting.items() if p.layer == lowest})
 
 
 class PartBatch(NamedTuple):

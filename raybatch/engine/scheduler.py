@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from raybatch.engine.admission import Admission
 from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.copies_ahead import CopiesAhead
 from raybatch.engine.draft_room import DraftRoom, spread
 from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.needs import Need, Needs
@@ -46,6 +47,7 @@ class Scheduler:
             request share theirs in any case.
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
+        checkpoint_blocks: of sequences that are about to yield, copied ahead in one step.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         kv_admission_fraction: float | None = None,
         swap: SwapSpace | None = None,
+        checkpoint_blocks: int = 0,
     ) -> None:
         self.blocks = blocks
         self.table = table
@@ -71,6 +74,13 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
         self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
+        self._ahead = CopiesAhead(
+            table,
+            blocks,
+            self._swap.checkpoints,
+            most=checkpoint_blocks,
+            num_found_again=self._num_found_again,
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -105,6 +115,7 @@ class Scheduler:
             drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
                 of them are computed as budget, blocks and length allow.
         """
+        self._ahead.copy()
         preempted, ended = self._grow_decodes()
         chunks: list[tuple[int, int, int]] = []
         grown = np.flatnonzero(self.table.phase == DECODE)
@@ -174,6 +185,7 @@ class Scheduler:
         self.blocks.forget(self.table.blocks(slot).tolist())
         num_computed = int(self.table.num_computed[slot])
         record = self._vacate(slot)
+        self._swap.checkpoints.drop(record)
         record.num_computed_before = num_computed
         self._queue.add(record)
         return record

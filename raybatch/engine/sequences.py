@@ -46,6 +46,7 @@ class Sequence:
         logprobs: collected per generated token; None unless asked for.
         num_told: generated tokens that are known outside the engine.
         swapped: KV in host memory, until all that it holds is on the device again.
+        checkpoint: KV of full blocks that host memory has ahead, while it runs.
         may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
     """
 
@@ -63,6 +64,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] | None = None
     num_told: int = 0
     swapped: SwappedKV | None = None
+    checkpoint: SwappedKV | None = None
     may_draft: bool = True
 
     @property

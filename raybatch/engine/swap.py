@@ -13,36 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.host_pool import HostBlocks, SwappedKV
+from raybatch.engine.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCheckpoints
 from raybatch.engine.schedule import Schedule
 from raybatch.engine.sequences import Sequence, SequenceTable
 
-__all__ = ["BlockCopier", "RecoveryChoice", "SwapCounters", "SwapSpace"]
+__all__ = ["RecoveryChoice", "SwapCounters", "SwapSpace"]
 
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-# what a copy may raise where memory or the device is short of something
-_COPY_ERRORS = (RuntimeError, MemoryError, OSError)
-
-
-class BlockCopier(Protocol):
-    """Copies blocks between the pools of device and host."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of the host's pool; 0 where there is none."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers."""
-
-    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        """Copy blocks of the device into as many of the host."""
-
-    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        """Copy blocks of the host into as many of the device."""
+Bools = npt.NDArray[np.bool_]
 
 
 class RecoveryChoice(Protocol):
@@ -89,6 +70,7 @@ class SwapSpace:
         block_size: tokens of one block.
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
+        has_checkpoints: let the blocks of sequences that come back stay in host memory.
     """
 
     def __init__(
@@ -96,12 +78,17 @@ class SwapSpace:
         block_size: int,
         copier: BlockCopier | None = None,
         choice: RecoveryChoice | None = None,
+        *,
+        has_checkpoints: bool = False,
     ) -> None:
         self.counters = SwapCounters()
         self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
         self._block_size = block_size
         self._copier = copier
         self._choice = choice
+        self.checkpoints = KVCheckpoints(
+            block_size, self.blocks, copier, keeps_loaded=has_checkpoints
+        )
 
     def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
@@ -112,33 +99,38 @@ class SwapSpace:
             num_shared: leading blocks that are likely to be found again.
             num_tokens: with KV.
         """
-        own = blocks[num_shared : -(-num_tokens // self._block_size)].astype(np.int64)
-        if self._copier is None or record.swapped is not None or not len(own):
+        stop = -(-num_tokens // self._block_size)
+        if self._copier is None or record.swapped is not None or stop <= num_shared:
+            self.checkpoints.drop(record)
             return
-        if len(own) > self.blocks.num_available:
+        host_blocks = self.checkpoints.find(record, num_shared, stop)
+        is_missing = host_blocks < 0
+        if not self._is_worth_it(record, is_missing, num_shared, num_tokens):
+            self.checkpoints.drop(record)
             return
-        num_bytes = len(own) * self._copier.block_bytes
-        if self._choice is not None and not self._choice.is_copy_quicker(
-            num_bytes=2 * num_bytes,
-            num_tokens=num_tokens,
-            num_shared_tokens=num_shared * self._block_size,
-        ):
-            return
-        host_blocks = np.array(self.blocks.allocate(len(own)), np.int32)
+        num_missing = int(is_missing.sum())
+        added = np.array(self.blocks.allocate(num_missing), np.int32)
         try:
-            self._copier.save_blocks(own, host_blocks.astype(np.int64))
-        except _COPY_ERRORS as error:
-            self.blocks.release(host_blocks)
+            if num_missing:
+                own = blocks[num_shared:stop][is_missing].astype(np.int64)
+                self._copier.save_blocks(own, added.astype(np.int64))
+        except COPY_ERRORS as error:
+            self.blocks.release(added)
+            self.checkpoints.drop(record)
             self._note_failure(error)
             return
+        self.checkpoints.take(record, host_blocks[~is_missing])
+        host_blocks[is_missing] = added
         record.swapped = SwappedKV(
             first_block=num_shared, host_blocks=host_blocks, num_tokens=num_tokens
         )
         self.counters.num_saves += 1
-        self.counters.saved_bytes += num_bytes
+        self.counters.saved_bytes += num_missing * self._copier.block_bytes
 
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
-        """Bring KV back into `blocks` and give the host's blocks up; False if that fails.
+        """Bring KV back into `blocks`; False if that fails.
+
+        The host's blocks are given up, or become the checkpoint of the sequence.
 
         Args:
             record: of a sequence that has something in host memory.
@@ -152,11 +144,12 @@ class SwapSpace:
         host_ids = kept.host_blocks[first : first + len(blocks)].astype(np.int64)
         try:
             copier.load_blocks(host_ids, np.array(blocks, np.int64))
-        except _COPY_ERRORS as error:
+        except COPY_ERRORS as error:
             self._note_failure(error)
-            return False
-        finally:
             self.drop(record)
+            return False
+        record.swapped = None
+        self.checkpoints.keep(record, kept)
         self.counters.num_loads += 1
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
         self.counters.num_tokens += kept.num_tokens - start * self._block_size
@@ -164,18 +157,39 @@ class SwapSpace:
 
     def drop(self, record: Sequence) -> None:
         """Give up what a sequence has in host memory, if anything."""
+        self.checkpoints.drop(record)
         if record.swapped is not None:
             self.blocks.release(record.swapped.host_blocks)
             record.swapped = None
 
     def check(self, records: Iterable[Sequence]) -> None:
         """Raise RuntimeError unless `records`, all there are, hold the host's used blocks."""
+        records = list(records)
         kept = [record.swapped for record in records if record.swapped is not None]
-        self.blocks.check([swapped.host_blocks for swapped in kept])
+        ahead = self.checkpoints.check(records)
+        self.blocks.check([*ahead, *(swapped.host_blocks for swapped in kept)])
         for swapped in kept:
             num_blocks = swapped.first_block + len(swapped.host_blocks)
             if num_blocks != -(-swapped.num_tokens // self._block_size):
                 raise RuntimeError("swap space: host blocks do not end where the tokens do")
+
+    def _is_worth_it(
+        self, record: Sequence, is_missing: Bools, num_shared: int, num_tokens: int
+    ) -> bool:
+        """Return whether there is room for what is missing, and copying is quicker than computing.
+
+        What host memory has already is copied back alone.
+        """
+        assert self._copier is not None, "a copy without a host"
+        num_missing = int(is_missing.sum())
+        if self._choice is not None and not self._choice.is_copy_quicker(
+            num_bytes=(num_missing + len(is_missing)) * self._copier.block_bytes,
+            num_tokens=num_tokens,
+            num_shared_tokens=num_shared * self._block_size,
+        ):
+            return False
+        self.checkpoints.make_room(num_missing, but=record)
+        return num_missing <= self.blocks.num_available
 
     def _note_failure(self, error: Exception) -> None:
         self.counters.num_failures += 1

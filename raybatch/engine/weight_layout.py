@@ -4,6 +4,8 @@ A prepared tensor carries its layout at the end of its name. All shapes are thos
 sees, [..., out, in], but for panels.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
@@ -28,7 +30,24 @@ _PANELS = ".panels"
 _DENSE = frozenset(("qkv", "o", "gate_up", "down", "head", "table"))
 
 
-def lay_out(name: str, part: Part, *, panel_width: int | None = None) -> tuple[str, Part]:
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How the weights of a model are kept.
+
+    Args:
+        dtype: of all that are not bytes.
+        panel_width: outputs of the panels of dense linears, for compiled ops on a CPU; None lays
+            them out for torch.
+        quantized: dtype of the weights of all linears but head and routers, one of
+            `raybatch.kernels.quantized`; None leaves them in `dtype`.
+    """
+
+    dtype: torch.dtype
+    panel_width: int | None = None
+    quantized: torch.dtype | None = None
+
+
+def lay_out(name: str, part: Part, panel_width: int | None = None) -> tuple[str, Part]:
     """Return the name and form under which a tensor is prepared for a CPU.
 
     Args:

@@ -5,8 +5,8 @@ they share one copy.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from safetensors import safe_open
 
 from raybatch.config import cache_dir
 from raybatch.engine.checkpoint import Checkpoint, stat_key
+from raybatch.engine.layer_tensors import piece_bytes
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.model_source import model_fingerprint
 from raybatch.engine.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
-from raybatch.engine.weight_layout import LAYER_LINEARS, lay_out, view_of
-from raybatch.engine.weight_recipes import Recipe, recipes_of
+from raybatch.engine.weight_layout import LAYER_LINEARS, WeightForm, lay_out, view_of
+from raybatch.engine.weight_recipes import recipes_of
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.quantized import quantize, quantized_scales
+from raybatch.policy.residence import WeightSizes
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +57,6 @@ class LayerWeights:
     experts_gate_up_scales: torch.Tensor | None = None
     experts_down_scales: torch.Tensor | None = None
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor of the layer."""
-        for field in fields(self):
-            part = getattr(self, field.name)
-            if isinstance(part, Linear):
-                yield from part.tensors()
-            elif part is not None:
-                yield part
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
@@ -81,64 +74,79 @@ class ModelWeights:
 def load_weights(
     model_path: Path,
     spec: ModelSpec,
+    form: WeightForm,
     *,
-    dtype: torch.dtype,
     device: torch.device,
-    panel_width: int | None = None,
-    quantized: torch.dtype | None = None,
+    streamed: Collection[int] = (),
 ) -> ModelWeights:
     """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
 
     Args:
         model_path: folder of the checkpoint.
         spec: what the model is.
-        dtype: of the weights.
+        form: of the weights; panels are for a CPU alone.
         device: where they go.
-        panel_width: of dense linears on a CPU; None lays them out for torch.
-        quantized: dtype of the weights of all linears but head and router, one of
-            `raybatch.kernels.quantized`; None leaves them in `dtype`.
+        streamed: layers that stay in host memory, pinned where the device is a GPU.
     """
     if device.type == "cpu":
         try:
-            path = prepare_weights(
-                model_path, spec, dtype, panel_width=panel_width, quantized=quantized
-            )
-            return _map_prepared(path, spec)
+            return _map_prepared(prepare_weights(model_path, spec, form), spec)
         except OSError as error:
             logger.warning(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
             )
     with Checkpoint(model_path) as checkpoint:
-        parts = _parts(recipes_of(checkpoint, spec), dtype, quantized)
-        tensors = {name: build().to(device, kind) for name, (_, kind, build) in parts.items()}
+        parts = _parts(checkpoint, spec, form)
+        tensors = {}
+        for name, (_, dtype, build) in parts.items():
+            if device.type == "cuda" and _layer_of(name) in streamed:
+                tensors[name] = build().to(dtype).pin_memory()
+            else:
+                tensors[name] = build().to(device, dtype)
     return _assemble(tensors, spec)
 
 
-def prepare_weights(
-    model_path: Path,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    panel_width: int | None = None,
-    quantized: torch.dtype | None = None,
-) -> Path:
+def weight_sizes(
+    model_path: Path, spec: ModelSpec, form: WeightForm, *, device: torch.device
+) -> WeightSizes:
+    """Return the bytes that the weights will take, without loading any."""
+    with Checkpoint(model_path) as checkpoint:
+        parts = _parts(checkpoint, spec, form)
+        if device.type == "cpu":
+            parts = dict(lay_out(*part, form.panel_width) for part in parts.items())
+    other_bytes, layer_bytes = 0, [0] * spec.num_layers
+    for name, (shape, dtype, _) in parts.items():
+        layer, num_bytes = _layer_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
+        if layer is None:
+            other_bytes += num_bytes
+        else:
+            layer_bytes[layer] += num_bytes
+    return WeightSizes(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the layer of a prepared tensor; None for what belongs to none."""
+    layer, dot, _ = name.partition(".")
+    return int(layer) if dot and layer.isdecimal() else None
+
+
+def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path:
     """Write the prepared file unless it exists, and return its path.
 
-    Processes that ask at the same time write it once. For the arguments see `load_weights`.
+    Processes that ask at the same time write it once.
 
     Raises:
         OSError: the cache folder cannot be written.
     """
-    layout = f"{_FORMAT_VERSION}-{panel_width}-{quantized}"
-    key = stat_key(model_path, model_fingerprint(model_path), str(dtype), layout)
+    key = stat_key(model_path, model_fingerprint(model_path), str(form), str(_FORMAT_VERSION))
     target = cache_dir() / "weights" / f"{key}.safetensors"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(target.with_suffix(".lock")), Checkpoint(model_path) as checkpoint:
         if not target.exists():
-            parts = _parts(recipes_of(checkpoint, spec), dtype, quantized).items()
-            write_tensors(target, dict(lay_out(*part, panel_width=panel_width) for part in parts))
+            parts = _parts(checkpoint, spec, form).items()
+            write_tensors(target, dict(lay_out(*part, form.panel_width) for part in parts))
             logger.info("prepared weights written to %s", target)
     return target
 
@@ -180,14 +188,13 @@ def _assemble_layer(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> Lay
     return LayerWeights(**parts)
 
 
-def _parts(
-    recipe: Mapping[str, Recipe], dtype: torch.dtype, quantized: torch.dtype | None
-) -> dict[str, Part]:
+def _parts(checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm) -> dict[str, Part]:
     """Return every tensor with its dtype; those that become bytes are followed by their scales."""
     parts: dict[str, Part] = {}
-    for name, (shape, build) in recipe.items():
+    quantized = form.quantized
+    for name, (shape, build) in recipes_of(checkpoint, spec).items():
         if quantized is None or name.rpartition(".")[2] not in LAYER_LINEARS:
-            parts[name] = shape, dtype, build
+            parts[name] = shape, form.dtype, build
             continue
         parts[name] = shape, quantized, _applied(quantize, build, quantized)
         scales = _applied(quantized_scales, build, quantized)

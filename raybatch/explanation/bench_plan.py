@@ -19,6 +19,7 @@ from raybatch.engine.module_profile import ModuleProfile
 from raybatch.engine.profile_cache import measured_profile
 from raybatch.errors import ConfigError
 from raybatch.explanation.batch_plan import plan_section
+from raybatch.explanation.streamed_weights import StreamedWeights, streamed_weights
 from raybatch.pictures.document import Section, to_text
 from raybatch.pictures.wording import count, full, percent
 from raybatch.policy.batch_search import MemoryBudget, PricedPlan
@@ -53,6 +54,7 @@ class PlanReport:
         costs: fitted to it.
         phases: what was chosen for each.
         steps: how the engine runs its steps.
+        weights: what it costs that some layers do not stay on the device; None where all do.
     """
 
     model: str
@@ -67,13 +69,15 @@ class PlanReport:
     costs: ModuleCosts
     phases: dict[Phase, PlannedBatches]
     steps: StepPlan
+    weights: StreamedWeights | None = None
 
     def options(self) -> dict[str, int | None]:
         """Return the options of the engine that the plan comes to.
 
         The token budget is what the plan asks for, and no less than what the engine has: a step
-        costs more than its layers, so that fewer tokens only pay where memory is short. The engine
-        keeps parameters and KV on the device, so that plans for the host do not count.
+        costs more than its layers, so that fewer tokens only pay where memory is short. Plans with
+        KV on the host do not count, which the engine keeps on the device, nor those with experts
+        there: it streams whole layers, by `device_weight_bytes`.
         """
         found = [_on_device(planned) for planned in self.phases.values()]
         tokens = max((p.plan.gate_tokens for p in found if p is not None), default=None)
@@ -112,6 +116,7 @@ class PlanReport:
             "memory": asdict(self.memory),
             "options": self.options(),
             "steps": asdict(self.steps),
+            "weights": None if self.weights is None else asdict(self.weights),
             "phases": {phase: _phase_json(planned) for phase, planned in self.phases.items()},
             "costs": asdict(self.costs),
             "was_read": self.was_read,
@@ -127,6 +132,7 @@ class PlanReport:
         if options["attn_batch_tokens"] is not None:
             runs = f"coroutines, attention over {full(options['attn_batch_tokens'])} tokens"
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
+        weights = () if self.weights is None else (("weights", self.weights.told()),)
         rows = f"{full(self.row.prompt_tokens)} prompt and {full(self.row.output_tokens)} output"
         return Section(
             title="Engine",
@@ -136,6 +142,7 @@ class PlanReport:
                 ("rows", f"{rows} tokens each"),
                 ("steps", f"{runs}: {self.steps.reason}"),
                 ("options", told),
+                *weights,
             ),
             notes=(*_notes(self.phases), *self._busy_notes()),
         )
@@ -209,6 +216,7 @@ def plan_report(
         )
         for phase in _PHASES
     }
+    layer_s = {phase: _computed_s(planned) for phase, planned in phases.items()}
     return PlanReport(
         model=source if source == "demo" else model.name,
         device=_device(model, config),
@@ -222,6 +230,7 @@ def plan_report(
         costs=costs,
         phases=phases,
         steps=plan_steps(profile.layers, row),
+        weights=streamed_weights(model.residence, model.sizes, costs, layer_s),
     )
 
 
@@ -257,6 +266,12 @@ def _planned(
         ) from error
 
 
+def _computed_s(planned: PlannedBatches) -> float:
+    """Return the seconds that one layer of the plan takes without copies."""
+    priced = _on_device(planned) or planned.search.best
+    return max(priced.time.layer_s, 1e-9)
+
+
 def _on_device(planned: PlannedBatches) -> PricedPlan | None:
     """Return the best plan that the engine can carry out; None where the device holds none."""
     search = planned.search
@@ -269,7 +284,8 @@ def _on_device(planned: PlannedBatches) -> PricedPlan | None:
 def _notes(phases: Mapping[Phase, PlannedBatches]) -> tuple[str, ...]:
     """Say where the best plan is none that the engine carries out."""
     return tuple(
-        f"{phase}: the best plan needs the host; the engine keeps parameters and KV on the device"
+        f"{phase}: the best plan needs the host; the engine keeps KV on the device, and streams "
+        "whole layers where engine.device_weight_bytes asks for it"
         for phase, planned in phases.items()
         if _on_device(planned) is not planned.search.best
     )

@@ -36,6 +36,9 @@ class RunActual:
         recomputed_tokens: computed again after that.
         swapped_tokens: whose KV came back from host memory instead.
         swapped_bytes: copied for that, there and back.
+        weight_copy_bytes: weights copied to the device, as not all stay there.
+        num_weight_copies: layers that were.
+        num_weight_stalls: of these, the ones that were waited for.
         drafted_tokens: guessed ahead and computed.
         accepted_tokens: of these, the right ones; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
@@ -59,6 +62,9 @@ class RunActual:
     recomputed_tokens: int | None = None
     swapped_tokens: int | None = None
     swapped_bytes: int | None = None
+    weight_copy_bytes: int | None = None
+    num_weight_copies: int | None = None
+    num_weight_stalls: int | None = None
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
     num_group_cuts: int | None = None
@@ -103,6 +109,7 @@ class PlanOutcome:
             ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
             ("generated tokens", amount(outputs), amount(generated)),
             *drafts,
+            *_weights(actual),
             ("copies of other rows", full(planned_copies), full(self._num_copies)),
             ("order", plan.order if plan.is_reordered else "input", ""),
             ("groups", full(profile.num_groups if plan.is_reordered else 0), self._pieces()),
@@ -271,6 +278,19 @@ class PlanOutcome:
 def _share(actual: RunActual) -> str:
     accepted, drafted = actual.accepted_tokens or 0, actual.drafted_tokens or 0
     return f"{amount(accepted)} of {amount(drafted)}"
+
+
+def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
+    """Return what was copied of weights that do not stay on the device; nothing where all do."""
+    if not actual.weight_copy_bytes:
+        return ()
+    mebibytes = amount(round(actual.weight_copy_bytes / 2**20))
+    per_token = amount(round(actual.weight_copy_bytes / 2**10 / max(1, actual.generated_tokens)))
+    stalls, copies = amount(actual.num_weight_stalls or 0), amount(actual.num_weight_copies or 0)
+    return (
+        ("weights copied", "", f"{mebibytes} MiB, {per_token} KiB per generated token"),
+        ("layers waited for", "", f"{stalls} of {copies}"),
+    )
 
 
 def _with_notes(rows: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, ...], ...]:

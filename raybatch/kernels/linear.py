@@ -1,6 +1,5 @@
 """Dense linears, the gated feed-forward block made of two, and the embedding of tokens."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +30,6 @@ class Linear:
     num_outputs: int
     bias: torch.Tensor | None = None
     scales: torch.Tensor | None = None
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield its tensors."""
-        yield self.weight
-        yield from (part for part in (self.bias, self.scales) if part is not None)
 
     @property
     def is_panelled(self) -> bool:

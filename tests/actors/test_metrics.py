@@ -20,6 +20,9 @@ COUNTERS = {
     "raybatch_preemptions_total",
     "raybatch_swapped_tokens_total",
     "raybatch_swapped_bytes_total",
+    "raybatch_weight_copies_total",
+    "raybatch_weight_copy_bytes_total",
+    "raybatch_weight_stalls_total",
     "raybatch_drafted_tokens_total",
     "raybatch_accepted_tokens_total",
     "raybatch_replica_restarts_total",
@@ -143,6 +146,19 @@ def test_kv_that_was_moved_to_the_host_and_back_is_told(registry):
         engine.update(ReplicaStats(num_swapped_tokens=num_tokens, swapped_bytes=100 * num_tokens))
     assert registry.values["raybatch_swapped_tokens_total", "3"] == 80
     assert registry.values["raybatch_swapped_bytes_total", "3"] == 8000
+
+
+def test_weights_that_were_copied_to_the_device_are_told(registry):
+    engine = ReplicaMetrics(3, registry)
+    for count in (5, 9):
+        engine.update(
+            ReplicaStats(
+                num_weight_copies=count, weight_copy_bytes=1000 * count, num_weight_stalls=count - 1
+            )
+        )
+    assert registry.values["raybatch_weight_copies_total", "3"] == 9
+    assert registry.values["raybatch_weight_copy_bytes_total", "3"] == 9000
+    assert registry.values["raybatch_weight_stalls_total", "3"] == 8
 
 
 def test_an_endpoint_tells_its_concurrency_and_its_retries(registry):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.layer_store import WeightCounters
 from raybatch.types import Completion, Request, Sampling
 
 NUM_LAYERS = 2
@@ -73,9 +74,12 @@ class FakeRunner:
     attn_batch_tokens: int | None = None
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
+    weight_counters: WeightCounters = field(default_factory=WeightCounters)
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
+    forgets_loaded: bool = True  # what was brought back is never read from the host again
     num_moves: int = 0
+    num_moved_blocks: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
 
@@ -100,7 +104,8 @@ class FakeRunner:
         self._count_move(host_ids, block_ids)
         pages[:, block_ids] = self._host[:NUM_LAYERS, host_ids]
         self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
-        self._host[:, host_ids] = 3
+        if self.forgets_loaded:
+            self._host[:, host_ids] = 3
 
     def copy_bytes_per_s(self):
         return 1e9
@@ -108,6 +113,7 @@ class FakeRunner:
     def _count_move(self, source, target):
         assert len(source) == len(target) == len(set(source.tolist())) == len(set(target.tolist()))
         self.num_moves += 1
+        self.num_moved_blocks += len(source)
         if self.num_moves - 1 in self.failing_moves:
             raise RuntimeError("the copy engine is on strike")
 

@@ -11,6 +11,7 @@ from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.pick_ops import dense_panel_width, pick_ops
+from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.tiny_models import VARIANTS, save
@@ -41,7 +42,7 @@ def make_driver(
     spec = read_model_spec(path)
     has_dense_panels = is_compiled if has_dense_panels is None else has_dense_panels
     width = dense_panel_width(torch.float32, CPU, may_compile=has_dense_panels)
-    weights = load_weights(path, spec, dtype=torch.float32, device=CPU, panel_width=width)
+    weights = load_weights(path, spec, WeightForm(torch.float32, panel_width=width), device=CPU)
     cache = allocate_kv_cache(
         spec, num_blocks=96, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
     )

@@ -11,6 +11,7 @@ from raybatch.engine.kv_cache import KVCache
 from raybatch.engine.layer_bench import ProfileOptions, probe_decoder
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.module_profile import model_shape, profile_layer
+from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from raybatch.errors import ConfigError
 from raybatch.policy.layer_work import Workload
@@ -41,7 +42,7 @@ def load(tmp_path_factory):
             if not path.exists():
                 build(variant).save_pretrained(path)
             spec = read_model_spec(path)
-            return spec, load_weights(path, spec, dtype=torch.float32, device=CPU)
+            return spec, load_weights(path, spec, WeightForm(torch.float32), device=CPU)
 
         yield loaded
 

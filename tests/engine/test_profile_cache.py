@@ -11,6 +11,7 @@ from raybatch.engine.layer_bench import ProfileOptions
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.module_profile import profile_layer
 from raybatch.engine.profile_cache import load_profile, measured_profile, profile_path
+from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from tests.engine.tiny_models import build
 
@@ -34,7 +35,7 @@ def model(tmp_path_factory):
         patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
         build("qwen3-moe").save_pretrained(folder)
         spec = read_model_spec(folder)
-        return spec, load_weights(folder, spec, dtype=torch.float32, device=CPU)
+        return spec, load_weights(folder, spec, WeightForm(torch.float32), device=CPU)
 
 
 @pytest.fixture(scope="module")

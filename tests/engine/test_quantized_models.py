@@ -8,6 +8,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
+from raybatch.engine.layer_tensors import tensors_of
 from raybatch.engine.loaded_model import load_model
 from raybatch.engine.pick_ops import pick_ops
 from raybatch.errors import ConfigError
@@ -83,7 +84,7 @@ def test_layers_take_a_quarter_of_the_memory(checkpoint):
 
     def layer_bytes(**options):
         weights = load_model(str(path), EngineConfig(dtype="float32", **options)).weights
-        return sum(t.nbytes for layer in weights.layers for t in layer.tensors() if t.dim() > 1)
+        return sum(t.nbytes for layer in weights.layers for t in tensors_of(layer) if t.dim() > 1)
 
     # beside the bytes there are scales and, in these small models, large norms of heads
     assert layer_bytes(quantization="int8") < 0.4 * layer_bytes()

@@ -51,9 +51,12 @@ def make_swapping(path, *, num_blocks, host, **options):
 
 
 @pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
-@pytest.mark.parametrize(("host", "caching"), [(200, False), (200, True), (8, True)])
+@pytest.mark.parametrize(
+    ("host", "caching", "ahead"),
+    [(200, False, 0), (200, True, 0), (8, True, 0), (200, False, 3)],
+)
 def test_greedy_tokens_under_heavy_preemption_equal_transformers(
-    checkpoint, rng, host, caching, attn
+    checkpoint, rng, host, caching, ahead, attn
 ):
     path, model = checkpoint
     prompts = shared_prompts(rng)
@@ -65,6 +68,7 @@ def test_greedy_tokens_under_heavy_preemption_equal_transformers(
         max_num_seqs=17,
         attn_batch_tokens=attn,
         enable_prefix_caching=caching,
+        kv_checkpoint_blocks=ahead,
     )
     done = run(backend, prompts, n=2)
     expected = greedy_reference(model, prompts)
@@ -74,6 +78,7 @@ def test_greedy_tokens_under_heavy_preemption_equal_transformers(
     assert stats.num_preemptions >= 5
     assert stats.num_swapped_tokens > 0
     assert (stats.num_recomputed_tokens > 0) == (host == 8)
+    assert (stats.checkpoint_bytes > 0) == (ahead > 0)
 
 
 def test_the_measured_choice_leaves_the_tokens_as_they_are(checkpoint, rng):

@@ -11,6 +11,7 @@ from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
+from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights, prepare_weights
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
@@ -37,29 +38,32 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_prepared_weights_are_written_once(path):
     spec = read_model_spec(path)
-    first = prepare_weights(path, spec, torch.float32)
+    first = prepare_weights(path, spec, WeightForm(torch.float32))
     stamp = first.stat().st_mtime_ns
-    assert prepare_weights(path, spec, torch.float32) == first
+    assert prepare_weights(path, spec, WeightForm(torch.float32)) == first
     assert first.stat().st_mtime_ns == stamp
 
 
 def test_each_dtype_has_its_own_prepared_file(path):
     spec = read_model_spec(path)
-    files = {prepare_weights(path, spec, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    forms = [WeightForm(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    files = {prepare_weights(path, spec, form) for form in forms}
     assert len(files) == 2
 
 
 def test_each_layout_has_its_own_prepared_file(path):
     spec = read_model_spec(path)
-    files = {prepare_weights(path, spec, torch.float32, panel_width=w) for w in (None, 16, 32)}
-    assert len(files) == 3
+    forms = [WeightForm(torch.float32, panel_width=width) for width in (None, 16, 32)]
+    forms.append(WeightForm(torch.float32, panel_width=32, quantized=torch.int8))
+    files = {prepare_weights(path, spec, form) for form in forms}
+    assert len(files) == 4
 
 
 def test_a_tied_table_lies_in_panels_once(tmp_path):
     build("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
-    plain = load_weights(tmp_path, spec, dtype=torch.float32, device=CPU)
-    panelled = load_weights(tmp_path, spec, dtype=torch.float32, device=CPU, panel_width=32)
+    plain = load_weights(tmp_path, spec, WeightForm(torch.float32), device=CPU)
+    panelled = load_weights(tmp_path, spec, WeightForm(torch.float32, panel_width=32), device=CPU)
     assert panelled.embed.data_ptr() == panelled.head.weight.data_ptr()
     token_ids = torch.tensor([0, 31, 32, spec.vocab_size - 1])
     assert torch.equal(embed_tokens(token_ids, panelled.embed), plain.embed[token_ids])
@@ -68,18 +72,18 @@ def test_a_tied_table_lies_in_panels_once(tmp_path):
 
 def test_a_table_of_its_own_stays_rows_beside_a_head_in_panels(path):
     weights = load_weights(
-        path, read_model_spec(path), dtype=torch.float32, device=CPU, panel_width=32
+        path, read_model_spec(path), WeightForm(torch.float32, panel_width=32), device=CPU
     )
     assert (weights.embed.dim(), weights.head.weight.dim()) == (2, 3)
 
 
 def test_prepared_tensors_start_at_cache_lines(path):
-    weights = load_weights(path, read_model_spec(path), dtype=torch.float32, device=CPU)
+    weights = load_weights(path, read_model_spec(path), WeightForm(torch.float32), device=CPU)
     assert weights.layers[0].qkv.weight.data_ptr() % 64 == 0
 
 
 def test_no_temporary_file_stays_behind(path, own_cache):
-    prepare_weights(path, read_model_spec(path), torch.float32)
+    prepare_weights(path, read_model_spec(path), WeightForm(torch.float32))
     assert not list((own_cache / "weights").glob("*.tmp"))
 
 
@@ -87,9 +91,9 @@ def test_an_unusable_cache_folder_falls_back_to_private_weights(path, own_cache,
     own_cache.write_text("a file where the folder should be")
     spec = read_model_spec(path)
     with caplog.at_level(logging.WARNING):
-        private = load_weights(path, spec, dtype=torch.float32, device=CPU)
+        private = load_weights(path, spec, WeightForm(torch.float32), device=CPU)
     own_cache.unlink()
-    mapped = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    mapped = load_weights(path, spec, WeightForm(torch.float32), device=CPU)
     assert torch.equal(private.layers[1].qkv.weight, mapped.layers[1].qkv.weight)
     assert len(caplog.records) == 1
 
@@ -97,11 +101,11 @@ def test_an_unusable_cache_folder_falls_back_to_private_weights(path, own_cache,
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(path):
     spec = dataclasses.replace(read_model_spec(path), has_qkv_bias=True)
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj\.bias"):
-        load_weights(path, spec, dtype=torch.float32, device=CPU)
+        load_weights(path, spec, WeightForm(torch.float32), device=CPU)
 
 
 def _prepare_in_child(path: Path, queue: "multiprocessing.Queue[str]") -> None:
-    queue.put(str(prepare_weights(path, read_model_spec(path), torch.float32)))
+    queue.put(str(prepare_weights(path, read_model_spec(path), WeightForm(torch.float32))))
 
 
 def test_processes_that_race_agree_on_one_file(path, own_cache):

@@ -155,3 +155,11 @@ def test_json_of_another_version_is_a_config_error(plan):
     stored = outcome(plan).to_mapping() | {"actual": {"prompt": 1}}
     with pytest.raises(ConfigError, match=r"file\.actual"):
         PlanOutcome.from_mapping(stored, where="file")
+
+
+def test_weights_that_were_copied_are_told_by_token(plan):
+    assert not [row for row in outcome(plan).rows() if "weights" in row[0]]
+    copied = {"weight_copy_bytes": 480 << 20, "num_weight_copies": 96, "num_weight_stalls": 12}
+    found = outcome(plan, **copied).rows()
+    assert ("weights copied", "", "480 MiB, 1,024 KiB per generated token") in found
+    assert ("layers waited for", "", "12 of 96") in found

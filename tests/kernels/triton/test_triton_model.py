@@ -6,6 +6,7 @@ import torch
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
 from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from raybatch.kernels.dispatch import REFERENCE, ops_for
 from tests.engine.greedy_driver import GreedyDriver
@@ -22,7 +23,7 @@ def greedy_tokens(path, prompts, ops, device):
     cache = allocate_kv_cache(
         spec, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=device
     )
-    weights = load_weights(path, spec, dtype=torch.float32, device=device)
+    weights = load_weights(path, spec, WeightForm(torch.float32), device=device)
     blocks = random.Random(5).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     driver = GreedyDriver(
         Decoder(spec, weights, ops=ops),

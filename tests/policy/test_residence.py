@@ -1,0 +1,111 @@
+"""Which layers stay on the device, and how much longer a pass takes for the others."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.errors import ConfigError
+from raybatch.policy.residence import WeightSizes, pass_time, plan_residence
+
+EVEN = WeightSizes(other_bytes=10, layer_bytes=(100,) * 6)
+
+
+def plan(budget, buffers=2, sizes=EVEN):
+    return plan_residence(sizes, device_weight_bytes=budget, weight_buffers=buffers)
+
+
+def test_without_a_budget_all_layers_stay():
+    found = plan(None)
+    assert ((True,) * 6, 0, 610, 0) == (
+        found.is_resident,
+        found.num_buffers,
+        found.device_bytes,
+        found.pass_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "buffers", "streamed"),
+    [
+        (610, 2, ()),
+        # with two buffers, two resident layers fewer make room for nothing
+        (609, 2, (1, 3, 5)),
+        (510, 2, (1, 3, 5)),
+        (509, 2, (1, 2, 4, 5)),
+        (409, 2, (1, 2, 3, 4, 5)),
+        (210, 2, (0, 1, 2, 3, 4, 5)),
+        (110, 1, (0, 1, 2, 3, 4, 5)),
+        (410, 3, (1, 2, 3, 4, 5)),
+    ],
+)
+def test_as_many_layers_stay_as_the_budget_holds_spread_over_the_model(budget, buffers, streamed):
+    found = plan(budget, buffers)
+    assert streamed == found.streamed
+    assert 100 * len(streamed) == found.pass_bytes
+    assert found.device_bytes <= budget
+
+
+def test_a_budget_below_the_ring_is_refused_with_the_way_out():
+    with pytest.raises(
+        ConfigError,
+        match=r"engine\.device_weight_bytes is 209, .* 10 and a ring of 2 layers "
+        r"\(engine\.weight_buffers\) up to 200: 210 at least; raise it, .* all 610 bytes",
+    ):
+        plan(209)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=9),
+    st.integers(0, 50),
+    st.integers(1, 4),
+    st.integers(0, 1000),
+)
+def test_a_plan_holds_its_budget_and_no_plan_has_more_layers(layers, other, buffers, budget):
+    sizes = WeightSizes(other_bytes=other, layer_bytes=tuple(layers))
+    try:
+        found = plan(budget, buffers, sizes)
+    except ConfigError:
+        # the whole model is one of the plans
+        assert budget < sizes.total_bytes
+        return
+    assert found.device_bytes <= budget
+    assert (budget >= sizes.total_bytes) == (not found.streamed)
+    assert found.num_buffers == min(buffers, len(found.streamed))
+    assert all(layers[idx] <= found.buffer_bytes for idx in found.streamed)
+    staying = sum(size for size, kept in zip(layers, found.is_resident, strict=True) if kept)
+    assert found.device_bytes == other + staying + found.num_buffers * found.buffer_bytes
+    assert found.pass_bytes == sum(layers) - staying
+
+
+def time_of(budget, buffers, layer_s, *, overlap=True):
+    # a copy of a layer takes one second
+    return pass_time(
+        plan(budget, buffers),
+        EVEN,
+        layer_s=[layer_s] * 6,
+        bytes_per_s=100.0,
+        copies_overlap=overlap,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "buffers", "layer_s", "overlap", "expected"),
+    [
+        (None, 2, 2.0, True, 12.0),
+        # all six pass through: hidden behind longer computations, or the other way round
+        (210, 2, 2.0, True, 12.0),
+        (210, 2, 0.5, True, 6.0),
+        (210, 2, 0.0, True, 6.0),
+        # nothing is copied ahead into a single buffer, or by the core that computes
+        (110, 1, 2.0, True, 18.0),
+        (210, 2, 2.0, False, 18.0),
+        # three pass through, each behind a resident layer
+        (510, 2, 0.5, True, 3.0),
+        (510, 2, 0.25, True, 3.0),
+    ],
+)
+def test_a_pass_takes_the_longer_of_copies_and_computations(
+    budget, buffers, layer_s, overlap, expected
+):
+    assert pytest.approx(expected) == time_of(budget, buffers, layer_s, overlap=overlap)
