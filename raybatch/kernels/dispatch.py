@@ -24,7 +24,11 @@ Prepared = Any
 class Ops:
     """The ops of a forward pass in one form; what they do is told where the references are.
 
-    What `prepare_attention` returns is read by `store_kv` and `attend` of the same form alone.
+    What `prepare_attention` and `prepare_fixed` return is read by `store_kv` and `attend` of the
+    same form alone.
+
+    `is_fixed` says that a step of decodes can be captured in a graph: with `prepare_fixed`, no op
+    reads a value back or has a shape or a launch that depends on one.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -33,6 +37,8 @@ class Ops:
     prepare_attention: Callable[..., Prepared]
     store_kv: Callable[..., None]
     attend: Callable[..., torch.Tensor]
+    prepare_fixed: Callable[..., Prepared]
+    is_fixed: bool
 
 
 REFERENCE = Ops(
@@ -42,6 +48,9 @@ REFERENCE = Ops(
     prepare_attention=attention.prepare_attention,
     store_kv=attention.store_kv,
     attend=attention.attend,
+    prepare_fixed=attention.prepare_fixed,
+    # experts are cut by counts that the host reads
+    is_fixed=False,
 )
 
 
@@ -90,4 +99,6 @@ def _on_gpu() -> Ops:
         prepare_attention=attention.prepare_attention,
         store_kv=attention.store_kv,
         attend=attention.attend,
+        prepare_fixed=attention.prepare_fixed,
+        is_fixed=True,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from raybatch.engine.decode_graphs import GraphCounts
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.types import Completion, Request, Sampling
 
@@ -78,6 +79,7 @@ class FakeRunner:
     num_moves: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    graph_counts: GraphCounts = field(default_factory=GraphCounts)
 
     def __post_init__(self):
         shape = (NUM_LAYERS, self.num_blocks * self.block_size)
