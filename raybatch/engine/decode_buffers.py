@@ -42,7 +42,7 @@ class DecodeShape:
     def buffer_bytes(self, vocab_size: int) -> int:
         """Return the bytes of the buffers."""
         entries = 3 * self.entries_of(self.max_rows)
-        rows = 4 * self.max_rows + 1
+        rows = 5 * self.max_rows + 2
         return (entries + rows) * _ITEM_BYTES + self.max_rows * vocab_size * 4
 
 

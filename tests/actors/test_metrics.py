@@ -145,6 +145,17 @@ def test_kv_that_was_moved_to_the_host_and_back_is_told(registry):
     assert registry.values["raybatch_swapped_bytes_total", "3"] == 8000
 
 
+def test_steps_with_and_without_a_graph_are_told(registry):
+    engine = ReplicaMetrics(3, registry)
+    for steps in (4, 9):
+        eager = {"prompts": steps, "shared prefix": 2}
+        engine.update(ReplicaStats(num_graphs=12, num_graph_steps=steps, eager_steps=eager))
+    assert registry.values["raybatch_captured_graphs", "3"] == 12
+    assert registry.values["raybatch_graph_steps_total", "3"] == 9
+    assert registry.values["raybatch_eager_steps_total", "3", "prompts"] == 9
+    assert registry.values["raybatch_eager_steps_total", "3", "shared prefix"] == 2
+
+
 def test_an_endpoint_tells_its_concurrency_and_its_retries(registry):
     ReplicaMetrics(3, registry).update(ReplicaStats(concurrency=16, num_retries=2))
     assert registry.values["raybatch_endpoint_concurrency", "3"] == 16
