@@ -22,6 +22,8 @@ COUNTERS = {
     "raybatch_swapped_bytes_total",
     "raybatch_drafted_tokens_total",
     "raybatch_accepted_tokens_total",
+    "raybatch_graph_steps_total",
+    "raybatch_eager_steps_total",
     "raybatch_replica_restarts_total",
     "raybatch_endpoint_retries_total",
     "raybatch_cost_total",
@@ -73,7 +75,13 @@ def counters(**values):
 def test_series_have_the_documented_names(registry):
     PoolMetrics(registry)
     ReplicaMetrics(1, registry)
-    of_engines = ("kv_usage_ratio", "running_requests", "waiting_requests", "endpoint_concurrency")
+    of_engines = (
+        "kv_usage_ratio",
+        "running_requests",
+        "waiting_requests",
+        "endpoint_concurrency",
+        "captured_graphs",
+    )
     gauges = {f"raybatch_{name}" for name in of_engines}
     assert COUNTERS | gauges | {"raybatch_unit_seconds"} == registry.names
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from raybatch.engine.step_graph import Recording
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.graph_cases import capture, fill_randomly, random_step, shape
-from tests.engine.tiny_models import save
+from tests.engine.tiny_models import build
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_captured_kernels_give_the_logits_of_the_plain_forward_pass(
 ):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
     # windows and experts
-    save("mixtral-window", tmp_path / "model")
+    build("mixtral-window", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     ops = ops_for(torch.device("cuda"))
     assert ops.is_fixed
     captured = capture(tmp_path / "model", device, ops=ops, steps=shape((4,)))
