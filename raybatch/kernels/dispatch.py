@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels import attention, moe, norm, rotary
+from raybatch.kernels import attention, moe, norm, rotary, sampling
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
 from raybatch.kernels.native.small_ops import small_ops
@@ -22,7 +22,7 @@ Prepared = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """The ops of a forward pass in one form; what they do is told where the references are.
+    """The ops of a step in one form; what they do is told where the references are.
 
     What `prepare_attention` and `prepare_fixed` return is read by `store_kv` and `attend` of the
     same form alone.
@@ -39,6 +39,7 @@ class Ops:
     attend: Callable[..., torch.Tensor]
     prepare_fixed: Callable[..., Prepared]
     is_fixed: bool
+    draw_tokens: Callable[..., sampling.Draws]
 
 
 REFERENCE = Ops(
@@ -51,6 +52,7 @@ REFERENCE = Ops(
     prepare_fixed=attention.prepare_fixed,
     # experts are cut by counts that the host reads
     is_fixed=False,
+    draw_tokens=sampling.draw_tokens,
 )
 
 
@@ -90,7 +92,7 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, moe, norm, rotary
+    from raybatch.kernels.triton import attention, moe, norm, rotary, sampling
 
     return Ops(
         rms_norm=norm.rms_norm,
@@ -101,4 +103,5 @@ def _on_gpu() -> Ops:
         attend=attention.attend,
         prepare_fixed=attention.prepare_fixed,
         is_fixed=True,
+        draw_tokens=sampling.draw_tokens,
     )

@@ -23,7 +23,7 @@ from raybatch.kernels.attention_plan import (
     PrefillPart,
 )
 from raybatch.kernels.rotary import rotation_table
-from raybatch.kernels.triton import attention, jit, moe, norm, rotary
+from raybatch.kernels.triton import attention, jit, moe, norm, rotary, sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -63,6 +63,12 @@ def run_small_ops(dtype):
     projected = torch.zeros(48, 48, 128, dtype=dtype)
     norm.rms_norm(projected[:, :40], projected[0, :40], 1e-6)
     rotary.rotate_(projected[:, :40], rotation_table(torch.arange(48), torch.rand(64), 1.0))
+
+
+def run_sampling():
+    """Draw from two rows of a large vocabulary; logits are float32 whatever the model is."""
+    numbers = torch.full((2,), 0.5, dtype=torch.float64)
+    sampling.draw_tokens(torch.zeros(2, 151936), numbers, numbers, numbers)
 
 
 def run_moe(num_tokens, dtype):
@@ -130,6 +136,7 @@ def run_captured_decodes(dtype, num_rows, *, most_blocks=256, block_size=64):
 
 def run_all(dtype):
     run_small_ops(dtype)
+    run_sampling()
     run_moe(num_tokens=4, dtype=dtype)
     run_moe(num_tokens=2048, dtype=dtype)
     shapes = {
