@@ -4,8 +4,7 @@
 repeats those, so that whatever a real graph would get wrong is found where there is no GPU.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -85,29 +84,20 @@ class RecordedGraphs:
         for _ in range(_NUM_WARM_UPS):
             function()
         recording = Recording()
-        with recording.open():
+        with _NoReading(), _Operations(recording):
             function()
         return recording
 
 
 class Recording:
-    """The operations of one function."""
+    """The operations of one function.
 
-    # what is no operation of torch, such as a kernel of Triton's interpreter, looks here
-    current: ClassVar["Recording | None"] = None
+    What is no operation of torch, such as a kernel of Triton's interpreter, is added by whoever
+    runs it.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Record what is computed inside."""
-        Recording.current = self
-        try:
-            with _NoReading(), _Operations(self):
-                yield
-        finally:
-            Recording.current = None
 
     def add(self, step: Callable[[], object]) -> None:
         """Record something that works on the same memory whenever it is called."""
@@ -124,7 +114,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recording = recording
+        self.recording = recording
 
     def __torch_dispatch__(
         self,
@@ -144,7 +134,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(old, torch.Tensor) and not _is_same_memory(old, new):
                     old.copy_(new)
 
-        self._recording.add(repeat)
+        self.recording.add(repeat)
         return made
 
 

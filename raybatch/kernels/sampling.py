@@ -82,7 +82,9 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
     """
     vocab_size = weights.shape[1]
     even = vocab_size - vocab_size % BLOCK
-    parts = [weights[:, :even].unflatten(1, (-1, BLOCK)).sum(dim=-1)] if even else []
+    parts = (
+        [weights[:, :even].reshape(len(weights), even // BLOCK, BLOCK).sum(dim=-1)] if even else []
+    )
     if even < vocab_size:
         parts.append(weights[:, even:].sum(dim=-1, keepdim=True))
     return torch.cat(parts, dim=1).double()

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from raybatch.engine.step_graph import Recording
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.graph_cases import capture, fill_randomly, random_step, shape
 from tests.engine.tiny_models import build
@@ -20,17 +19,17 @@ def recorded_launches(monkeypatch, device):
     launch = interpreter.GridExecutor.__call__
 
     def noted(executor, *args, **kwargs):
-        recording = Recording.current
+        mode = _get_current_dispatch_mode()
 
         def run():
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 launch(executor, *args, **kwargs)
 
-        if recording is not None:
+        if mode is not None:
             assert all(isinstance(value, (torch.Tensor, int, float, bool)) for value in args), (
                 "what a launch is given"
             )
-            recording.add(run)
+            mode.recording.add(run)
         run()
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)

@@ -66,6 +66,9 @@ def test_numbers_from_0_to_1_draw_tokens_by_their_shares_in_the_order_of_ids(dev
     last = torch.full_like(uniform, 1 - 2**-53)
     assert {4900} == set(run(logits, (ones, 0 * ones, last), device)[0].tolist())
     assert {300} == set(run(logits, (ones, 0.5 * ones, last), device)[0].tolist())
+    # nothing is drawn of blocks without any share, not even at 0
+    logits[:, :256] = float("-inf")
+    assert {300} == set(run(logits, (ones, 0 * ones, 0 * ones), device)[0].tolist())
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
