@@ -174,22 +174,6 @@ def test_a_graph_that_computes_something_else_is_refused(wrong, folder):
         captured.graphs.check(captured.plain)
 
 
-def test_numbers_of_the_host_that_change_are_found(folder):
-    """A graph keeps what it was captured with; the plain pass does not."""
-    calls = []
-
-    def scaled(part, *, pool, windows):
-        calls.append(1)
-        return REFERENCE.prepare_fixed(
-            replace(part, positions=part.positions + len(calls)), pool=pool, windows=windows
-        )
-
-    captured = capture(folder / "llama-biases-tied", ops=replace(FIXED, prepare_fixed=scaled))
-    num_calls = len(calls)
-    captured.graphs.run(random_step(2, 1))
-    assert num_calls == len(calls)
-
-
 def test_sizes_grow_so_that_little_is_padding():
     assert (1, 2, 4, 8, 16, 24, 32, 40) == step_sizes(40)
     assert (1, 2, 3) == step_sizes(3)

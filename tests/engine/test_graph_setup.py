@@ -127,8 +127,9 @@ def random_prompts(seed, count=9, longest=30):
     return [rng.integers(1, 211, rng.integers(1, longest)).tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("variant", "temperature"), [*((name, 0.0) for name in VARIANTS), ("qwen3-moe", 0.8)]
+)
 def test_an_engine_with_graphs_gives_the_same_answers(variant, temperature, folder):
     plain = make_engine(folder / variant, has_graphs=False)
     graphed = make_engine(folder / variant, has_graphs=True)

@@ -72,7 +72,7 @@ def test_numbers_from_0_to_1_draw_tokens_by_their_shares_in_the_order_of_ids(dev
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-@pytest.mark.parametrize("token", [0, 4500, 4999])
+@pytest.mark.parametrize("token", [0, 4500, slice(None)])
 def test_a_broken_row_is_told_and_breaks_no_other(token, broken, device):
     torch.manual_seed(2)
     logits, given = torch.randn(4, 5000), numbers(4)
