@@ -2,6 +2,7 @@
 
 python benchmarks/engine.py                              # the three models of the published table
 python benchmarks/engine.py --models dense-4m --repeats 3 --out result.json
+python benchmarks/engine.py --quantizations none,int8    # weights as bytes; the least is float32's
 
 CPU seconds of the step loop, so with scheduling, sampling and finishing. Beside them stand the
 operations that the model's shape asks for and the bytes that a step has to read, over the rates of
@@ -10,6 +11,7 @@ a matrix product and of memory, measured in the same process. Peers run the same
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 import tempfile
 import time
@@ -175,7 +177,7 @@ def _prefill(engine: NativeBackend, count: int) -> None:
 
 
 def measure_model(
-    name: str, limits: MachineLimits, batches: Sequence[int], repeats: int
+    name: str, limits: MachineLimits, batches: Sequence[int], repeats: int, quantization: str
 ) -> list[Phase]:
     """Measure one of `models.SHAPES`, decoding in each of the batches."""
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +186,11 @@ def measure_model(
         tokens = max(batches) * 2 * DECODE_CONTEXT
         kv_bytes = tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4
         config = EngineConfig(
-            dtype="float32", device="cpu", kv_cache_bytes=kv_bytes, max_batched_tokens=_STEP_TOKENS
+            dtype="float32",
+            quantization=None if quantization == "none" else quantization,
+            device="cpu",
+            kv_cache_bytes=kv_bytes,
+            max_batched_tokens=_STEP_TOKENS,
         )
         engine = create(folder, config)
         phases = [measure_prefill(engine, spec, limits, repeats)]
@@ -209,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
     parser.add_argument("--batches", default=DECODE_BATCHES, help="sequences that decode at once")
+    parser.add_argument("--quantizations", default="none", help="of none, int8 and fp8")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -225,10 +232,12 @@ def main() -> None:
         f"{limits.copied_bytes_per_s / 1e9:.1f} GB/s copied"
     )
     found = {}
-    for name in names:
-        rows = [phase.row(limits) for phase in measure_model(name, limits, batches, args.repeats)]
-        show(name, rows)
-        found[name] = rows
+    for name, form in itertools.product(names, args.quantizations.split(",")):
+        phases = measure_model(name, limits, batches, args.repeats, form)
+        rows = [phase.row(limits) for phase in phases]
+        title = name if form == "none" else f"{name} {form}"
+        show(title, rows)
+        found[title] = rows
     # a machine that others slow down would be told by a second measurement
     again = measure_limits()
     conditions.write_result(

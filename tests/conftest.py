@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: a seeded generator, and memory that is never clean by luck."""
 
 import os
+import signal
 import sys
 from types import ModuleType
 
@@ -9,6 +10,9 @@ import pytest
 
 # Ray's workers step back behind everything else on the machine, and a test would wait for ever
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# a suite that was started in the background of a shell ignores Ctrl-C, and so would what it starts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

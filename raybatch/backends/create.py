@@ -39,6 +39,11 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
     if backend.kind == "vllm":
         vllm_options(backend, engine)
         return
+    if engine.quantization is not None and backend.kind in ("openai", "transformers"):
+        raise ConfigError(
+            "engine.quantization is an option of the native engine, and the "
+            f"{backend.kind} backend has no such; leave it out"
+        )
     options = _OPTIONS.get(backend.kind)
     for name in ("reasoning_parser", "tool_call_parser"):
         if name in backend.options:

@@ -136,6 +136,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.host_kv_bytes is an option of the native engine; vLLM has options of its own "
             "for KV in host memory, which go into engine_kwargs (kv_offloading_size)"
         )
+    if engine.quantization is not None:
+        raise ConfigError(
+            "engine.quantization is an option of the native engine; vLLM has methods of its own, "
+            "which engine_kwargs.quantization names"
+        )
     if engine.speculative_tokens is not None:
         raise ConfigError(
             "engine.speculative_tokens is an option of the native engine; vLLM has "

@@ -9,6 +9,7 @@ from raybatch.errors import ConfigError
 from raybatch.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
 
 
@@ -18,6 +19,9 @@ class EngineConfig:
 
     Args:
         dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
+        quantization: "int8" or "fp8" keeps the weights of linears (but the head and routers) as
+            bytes with a scale for each output, while products stay in `dtype`: a quarter of the
+            memory, and answers that differ. None keeps them in `dtype`.
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
@@ -42,13 +46,14 @@ class EngineConfig:
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
-        compile_kernels: on a CPU compile attention of decoding rows, experts and small ops with the
-            host's C compiler, where there is one; for float32 and one thread.
+        compile_kernels: on a CPU compile attention of decoding rows, linears, experts and small ops
+            with the host's C compiler, where there is one; for float32 and one thread.
         cuda_graphs: capture steps in which sequences only decode as CUDA graphs, for a few numbers
             of rows, and repeat those; None does so on CUDA wherever it can be done.
     """
 
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     device: str = "auto"
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
@@ -68,6 +73,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
+        if self.quantization is not None:
+            check_choice(self, "quantization", get_args(Quantization))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         for name, least in (

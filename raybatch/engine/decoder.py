@@ -6,7 +6,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache
@@ -15,7 +14,7 @@ from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
-from raybatch.kernels.mlp import add_linear_, add_mlp_
+from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.rotary import rotation_table
 
 
@@ -113,10 +112,15 @@ class Decoder:
         """Columns of the logits."""
         return self._spec.vocab_size
 
+    @property
+    def layers(self) -> tuple[LayerWeights, ...]:
+        """Weights of the layers."""
+        return self._weights.layers
+
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the hidden states of a batch before its first layer, [T, M]."""
-        return functional.embedding(batch.token_ids, self._weights.embed)
+        return embed_tokens(batch.token_ids, self._weights.embed)
 
     @torch.inference_mode()
     def attention(
@@ -133,7 +137,7 @@ class Decoder:
         batch, layer = prepared.batch, self._weights.layers[layer_idx]
         is_last = layer_idx == self._spec.num_layers - 1
         drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
-        if is_last and batch.logits_attention is not None:
+        if is_last and batch.logits_attention is not None and self._takes_queries_apart(layer):
             attended = self._attend_last(layer, x, prepared, cache)
         else:
             attended = self._attend(layer_idx, layer, x, prepared, cache)
@@ -141,7 +145,7 @@ class Decoder:
                 attended = attended.index_select(0, batch.logits_idx)
         if drops_rows:
             x = x.index_select(0, batch.logits_idx)
-        add_linear_(x, attended, layer.o, layer.o_bias)
+        self._ops.add_linear_(x, attended, layer.o)
         return x
 
     @torch.inference_mode()
@@ -161,7 +165,7 @@ class Decoder:
         """
         weights = self._weights
         normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
-        found = functional.linear(normed, weights.head)
+        found = self._ops.linear(normed, weights.head)
         return found.float() if out is None else out.copy_(found)
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
@@ -205,6 +209,11 @@ class Decoder:
         self._ops.store_kv(k, v, k_pool, v_pool, attention)
         return self._ops.attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
 
+    def _takes_queries_apart(self, layer: LayerWeights) -> bool:
+        """Return whether a linear can make keys and values without the queries before them."""
+        num_outputs = self._spec.num_heads * self._spec.head_dim
+        return layer.qkv.can_start_at(num_outputs)
+
     def _attend_last(
         self,
         layer: LayerWeights,
@@ -238,8 +247,7 @@ class Decoder:
         """
         spec = self._spec
         dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
-        bias = layer.qkv_bias[dims] if layer.qkv_bias is not None else None
-        projected = functional.linear(hidden, layer.qkv[dims], bias)
+        projected = self._ops.linear(hidden, layer.qkv.take(dims))
         projected = projected.view(len(hidden), heads.stop - heads.start, spec.head_dim)
         num_turned = min(heads.stop, spec.num_heads + spec.num_kv_heads) - heads.start
         turned, values = projected[:, :num_turned], projected[:, num_turned:]
@@ -253,7 +261,7 @@ class Decoder:
         spec = self._spec
         hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
         if layer.gate_up is not None and layer.down is not None:
-            add_mlp_(x, hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+            self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
             return
         assert spec.moe is not None, "a layer without gate_up is sparse"
         assert layer.router is not None, "a sparse layer has a router"
@@ -266,4 +274,6 @@ class Decoder:
             layer.experts_down,
             top_k=spec.moe.top_k,
             norm_topk_prob=spec.moe.norm_topk_prob,
+            gate_up_scales=layer.experts_gate_up_scales,
+            down_scales=layer.experts_down_scales,
         )

@@ -117,6 +117,8 @@ def plan_graphs(
         reason = f"the engine runs on {device}, and only CUDA has them"
     elif config.attn_batch_tokens not in (None, "auto"):
         reason = "steps run as coroutines (attn_batch_tokens)"
+    elif config.quantization is not None:
+        reason = "quantized weights become floats before each product, which a graph would keep"
     else:
         ops = ops or ops_for(device)
         if not ops.is_fixed:

@@ -39,6 +39,7 @@ class ProfileOptions:
         max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
         block_size: tokens of a block of KV.
         may_compile: measure ops that are compiled for this host, as an engine runs them.
+        quantization: how the weights that are measured are kept, see `EngineConfig`.
 
     Raises:
         ConfigError: there is no size, or a number is too small.
@@ -60,6 +61,7 @@ class ProfileOptions:
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
     may_compile: bool = False
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("workloads", "attention_tokens", "ffn_tokens"):
@@ -76,6 +78,7 @@ def profile_options(config: EngineConfig) -> ProfileOptions:
     return ProfileOptions(
         block_size=config.block_size_tokens,
         may_compile=config.compiles_kernels and has_compiler(),
+        quantization=config.quantization,
     )
 
 

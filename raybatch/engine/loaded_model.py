@@ -10,7 +10,9 @@ from raybatch.config import EngineConfig
 from raybatch.engine.limits import check_max_model_len, pick_device
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
+from raybatch.engine.pick_ops import dense_panel_width
 from raybatch.engine.weights import ModelWeights, load_weights
+from raybatch.kernels.quantized import BYTE_DTYPES
 
 __all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
 
@@ -39,7 +41,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the weights."""
+        """Return the type that the model computes in, that of all weights but quantised ones."""
         return self.weights.embed.dtype
 
 
@@ -62,7 +64,13 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     device = pick_device(config)
     _set_up_process(config, device)
     dtype = _pick_dtype(config, spec, device)
-    weights = load_weights(path, spec, dtype=dtype, device=device)
+    quantized = None if config.quantization is None else BYTE_DTYPES[config.quantization]
+    width = dense_panel_width(
+        dtype, device, may_compile=config.compiles_kernels, quantized=quantized
+    )
+    weights = load_weights(
+        path, spec, dtype=dtype, device=device, panel_width=width, quantized=quantized
+    )
     return LoadedModel(name=path.name, spec=spec, weights=weights)
 
 

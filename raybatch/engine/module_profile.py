@@ -5,7 +5,7 @@ What is measured feeds `raybatch.policy.roofline` and `raybatch.policy.step_plan
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -126,15 +126,15 @@ def profile_layer(
         for layer in layers:
             _read(layer)
         tell("attention")
-        attention = bench.attention(layers[0].qkv, budgets[0])
+        attention = bench.attention(weights.norm, budgets[0])
         tell("experts" if is_sparse else "feed-forward block")
-        ffn = bench.ffn(layers[0].qkv, budgets[1])
+        ffn = bench.ffn(weights.norm, budgets[1])
         tell("copies")
         to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
         tell("attention in parts")
         in_parts = [
-            *bench.layers("prefill", layers[0].qkv, budgets[3] / 2),
-            *bench.layers("decode", layers[0].qkv, budgets[3] / 2),
+            *bench.layers("prefill", weights.norm, budgets[3] / 2),
+            *bench.layers("decode", weights.norm, budgets[3] / 2),
         ]
     return ModuleProfile(
         model=model,
@@ -148,10 +148,8 @@ def profile_layer(
 
 
 def _read(layer: LayerWeights) -> None:
-    for field in fields(layer):
-        tensor = getattr(layer, field.name)
-        if tensor is not None:
-            tensor.sum()
+    for tensor in layer.tensors():
+        tensor.clone()
 
 
 def _profile_copies(

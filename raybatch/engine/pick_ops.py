@@ -5,8 +5,9 @@ import torch
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.weights import ModelWeights
 from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
+from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 
-__all__ = ["pick_ops"]
+__all__ = ["dense_panel_width", "pick_ops"]
 
 
 def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_compile: bool) -> Ops:
@@ -19,15 +20,47 @@ def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_com
         may_compile: false takes those of torch, which alone use several threads.
     """
     embed = weights.embed
-    is_for_compiled = embed.dtype == torch.float32 and embed.device.type == "cpu"
-    if not (may_compile and is_for_compiled):
+    if not (may_compile and _is_for_compiled(embed.dtype, embed.device)):
         return REFERENCE
     return compiled_ops(
         head_dim=spec.head_dim,
         num_grouped=spec.num_heads // spec.num_kv_heads,
         block_size=block_size,
         panel_widths=_panel_widths(weights),
+        quantized=_quantized(weights),
     )
+
+
+def dense_panel_width(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_compile: bool,
+    quantized: torch.dtype | None = None,
+) -> int | None:
+    """Return the width of the panels in which dense linears are best; None for torch's layout.
+
+    The ops are compiled for that, once per process.
+
+    Args:
+        dtype: of the weights.
+        device: where they will be.
+        may_compile: see `pick_ops`.
+        quantized: dtype of those weights that are bytes.
+    """
+    if not (may_compile and _is_for_compiled(dtype, device)):
+        return None
+    return None if compiled_linears(quantized) is None else PANEL_WIDTH
+
+
+def _is_for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.float32 and device.type == "cpu"
+
+
+def _quantized(weights: ModelWeights) -> torch.dtype | None:
+    """Return the dtype of the weights that are bytes; None where none are."""
+    linear = weights.layers[0].qkv
+    return None if linear.scales is None else linear.weight.dtype
 
 
 def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:

@@ -17,17 +17,23 @@ from typing import Any
 
 import torch
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+# shape, dtype, and the function that builds the tensor
+Part = tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]
+
 # tensors start at cache lines, which vector loads of the mapped file profit from
 _ALIGNMENT = 64
 
 
-def write_tensors(
-    target: Path,
-    recipe: Mapping[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]],
-    dtype: torch.dtype,
-) -> None:
-    """Write the tensors of `recipe` (name to shape and builder) in `dtype`; appears complete.
+def write_tensors(target: Path, parts: Mapping[str, Part]) -> None:
+    """Write the named tensors; the file appears complete.
 
     Raises:
         ValueError: a built tensor does not have the announced shape.
@@ -35,7 +41,7 @@ def write_tensors(
     """
     header: dict[str, Any] = {}
     end = 0
-    for name, (shape, _) in recipe.items():
+    for name, (shape, dtype, _) in parts.items():
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
     encoded = json.dumps(header).encode()
@@ -44,7 +50,7 @@ def write_tensors(
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name, (shape, build) in recipe.items():
+            for name, (shape, dtype, build) in parts.items():
                 tensor = build().to(dtype).contiguous()
                 if tuple(tensor.shape) != shape:
                     raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

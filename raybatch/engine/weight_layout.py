@@ -4,14 +4,15 @@ A prepared tensor carries its layout at the end of its name. All shapes are thos
 sees, [..., out, in], but for panels.
 """
 
-from collections.abc import Callable
-
 import torch
+from torch.nn import functional
+
+from raybatch.engine.tensor_file import Part
 
 # Linears with at most so many outputs lie in memory as [in, out], which float32 products on a CPU
 # read up to 1.4 times as fast at 16 to 128 rows; wider ones are faster as [out, in].
 _MAX_OUTPUTS_ACROSS = 2048
-_LINEARS = frozenset(("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"))
+LAYER_LINEARS = frozenset(("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"))
 _ACROSS = ".across"
 
 # Large linears lie in panels (see raybatch.kernels.panels), which few rows read up to twice as
@@ -23,27 +24,32 @@ _PANEL_WIDTHS = {"gate_up": (128, 64), "experts_gate_up": (48, 32), "experts_dow
 _MIN_PANELLED_BYTES = {"gate_up": 256 << 10}
 _PANELS = ".panels"
 
-# a shape and the function that builds the tensor
-Recipe = tuple[tuple[int, ...], Callable[[], torch.Tensor]]
+# all dense linears lie in panels for compiled ops, and so does a table that is also the head
+_DENSE = frozenset(("qkv", "o", "gate_up", "down", "head", "table"))
 
 
-def lay_out(name: str, recipe: Recipe, dtype: torch.dtype) -> tuple[str, Recipe]:
-    """Return the name and recipe under which a tensor is prepared for a CPU.
+def lay_out(name: str, part: Part, *, panel_width: int | None = None) -> tuple[str, Part]:
+    """Return the name and form under which a tensor is prepared for a CPU.
 
     Args:
         name: of the tensor; in a layer "<index>.<field of LayerWeights>".
-        recipe: of the tensor in the shape [..., out, in].
-        dtype: that it will have.
+        part: the tensor in the shape [..., out, in].
+        panel_width: outputs of the panels that all dense linears are to have for compiled ops, the
+            last one filled up with zeros; None lays them out for torch.
     """
-    shape, build = recipe
+    shape, dtype, build = part
     field = name.rpartition(".")[2]
-    width = _panel_width(field, shape) if dtype == torch.float32 else None
+    width = None
+    if panel_width is not None and _is_dense(field, shape, panel_width):
+        width = panel_width
+    elif dtype == torch.float32 or (panel_width is not None and field.startswith("experts_")):
+        width = _panel_width(field, shape)
     if width is not None:
-        return name + _PANELS, _in_panels(recipe, width)
-    if field in _LINEARS and shape[-2] <= _MAX_OUTPUTS_ACROSS:
+        return name + _PANELS, _in_panels(part, width)
+    if field in LAYER_LINEARS and shape[-2] <= _MAX_OUTPUTS_ACROSS:
         across = (*shape[:-2], shape[-1], shape[-2])
-        return name + _ACROSS, (across, lambda: build().mT.contiguous())
-    return name, recipe
+        return name + _ACROSS, (across, dtype, lambda: build().mT.contiguous())
+    return name, part
 
 
 def view_of(prepared_name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -53,8 +59,13 @@ def view_of(prepared_name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor
     return prepared_name.removesuffix(_PANELS), tensor
 
 
+def _is_dense(field: str, shape: tuple[int, ...], width: int) -> bool:
+    """Return whether a tensor is of a dense linear; gate and up must not share a panel."""
+    return field in _DENSE and not (field == "gate_up" and (shape[0] // 2) % width)
+
+
 def _panel_width(field: str, shape: tuple[int, ...]) -> int | None:
-    """Return the width of the panels of a float32 linear; None where it is better without."""
+    """Return the width of a linear's panels; None where it is better without."""
     widths = _PANEL_WIDTHS.get(field, ())
     if not widths:
         return None
@@ -64,12 +75,14 @@ def _panel_width(field: str, shape: tuple[int, ...]) -> int | None:
     return next((width for width in widths if num_outputs % width == 0), None)
 
 
-def _in_panels(recipe: Recipe, width: int) -> Recipe:
-    shape, build = recipe
+def _in_panels(part: Part, width: int) -> Part:
+    shape, dtype, build = part
     *experts, num_outputs, num_inputs = shape
-    panels = (*experts, num_outputs // width)
+    panels = (*experts, -(-num_outputs // width))
+    num_missing = -num_outputs % width
 
     def build_panels() -> torch.Tensor:
-        return build().view(*panels, width, num_inputs).mT.contiguous()
+        filled = functional.pad(build(), (0, 0, 0, num_missing))
+        return filled.view(*panels, width, num_inputs).mT.contiguous()
 
-    return (*panels, num_inputs, width), build_panels
+    return (*panels, num_inputs, width), dtype, build_panels

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels import attention, moe, norm, rotary, sampling
+from raybatch.kernels import attention, linear, moe, norm, rotary, sampling
+from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.decode_attention import decode_form
+from raybatch.kernels.native.linears import compiled_linears
 from raybatch.kernels.native.moe_experts import panelled_experts
 from raybatch.kernels.native.small_ops import small_ops
 
@@ -33,6 +35,9 @@ class Ops:
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate_: Callable[[torch.Tensor, torch.Tensor], None]
+    linear: Callable[[torch.Tensor, Linear], torch.Tensor]
+    add_linear_: Callable[[torch.Tensor, torch.Tensor, Linear], None]
+    add_mlp_: Callable[[torch.Tensor, torch.Tensor, Linear, Linear], None]
     moe_ffn: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Prepared]
     store_kv: Callable[..., None]
@@ -45,6 +50,9 @@ class Ops:
 REFERENCE = Ops(
     rms_norm=norm.rms_norm,
     rotate_=rotary.rotate_,
+    linear=linear.linear,
+    add_linear_=linear.add_linear_,
+    add_mlp_=linear.add_mlp_,
     moe_ffn=moe.moe_ffn,
     prepare_attention=attention.prepare_attention,
     store_kv=attention.store_kv,
@@ -62,7 +70,12 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compiled_ops(
-    *, head_dim: int, num_grouped: int, block_size: int, panel_widths: tuple[int, int] | None = None
+    *,
+    head_dim: int,
+    num_grouped: int,
+    block_size: int,
+    panel_widths: tuple[int, int] | None = None,
+    quantized: torch.dtype | None = None,
 ) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
 
@@ -72,15 +85,25 @@ def compiled_ops(
         block_size: positions of one cache block.
         panel_widths: of the experts' gate and up, and of their down; None where they have no
             panels.
+        quantized: dtype of the weights of linears and experts where they are bytes.
     """
-    ops, small = REFERENCE, small_ops()
+    ops, small, linears = REFERENCE, small_ops(), compiled_linears(quantized)
     if small is not None:
         ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
+    if linears is not None:
+        ops = replace(
+            ops,
+            linear=linears.linear,
+            add_linear_=linears.add_linear_,
+            add_mlp_=linears.add_mlp_,
+        )
     decode = decode_form(head_dim=head_dim, num_grouped=num_grouped, block_size=block_size)
     if decode is not None:
         prepare = functools.partial(attention.prepare_attention, decode=decode)
         ops = replace(ops, prepare_attention=prepare)
-    experts = None if panel_widths is None else panelled_experts(*panel_widths)
+    experts = None
+    if panel_widths is not None:
+        experts = panelled_experts(*panel_widths, quantized or torch.float32)
     if experts is not None:
         ops = replace(ops, moe_ffn=functools.partial(moe.moe_ffn, panelled=experts))
     return ops
@@ -97,6 +120,9 @@ def _on_gpu() -> Ops:
     return Ops(
         rms_norm=norm.rms_norm,
         rotate_=rotary.rotate_,
+        linear=linear.linear,
+        add_linear_=linear.add_linear_,
+        add_mlp_=linear.add_mlp_,
         moe_ffn=moe.moe_ffn,
         prepare_attention=attention.prepare_attention,
         store_kv=attention.store_kv,

@@ -12,6 +12,7 @@ from raybatch.kernels.panels import (
     linear,
     times_panels,
 )
+from raybatch.kernels.quantized import dequantize
 
 # from this many tokens per expert on, one expert at a time keeps the activations in cache; below
 # it, joined products and element-wise steps save the calls
@@ -48,12 +49,15 @@ def moe_ffn(
     *,
     top_k: int,
     norm_topk_prob: bool,
+    gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
+    down_scales: torch.Tensor | None = None,  # float32 [E, M]
     panelled: PanelledExperts | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
-    For panels see `raybatch.kernels.panels`; gate and up must not share one. With `panelled`, that
-    computes weights in panels, however many rows there are.
+    For panels see `raybatch.kernels.panels`; gate and up must not share one. Weights that are bytes
+    have scales (see `raybatch.kernels.quantized`), both or none. With `panelled`, that computes
+    weights in panels, however many rows there are.
     """
     weights, experts = route(x, router, top_k, norm_topk_prob)
     expert_of_row, order = experts.view(-1).sort(stable=True)
@@ -63,7 +67,18 @@ def moe_ffn(
     if panelled is not None and gate_up.dim() == down.dim() == 4:
         bounds = torch.arange(num_experts + 1, device=x.device)
         starts = torch.searchsorted(expert_of_row, bounds)
-        outputs = panelled(x, gate_up, down, tokens, order, starts)
+        scales = {"up_scales": gate_up_scales, "down_scales": down_scales}
+        outputs = panelled(x, gate_up, down, tokens, order, starts, **scales)
+    elif gate_up_scales is not None and down_scales is not None:
+        counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
+
+        def as_floats(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return (
+                dequantize(gate_up[expert], gate_up_scales[expert], x.dtype),
+                dequantize(down[expert], down_scales[expert], x.dtype),
+            )
+
+        outputs = _looped_experts(x, as_floats, tokens, order, counts)
     elif is_small and gate_up.dim() == down.dim() == 3 and _can_group(x, gate_up):
         bounds = torch.arange(1, num_experts + 1, device=x.device)
         ends = torch.searchsorted(expert_of_row, bounds).to(torch.int32)
@@ -74,7 +89,9 @@ def moe_ffn(
             rows = x.index_select(0, tokens)
             outputs = _unsort(_panelled_experts(rows, gate_up, down, counts), order)
         else:
-            outputs = _looped_experts(x, gate_up, down, tokens, order, counts)
+            outputs = _looped_experts(
+                x, lambda expert: (gate_up[expert], down[expert]), tokens, order, counts
+            )
     return torch.bmm(weights.unsqueeze(1), outputs.view(len(x), top_k, x.shape[1])).squeeze(1)
 
 
@@ -124,8 +141,7 @@ def _panelled_experts(
 
 def _looped_experts(
     x: torch.Tensor,  # [T, M]
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     tokens: torch.Tensor,  # int64 [T * K], the token of each row, sorted by expert
     order: torch.Tensor,  # int64 [T * K], where the output of each row belongs
     counts: list[int],
@@ -137,7 +153,8 @@ def _looped_experts(
         if count:
             rows = slice(start, start + count)
             part = x.index_select(0, tokens[rows])
-            part = linear(gated_linear(part, gate_up[expert]), down[expert])
+            gate_up, down = weights_of(expert)
+            part = linear(gated_linear(part, gate_up), down)
             outputs.index_copy_(0, order[rows], part)
             start += count
     return outputs

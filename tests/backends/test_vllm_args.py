@@ -49,6 +49,7 @@ def test_a_stage_is_checked_when_it_is_built():
         ({"kv_admission_fraction": 0.9}, "is an option of the native engine"),
         ({"attn_batch_tokens": 8}, "are options of the native engine"),
         ({"host_kv_bytes": 8}, "which go into engine_kwargs"),
+        ({"quantization": "int8"}, "which engine_kwargs.quantization names"),
         ({"speculative_tokens": 4}, "vLLM has engine_kwargs.speculative_config"),
         ({"cuda_graphs": True}, "vLLM has engine_kwargs.enforce_eager"),
         ({"max_num_seqs": 8}, "engine.max_num_seqs=8 and engine_kwargs.max_num_seqs=16"),

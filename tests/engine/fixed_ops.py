@@ -9,8 +9,9 @@ from raybatch.kernels.moe import route
 from raybatch.kernels.panels import gated_linear, linear
 
 
-def every_expert(x, router, gate_up, down, *, top_k, norm_topk_prob):
+def every_expert(x, router, gate_up, down, *, top_k, norm_topk_prob, **scales):
     """Compute all experts for all tokens, so that no shape depends on the router."""
+    assert not any(scale is not None for scale in scales.values()), "weights are floats here"
     weights, experts = route(x, router, top_k, norm_topk_prob)
     shares = torch.zeros(len(x), len(gate_up), dtype=x.dtype, device=x.device)
     shares.scatter_(1, experts, weights)

@@ -10,7 +10,7 @@ from raybatch.engine import weight_layout
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import allocate_kv_cache
 from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.pick_ops import pick_ops
+from raybatch.engine.pick_ops import dense_panel_width, pick_ops
 from raybatch.engine.weights import load_weights
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.tiny_models import VARIANTS, save
@@ -32,10 +32,16 @@ def make_prompts(lengths: list[int], shared: int = 0) -> list[list[int]]:
 
 
 def make_driver(
-    path: Path, is_shuffled: bool = False, is_compiled: bool = True, **options
+    path: Path,
+    is_shuffled: bool = False,
+    is_compiled: bool = True,
+    has_dense_panels: bool | None = None,
+    **options,
 ) -> GreedyDriver:
     spec = read_model_spec(path)
-    weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    has_dense_panels = is_compiled if has_dense_panels is None else has_dense_panels
+    width = dense_panel_width(torch.float32, CPU, may_compile=has_dense_panels)
+    weights = load_weights(path, spec, dtype=torch.float32, device=CPU, panel_width=width)
     cache = allocate_kv_cache(
         spec, num_blocks=96, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
     )
@@ -83,7 +89,15 @@ def test_weights_in_panels_give_the_same_tokens(checkpoint, widths, monkeypatch)
     every = dict.fromkeys(weight_layout._PANEL_WIDTHS, widths)
     monkeypatch.setattr(weight_layout, "_PANEL_WIDTHS", every)
     prompts = make_prompts([1, 8, 61])
-    assert reference_tokens(model, prompts) == make_driver(path).generate(prompts, NUM_TOKENS)
+    driver = make_driver(path, has_dense_panels=False)
+    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+
+
+def test_panels_of_all_linears_give_the_same_tokens_in_torch(checkpoint):
+    path, model = checkpoint
+    prompts = make_prompts([1, 8, 61])
+    driver = make_driver(path, is_compiled=False, has_dense_panels=True)
+    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
 
 
 def test_chunked_prompts_in_scattered_blocks_give_the_same_tokens(checkpoint):

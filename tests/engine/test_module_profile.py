@@ -83,7 +83,7 @@ def test_the_shape_is_that_of_the_sparse_layers(load):
     sparse = weights.layers[0]
     experts = sparse.experts_gate_up.numel() + sparse.experts_down.numel()
     assert 4 * experts == layer.ffn_bytes
-    assert 4 * (sparse.qkv.numel() + sparse.o.numel()) == layer.attention_bytes
+    assert 4 * (sparse.qkv.weight.numel() + sparse.o.weight.numel()) == layer.attention_bytes
     assert (8, 3) == (layer.num_experts, layer.top_k)
 
 
@@ -91,8 +91,8 @@ def test_the_shape_of_a_dense_model_has_one_expert(load):
     spec, weights = load("qwen2")
     model = model_shape(spec, dtype=torch.float32)
     dense = weights.layers[0]
-    assert 4 * (dense.gate_up.numel() + dense.down.numel()) == model.layer.ffn_bytes
-    assert 4 * (weights.embed.numel() + weights.head.numel()) == model.other_bytes
+    assert 4 * (dense.gate_up.weight.numel() + dense.down.weight.numel()) == model.layer.ffn_bytes
+    assert 4 * (weights.embed.numel() + weights.head.weight.numel()) == model.other_bytes
     assert (1, 1, 3) == (model.layer.num_experts, model.layer.top_k, model.num_layers)
 
 

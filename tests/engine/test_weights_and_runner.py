@@ -15,6 +15,7 @@ from raybatch.engine.weights import load_weights, prepare_weights
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 from raybatch.kernels.dispatch import REFERENCE
+from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.native.decode_attention import decode_form
 from tests.engine.tiny_models import build
 
@@ -48,9 +49,33 @@ def test_each_dtype_has_its_own_prepared_file(path):
     assert len(files) == 2
 
 
+def test_each_layout_has_its_own_prepared_file(path):
+    spec = read_model_spec(path)
+    files = {prepare_weights(path, spec, torch.float32, panel_width=w) for w in (None, 16, 32)}
+    assert len(files) == 3
+
+
+def test_a_tied_table_lies_in_panels_once(tmp_path):
+    build("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
+    spec = read_model_spec(tmp_path)
+    plain = load_weights(tmp_path, spec, dtype=torch.float32, device=CPU)
+    panelled = load_weights(tmp_path, spec, dtype=torch.float32, device=CPU, panel_width=32)
+    assert panelled.embed.data_ptr() == panelled.head.weight.data_ptr()
+    token_ids = torch.tensor([0, 31, 32, spec.vocab_size - 1])
+    assert torch.equal(embed_tokens(token_ids, panelled.embed), plain.embed[token_ids])
+    assert panelled.head.num_outputs == spec.vocab_size
+
+
+def test_a_table_of_its_own_stays_rows_beside_a_head_in_panels(path):
+    weights = load_weights(
+        path, read_model_spec(path), dtype=torch.float32, device=CPU, panel_width=32
+    )
+    assert (weights.embed.dim(), weights.head.weight.dim()) == (2, 3)
+
+
 def test_prepared_tensors_start_at_cache_lines(path):
     weights = load_weights(path, read_model_spec(path), dtype=torch.float32, device=CPU)
-    assert weights.layers[0].qkv.data_ptr() % 64 == 0
+    assert weights.layers[0].qkv.weight.data_ptr() % 64 == 0
 
 
 def test_no_temporary_file_stays_behind(path, own_cache):
@@ -65,7 +90,7 @@ def test_an_unusable_cache_folder_falls_back_to_private_weights(path, own_cache,
         private = load_weights(path, spec, dtype=torch.float32, device=CPU)
     own_cache.unlink()
     mapped = load_weights(path, spec, dtype=torch.float32, device=CPU)
-    assert torch.equal(private.layers[1].qkv, mapped.layers[1].qkv)
+    assert torch.equal(private.layers[1].qkv.weight, mapped.layers[1].qkv.weight)
     assert len(caplog.records) == 1
 
 

@@ -9,10 +9,11 @@ import torch
 from raybatch.kernels import attention, dispatch, moe, norm, rotary
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
-from raybatch.kernels.native import decode_attention, moe_experts, small_ops
+from raybatch.kernels.native import decode_attention, linears, moe_experts, small_ops
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
+from raybatch.kernels.quantized import quantize, quantized_scales
 from tests.oracles import moe_loop
 
 SHAPE = {"head_dim": 16, "num_grouped": 2, "block_size": 8}
@@ -30,7 +31,12 @@ def form():
 @pytest.fixture
 def fresh():
     """Forget what this process has compiled."""
-    kept = (decode_attention.decode_form, moe_experts.panelled_experts, small_ops.small_ops)
+    kept = (
+        decode_attention.decode_form,
+        linears.compiled_linears,
+        moe_experts.panelled_experts,
+        small_ops.small_ops,
+    )
     for cache in kept:
         cache.cache_clear()
     yield
@@ -132,6 +138,34 @@ class SparseLayer:
     def compute(self, x):
         options = {"top_k": 2, "norm_topk_prob": True, "panelled": self.experts}
         return moe.moe_ffn(x, self.router, *self.panels, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("form", ["compiled", "panels", "matrices"])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_experts_that_are_bytes_count_as_their_floats(num_tokens, form, dtype):
+    layer = SparseLayer(48, 32)
+    scales = [quantized_scales(weight, dtype) for weight in (layer.gate_up, layer.down)]
+    values = [quantize(weight, dtype) for weight in (layer.gate_up, layer.down)]
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1))
+    floats = [v.float() * s.unsqueeze(-1) for v, s in zip(values, scales, strict=True)]
+    expected = moe_loop(x, layer.router, *floats, 2, True)
+    if form != "matrices":
+        values = [
+            weight.view(6, -1, width, weight.shape[2]).mT.contiguous()
+            for weight, width in zip(values, (48, 32), strict=True)
+        ]
+    found = moe.moe_ffn(
+        x,
+        layer.router,
+        *values,
+        top_k=2,
+        norm_topk_prob=True,
+        gate_up_scales=scales[0],
+        down_scales=scales[1],
+        panelled=panelled_experts(48, 32, dtype) if form == "compiled" else None,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("widths", [(48, 32), (32, 16), (96, 64)], ids=str)
@@ -285,15 +319,17 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
             "decode_attention.c": {"BLOCK_SIZE": 7},
             "moe_experts.c": {"DOWN_WIDTH": 16},
             "small_ops.c": {"sqrtf": "fabsf"},
+            "linears.c": {"WIDTH": 16},
         }
         return compile_library(source, {**names, **changed[source]})
 
-    for module in (decode_attention, moe_experts, small_ops):
+    for module in (decode_attention, linears, moe_experts, small_ops):
         monkeypatch.setattr(module, "compile_library", other)
     assert dispatch.compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
     assert "attention is wrong on this host" in caplog.text
     assert "experts are wrong on this host" in caplog.text
     assert "small ops are wrong on this host" in caplog.text
+    assert "linears are wrong on this host" in caplog.text
 
 
 def test_experts_without_panels_are_left_to_torch(form):

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raybatch.kernels import mlp
-from raybatch.kernels.mlp import add_mlp_
 from raybatch.kernels.norm import rms_norm
 from raybatch.kernels.rotary import interleave_order, rotate_, rotation_table
 
@@ -72,16 +70,3 @@ def test_the_attention_factor_scales_the_rotation():
 
 def test_interleaving_puts_the_halves_side_by_side():
     assert interleave_order(6).tolist() == [0, 3, 1, 4, 2, 5]
-
-
-@pytest.mark.parametrize("max_rows", [2, 1024])
-def test_mlp_adds_its_output_in_chunks_of_rows(max_rows, monkeypatch):
-    monkeypatch.setattr(mlp, "_MAX_ROWS", max_rows)
-    torch.manual_seed(0)
-    x, hidden = torch.randn(5, 6), torch.randn(5, 6)
-    gate_up, down = torch.randn(16, 6), torch.randn(6, 8)
-    gate_up_bias, down_bias = torch.randn(16), torch.randn(6)
-    gate, up = functional.linear(hidden, gate_up, gate_up_bias).chunk(2, dim=-1)
-    expected = x + functional.linear(functional.silu(gate) * up, down, down_bias)
-    add_mlp_(x, hidden, gate_up, down, gate_up_bias, down_bias)
-    torch.testing.assert_close(x, expected)

@@ -17,10 +17,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["FLOATS", "address", "compile_library", "has_compiler"]
+__all__ = ["FLOATS", "WEIGHT_FORMS", "address", "compile_library", "has_compiler"]
 
 # the kernels' tensors, whatever the process takes by default
 FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+# what panels.h calls the types of weights
+WEIGHT_FORMS: Mapping[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.int8: 1,
+    torch.float8_e4m3fn: 2,
+}
 
 _FOLDER = Path(__file__).parent
 _FLAGS = (

@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.moe import PanelledExperts
-from raybatch.kernels.native.compiler import FLOATS, address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library
+from raybatch.kernels.quantized import dequantize
 
 __all__ = ["panelled_experts"]
 
@@ -26,21 +27,24 @@ _logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def panelled_experts(up_width: int, down_width: int) -> PanelledExperts | None:
+def panelled_experts(
+    up_width: int, down_width: int, dtype: torch.dtype = torch.float32
+) -> PanelledExperts | None:
     """Return the kernel for panels of these widths, compiled once per process; None without one.
 
     Args:
         up_width: outputs of one panel of gate and up.
         down_width: outputs of one panel of down.
+        dtype: of the weights, float32 or one of `raybatch.kernels.quantized`.
     """
     if any(width % _WIDTH_STEP or width > _MAX_WIDTH for width in (up_width, down_width)):
         return None
-    names = {"UP_WIDTH": up_width, "DOWN_WIDTH": down_width}
+    names = {"UP_WIDTH": up_width, "DOWN_WIDTH": down_width, "WEIGHT_FORM": WEIGHT_FORMS[dtype]}
     library = compile_library("moe_experts.c", names)
     if library is None:
         return None
     compute = functools.partial(_compute, library.compute_experts)
-    if not _agrees_with_torch(compute, up_width, down_width):
+    if not _agrees_with_torch(compute, up_width, down_width, dtype):
         _logger.warning("the compiled experts are wrong on this host, so torch computes them")
         return None
     return compute
@@ -54,6 +58,9 @@ def _compute(
     tokens: torch.Tensor,  # int64 [R], sorted by expert
     targets: torch.Tensor,  # int64 [R]
     starts: torch.Tensor,  # int64 [E + 1]
+    *,
+    up_scales: torch.Tensor | None = None,  # [E, 2F]
+    down_scales: torch.Tensor | None = None,  # [E, M]
 ) -> torch.Tensor:
     """Return the outputs of all rows at their places, [R, M]."""
     if x.stride(1) != 1:
@@ -65,7 +72,8 @@ def _compute(
     kernel(
         address(x),
         ctypes.c_int64(x.stride(0)),
-        *(address(tensor) for tensor in (gate_up, down, tokens, targets, starts)),
+        *(address(tensor) for tensor in (gate_up, down, up_scales, down_scales)),
+        *(address(tensor) for tensor in (tokens, targets, starts)),
         *(ctypes.c_int64(size) for size in (num_experts, model_dim, ffn_dim)),
         address(hidden),
         address(outputs),
@@ -73,7 +81,9 @@ def _compute(
     return outputs
 
 
-def _agrees_with_torch(compute: PanelledExperts, up_width: int, down_width: int) -> bool:
+def _agrees_with_torch(
+    compute: PanelledExperts, up_width: int, down_width: int, dtype: torch.dtype
+) -> bool:
     """Return whether two experts of two panels give what torch computes."""
     generator = torch.Generator().manual_seed(0)
     model_dim, ffn_dim, num_rows = 2 * down_width, 2 * up_width, 15
@@ -81,12 +91,22 @@ def _agrees_with_torch(compute: PanelledExperts, up_width: int, down_width: int)
     x = made(num_rows, model_dim) / model_dim**0.5
     gate_up = made(2, 4, model_dim, up_width)
     down = made(2, 2, ffn_dim, down_width)
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+    if dtype != torch.float32:
+        gate_up, down = gate_up.mul_(30).round_().to(dtype), down.mul_(30).round_().to(dtype)
+        scales = made(2, 2 * ffn_dim) / 30, made(2, model_dim) / 30
     starts = torch.tensor([0, 13, num_rows])
     tokens, targets = torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(1)
-    found = compute(x, gate_up, down, tokens, targets, starts)
+    found = compute(
+        x, gate_up, down, tokens, targets, starts, up_scales=scales[0], down_scales=scales[1]
+    )
     for expert in range(2):
         rows = slice(int(starts[expert]), int(starts[expert + 1]))
-        weights = gate_up[expert].mT.flatten(0, 1), down[expert].mT.flatten(0, 1)
+        expert_scales = [None if part is None else part[expert] for part in scales]
+        weights = [
+            (part if of is None else dequantize(part, of, torch.float32)).mT.flatten(0, 1)
+            for part, of in zip((gate_up[expert], down[expert]), expert_scales, strict=True)
+        ]
         gate, up = functional.linear(x[tokens[rows]], weights[0]).chunk(2, dim=1)
         expected = functional.linear(functional.silu(gate) * up, weights[1])
         if not torch.allclose(found[targets[rows]], expected, atol=_TOLERANCE, rtol=_TOLERANCE):

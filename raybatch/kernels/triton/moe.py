@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from raybatch.kernels import moe
 from raybatch.kernels.moe import route
 from raybatch.kernels.triton.jit.moe import (
     combine_kernel,
@@ -110,12 +111,25 @@ def moe_ffn(
     *,
     top_k: int,
     norm_topk_prob: bool,
+    gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
+    down_scales: torch.Tensor | None = None,  # float32 [E, M]
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
     For panels see `raybatch.kernels.panels`; gate and up must not share one. Experts without a
-    token are not read.
+    token are not read. Weights that are bytes go to the reference.
     """
+    if gate_up_scales is not None:
+        return moe.moe_ffn(
+            x,
+            router,
+            gate_up,
+            down,
+            top_k=top_k,
+            norm_topk_prob=norm_topk_prob,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+        )
     weights, experts = route(x, router, top_k, norm_topk_prob)
     permutation = permute(experts, len(gate_up))
     rows = _experts(x, gate_up, down, permutation, top_k)

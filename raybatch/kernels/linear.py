@@ -1,0 +1,117 @@
+"""Dense linears, the gated feed-forward block made of two, and the embedding of tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from raybatch.kernels.panels import gated_linear, join_panels, times_panels
+from raybatch.kernels.quantized import dequantize
+
+__all__ = ["Linear", "add_linear_", "add_mlp_", "embed_tokens", "linear"]
+
+# bounds the [T, 2F] temporary; larger chunks gain nothing, as the linears are at peak speed
+_MAX_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The weights of one linear.
+
+    Args:
+        weight: [out, in], or panels [N, in, P] (see `raybatch.kernels.panels`) of which the last
+            one may hold more outputs than there are.
+        num_outputs: how many there are.
+        bias: [out].
+        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.quantized`).
+    """
+
+    weight: torch.Tensor
+    num_outputs: int
+    bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield its tensors."""
+        yield self.weight
+        yield from (part for part in (self.bias, self.scales) if part is not None)
+
+    @property
+    def is_panelled(self) -> bool:
+        """Return whether the weight is in panels."""
+        return self.weight.dim() == 3
+
+    def can_start_at(self, output: int) -> bool:
+        """Return whether `take` can begin with this output: panels are cut where they meet."""
+        return not (self.is_panelled and output % self.weight.shape[2])
+
+    def take(self, outputs: slice) -> "Linear":
+        """Return the linear that makes these outputs alone.
+
+        Raises:
+            ValueError: it cannot start at the first of them.
+        """
+        start, stop, _ = outputs.indices(self.num_outputs)
+        bias = None if self.bias is None else self.bias[start:stop]
+        scales = None if self.scales is None else self.scales[start:stop]
+        if not self.is_panelled:
+            return Linear(self.weight[start:stop], stop - start, bias, scales)
+        width = self.weight.shape[2]
+        if not self.can_start_at(start):
+            raise ValueError(f"no panel of {width} outputs starts at {start}")
+        weight = self.weight[start // width : -(-stop // width)]
+        return Linear(weight, stop - start, bias, scales)
+
+    def weight_for(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the weight in the dtype of the rows that it is multiplied with."""
+        if self.scales is None:
+            return self.weight
+        return dequantize(self.weight, self.scales, rows.dtype)
+
+
+def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    """Return the outputs of rows [T, in], [T, out]."""
+    if not layer.is_panelled:
+        return functional.linear(x, layer.weight_for(x), layer.bias)
+    outputs = join_panels(times_panels(x, layer.weight_for(x)))[:, : layer.num_outputs]
+    return outputs if layer.bias is None else outputs.add_(layer.bias)
+
+
+def add_linear_(
+    x: torch.Tensor,  # [T, out], modified in place
+    hidden: torch.Tensor,  # [T, in]
+    layer: Linear,
+) -> None:
+    """Add a linear's outputs to `x`; a plain product accumulates into it, without a temporary."""
+    if layer.is_panelled:
+        x.add_(linear(hidden, layer))
+        return
+    x.addmm_(hidden, layer.weight_for(x).t())
+    if layer.bias is not None:
+        x.add_(layer.bias)
+
+
+def add_mlp_(
+    x: torch.Tensor,  # [T, M], modified in place
+    hidden: torch.Tensor,  # [T, M], the normalised input
+    gate_up: Linear,  # of 2F outputs; gate and up share no panel
+    down: Linear,  # of M outputs
+) -> None:
+    """Add down(silu(gate(hidden)) * up(hidden)) to `x`."""
+    weight = gate_up.weight_for(hidden)
+    for start in range(0, x.shape[0], _MAX_ROWS):
+        rows = slice(start, start + _MAX_ROWS)
+        gated = gated_linear(hidden[rows], weight, gate_up.bias)
+        add_linear_(x[rows], gated, down)
+
+
+def embed_tokens(
+    token_ids: torch.Tensor,  # int64 [T]
+    table: torch.Tensor,  # [V, M], or in panels of P tokens [V / P, M, P]
+) -> torch.Tensor:
+    """Return the rows of the table, [T, M]."""
+    if table.dim() == 2:
+        return functional.embedding(token_ids, table)
+    width = table.shape[2]
+    return table[token_ids // width, :, token_ids % width]
