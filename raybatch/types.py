@@ -263,7 +263,9 @@ class ReplicaStats:
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
     memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
     `num_drafted_tokens` were guessed ahead and computed, and `num_accepted_tokens` of them were
-    right; `kv_tokens` is the size of the KV cache, 0 where it is not known. Of an endpoint,
+    right; `num_graphs` CUDA graphs were captured, `num_graph_steps` repeated one of them, and
+    `eager_steps` counts by reason those that could not; `kv_tokens` is the size of the KV cache, 0
+    where it is not known. Of an endpoint,
     `kv_used_fraction` is the share of `concurrency` in flight, the samples that may be now, and
     `num_retries` counts requests that were sent again.
     """
@@ -287,6 +289,9 @@ class ReplicaStats:
     num_pinned_blocks: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_graphs: int = 0
+    num_graph_steps: int = 0
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
     kv_tokens: int = 0
     concurrency: int = 0
     num_retries: int = 0

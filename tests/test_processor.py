@@ -95,9 +95,15 @@ def test_should_continue_on_error_decides_what_a_failed_row_does(flag, on_error)
 
 def test_options_without_effect_are_named_in_one_line(caplog):
     with caplog.at_level(logging.INFO):
-        stage_of(batch_size=64, max_concurrent_batches=8, engine_kwargs={"enforce_eager": True})
+        stage_of(batch_size=64, max_concurrent_batches=8, engine_kwargs={"swap_space": 4})
     (line,) = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
-    assert line.endswith("batch_size, max_concurrent_batches, engine_kwargs.enforce_eager")
+    assert line.endswith("batch_size, max_concurrent_batches, engine_kwargs.swap_space")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(True, False), (False, None), (None, None)])
+def test_an_eager_engine_has_no_graphs(given, expected):
+    config = stage_of(engine_kwargs={"enforce_eager": given}).config
+    assert config.engine.cuda_graphs is expected
 
 
 def test_a_pool_and_an_option_may_say_the_same():

@@ -97,6 +97,7 @@ class ReplicaMetrics:
                 ("running_requests", "Requests that generate."),
                 ("waiting_requests", "Requests that wait in the engine."),
                 ("endpoint_concurrency", "Samples that may be in flight at an endpoint."),
+                ("captured_graphs", "CUDA graphs of decode steps."),
             )
         }
         self._retries = _Rising(
@@ -105,7 +106,14 @@ class ReplicaMetrics:
         self._preemptions = _Rising(
             registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
         )
-        self._swapped_and_drafted = {
+        self._eager_steps = _Rising(
+            registry,
+            "raybatch_eager_steps_total",
+            "Steps without a CUDA graph, by why, where there are graphs.",
+            "replica",
+            "reason",
+        )
+        self._counted = {
             name: _Rising(registry, f"raybatch_{name}_total", description, "replica")
             for name, description in (
                 ("swapped_tokens", "Tokens whose KV came back from host memory."),
@@ -115,6 +123,7 @@ class ReplicaMetrics:
                 ("weight_stalls", "Layers whose weights were waited for."),
                 ("drafted_tokens", "Tokens guessed ahead."),
                 ("accepted_tokens", "Of these, the right ones."),
+                ("graph_steps", "Steps that were repeated from a CUDA graph."),
             )
         }
 
@@ -126,6 +135,10 @@ class ReplicaMetrics:
         self._gauges["waiting_requests"].set(stats.num_waiting, tags=tags)
         if stats.concurrency:
             self._gauges["endpoint_concurrency"].set(stats.concurrency, tags=tags)
+        if stats.num_graphs:
+            self._gauges["captured_graphs"].set(stats.num_graphs, tags=tags)
+        for reason, count in stats.eager_steps.items():
+            self._eager_steps.follow(count, replica=self._replica, reason=reason)
         self._retries.follow(stats.num_retries, replica=self._replica)
         self._preemptions.follow(stats.num_preemptions, replica=self._replica)
         for name, count in (
@@ -136,5 +149,6 @@ class ReplicaMetrics:
             ("weight_stalls", stats.num_weight_stalls),
             ("drafted_tokens", stats.num_drafted_tokens),
             ("accepted_tokens", stats.num_accepted_tokens),
+            ("graph_steps", stats.num_graph_steps),
         ):
-            self._swapped_and_drafted[name].follow(count, replica=self._replica)
+            self._counted[name].follow(count, replica=self._replica)

@@ -152,6 +152,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.speculative_tokens is an option of the native engine; vLLM has "
             "engine_kwargs.speculative_config"
         )
+    if engine.cuda_graphs is not None:
+        raise ConfigError(
+            "engine.cuda_graphs is an option of the native engine; vLLM has "
+            "engine_kwargs.enforce_eager"
+        )
     for name, own in _UNLESS_DEFAULT.items():
         given = options.engine_kwargs.get(name)
         if given is not None and _is_changed(engine, own) and given != getattr(engine, own):

@@ -53,6 +53,8 @@ class EngineConfig:
             cleared again in every step; changes the whole process, Linux only.
         compile_kernels: on a CPU compile attention of decoding rows, linears, experts and small ops
             with the host's C compiler, where there is one; for float32 and one thread.
+        cuda_graphs: capture steps in which sequences only decode as CUDA graphs, for a few numbers
+            of rows, and repeat those; None does so on CUDA wherever it can be done.
     """
 
     dtype: DType = "auto"
@@ -75,6 +77,7 @@ class EngineConfig:
     num_threads: int = 1
     tune_malloc: bool = True
     compile_kernels: bool = True
+    cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
@@ -107,8 +110,25 @@ class EngineConfig:
                     "EngineConfig.speculative_tokens needs steps that are one forward pass, and "
                     "attn_batch_tokens makes them coroutines; leave one of them out"
                 )
+        self._check_graphs()
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
+
+    def _check_graphs(self) -> None:
+        if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
+            raise ConfigError(
+                f"EngineConfig.cuda_graphs must be true, false or none, got {self.cuda_graphs!r}"
+            )
+        if self.cuda_graphs and self.attn_batch_tokens not in (None, "auto"):
+            raise ConfigError(
+                "EngineConfig.cuda_graphs needs steps that are one forward pass, and "
+                "attn_batch_tokens makes them coroutines; leave one of them out"
+            )
+        if self.cuda_graphs and self.device == "cpu":
+            raise ConfigError(
+                "EngineConfig.cuda_graphs is true, but device is 'cpu', which has none; leave it "
+                "out, and engines use graphs where they run on CUDA"
+            )
 
     @property
     def compiles_kernels(self) -> bool:

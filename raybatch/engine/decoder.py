@@ -13,7 +13,7 @@ from raybatch.engine.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.rope_frequencies import inverse_frequencies
 from raybatch.engine.weights import LayerWeights, ModelWeights
-from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
 from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.rotary import rotation_table
@@ -65,21 +65,50 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Compute one step: writes the KV of its tokens and returns float32 logits [S, V]."""
-        prepared, x = self.prepare(batch, cache), self.embed(batch)
+        return self.logits(self._run_layers(self.prepare(batch, cache), cache))
+
+    @torch.inference_mode()
+    def forward_fixed(
+        self,
+        token_ids: torch.Tensor,  # int64 [S]
+        part: FixedDecode,
+        cache: KVCache,
+        logits: torch.Tensor,  # float32 [S, V], overwritten
+    ) -> None:
+        """Compute a step of decodes as `forward` does, in a way that a graph can repeat.
+
+        All that changes from step to step is read from the tensors of `part` and from `token_ids`,
+        on the device; this holds where the ops are of fixed shapes (`Ops.is_fixed`).
+        """
+        num_rows = len(token_ids)
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=part.positions,
+            slot_mapping=part.slot_mapping,
+            logits_idx=torch.arange(num_rows, device=token_ids.device),
+            attention=AttentionPlan(num_decode=num_rows, decode=None, prefill=None, contexts=()),
+        )
+        windows = self._distinct_windows
+        prepared = PreparedBatch(
+            batch=batch,
+            rotation=self._rotation(part.positions),
+            attention=self._ops.prepare_fixed(part, pool=cache.k[0], windows=windows),
+        )
+        self.logits(self._run_layers(prepared, cache), out=logits)
+
+    def _run_layers(self, prepared: PreparedBatch, cache: KVCache) -> torch.Tensor:
+        x = self.embed(prepared.batch)
         for layer_idx in range(self._spec.num_layers):
             x = self.attention(layer_idx, x, prepared, cache)
             self.ffn_(layer_idx, x)
-        return self.logits(x)
+        return x
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch, cache: KVCache) -> PreparedBatch:
         """Do once per step what all layers share."""
-        spec = self._spec
         return PreparedBatch(
             batch=batch,
-            rotation=rotation_table(
-                batch.positions, self._inverse_frequencies, spec.rope.attention_factor
-            ),
+            rotation=self._rotation(batch.positions),
             attention=self._prepare(batch, batch.attention, cache),
         )
 
@@ -87,6 +116,11 @@ class Decoder:
     def num_layers(self) -> int:
         """Layers of the model."""
         return self._spec.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._spec.vocab_size
 
     @property
     def layers(self) -> LayerStore:
@@ -124,11 +158,20 @@ class Decoder:
             self._add_ffn(layer, x)
 
     @torch.inference_mode()
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [S, V] of hidden states [S, M] after the last layer."""
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 logits [S, V] of hidden states [S, M] after the last layer.
+
+        With `out`, they are written there.
+        """
         weights = self._weights
         normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
-        return self._ops.linear(normed, weights.head).float()
+        found = self._ops.linear(normed, weights.head)
+        return found.float() if out is None else out.copy_(found)
+
+    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        return rotation_table(
+            positions, self._inverse_frequencies, self._spec.rope.attention_factor
+        )
 
     def _prepare(
         self,

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raybatch.kernels.sampling import block_sums, invert, weights_of
+
 # entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
 _RUN_ENTRIES_CPU = 1 << 20
 _RUN_ENTRIES_GPU = 1 << 27
-_BLOCK = 256  # partial sums over so many tokens
 _WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
 
 
@@ -60,11 +61,11 @@ def draw_dense(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawO
     ids, values = [], []
     for span, run in _runs(logits, rows):
         max_logit = run.amax(dim=-1, keepdim=True)
-        weights = _weights(run, max_logit, _column(options.temperature[span], run))
+        weights = weights_of(run, max_logit, _column(options.temperature[span], run))
         min_p = options.min_p[span]
         if min_p.any():
             weights.masked_fill_(weights < _column(min_p, run, torch.float32), 0.0)
-        ids.append(_invert(weights, _column(options.uniform[span], run)))
+        ids.append(invert(weights, _column(options.uniform[span], run)))
         values.append(max_logit[:, 0])
     return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
 
@@ -142,7 +143,7 @@ def _pick(
     in_top_k = values >= smallest
     total = (weights * in_top_k).sum(dim=-1, keepdim=True)
     if width < vocab_size and not has_top_k_host.all():
-        mass = _block_sums(_weights(run, max_logit, temperature)).sum(dim=-1, keepdim=True)
+        mass = block_sums(weights_of(run, max_logit, temperature)).sum(dim=-1, keepdim=True)
         total = torch.where(has_top_k, total, mass)
     is_kept = in_top_k & (cumulative - weights < _column(options.top_p[span], run) * total)
     is_kept &= weights >= _column(options.min_p[span], run)
@@ -182,45 +183,6 @@ def _first_true(flags: torch.Tensor) -> torch.Tensor:
     if flags.is_cuda:
         return flags.int().argmax(dim=-1)
     return torch.from_numpy(flags.numpy().argmax(axis=-1))
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the first column where the running sum of `weights` passes `uniform` of the total."""
-    vocab_size = weights.shape[1]
-    sums = _block_sums(weights)
-    ends = sums.cumsum(dim=-1)
-    target = uniform * ends[:, -1:]
-    block = torch.minimum((ends <= target).sum(dim=-1, keepdim=True), _last_positive(sums))
-    rest = target - (ends.gather(1, block) - sums.gather(1, block))
-    columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    inside = weights.gather(1, columns.clamp(max=vocab_size - 1))
-    inside = inside.masked_fill(columns >= vocab_size, 0.0).double()
-    offset = (inside.cumsum(dim=-1) <= rest).sum(dim=-1, keepdim=True)
-    offset = torch.minimum(offset, _last_positive(inside))
-    return (block * _BLOCK + offset)[:, 0]
-
-
-def _last_positive(sums: torch.Tensor) -> torch.Tensor:
-    """Return the last column with a positive entry, 0 where there is none: [S, 1]."""
-    columns = torch.arange(sums.shape[1], device=sums.device)
-    return torch.where(sums > 0, columns, 0).amax(dim=-1, keepdim=True)
-
-
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sum runs of tokens in float32 and hand them on in float64: [S, V] -> [S, V / _BLOCK].
-
-    Each partial sum is its own reduction, so the number of rows cannot change its rounding.
-    """
-    vocab_size = weights.shape[1]
-    even = vocab_size - vocab_size % _BLOCK
-    parts = [weights[:, :even].reshape(len(weights), -1, _BLOCK).sum(dim=-1)] if even else []
-    if even < vocab_size:
-        parts.append(weights[:, even:].sum(dim=-1, keepdim=True))
-    return torch.cat(parts, dim=1).double()
-
-
-def _weights(run: torch.Tensor, max_logit: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    return (run - max_logit).div_(temperature.float()).exp_()
 
 
 def _argmax_run(run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

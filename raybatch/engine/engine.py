@@ -200,6 +200,7 @@ class Engine:
         """Return the counters."""
         counters, swapped = self._scheduler.counters, self._swap.counters
         weights, ahead = self._runner.weight_counters, self._swap.checkpoints.counters
+        graphs = self._runner.graph_counts
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -220,6 +221,9 @@ class Engine:
             num_pinned_blocks=self._scheduler.num_pinned,
             num_drafted_tokens=counters.num_drafted_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
+            num_graphs=graphs.num_captured,
+            num_graph_steps=graphs.num_steps,
+            eager_steps=graphs.eager_steps,
             kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
             engine_s=self._engine_s,
         )

@@ -69,10 +69,13 @@ def num_blocks_for(
     device: torch.device,
     free_bytes: int,
     num_engines_on_host: int = 1,
+    num_scrap_blocks: int = 0,
+    graph_bytes: int = 0,
 ) -> int:
     """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
-    It is never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
+    `max_model_len` tokens can use.
 
     Args:
         config: of the engine.
@@ -81,6 +84,8 @@ def num_blocks_for(
         device: of the pool.
         free_bytes: of the device, once the weights are loaded.
         num_engines_on_host: engines that share the memory of a CPU host.
+        num_scrap_blocks: blocks that the pool has beside those of sequences.
+        graph_bytes: what captured steps take of the share beside the pool.
 
     Raises:
         CapacityError: the memory does not hold a single block.
@@ -88,10 +93,13 @@ def num_blocks_for(
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
     share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
-    budget = int(share) if config.kv_cache_bytes is None else config.kv_cache_bytes
+    budget = (
+        max(0, int(share) - graph_bytes) if config.kv_cache_bytes is None else config.kv_cache_bytes
+    )
     max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
-    num_blocks = min(budget // block_bytes, config.max_num_seqs * blocks_per_seq)
+    num_fitting = budget // block_bytes - num_scrap_blocks
+    num_blocks = min(num_fitting, config.max_num_seqs * blocks_per_seq)
     if num_blocks < 1:
         raise CapacityError(
             f"the KV cache has {budget} bytes, but one block of {config.block_size_tokens} tokens "

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raybatch.engine.decode_graphs import GraphCounts
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.layer_store import WeightCounters
 from raybatch.engine.runtime import PartBatch, StepResult
@@ -57,7 +58,11 @@ class Runner(Protocol):
         """Tokens that attend at once where steps run as coroutines; None for plain steps."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return logits [S, V], one row per `batch.logits_idx`."""
+        """Return logits [S, V], one row per `batch.logits_idx`; valid until the next step."""
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Return what captured steps did; all zero where there are none."""
 
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Return the logits of parts of a step that do not read what another one writes."""

@@ -9,8 +9,10 @@ import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
+from raybatch.engine.decode_graphs import DecodeGraphs, GraphCounts
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.graph_setup import GraphSetup, plan_graphs
 from raybatch.engine.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -38,16 +40,34 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """A loaded model: `forward` runs one step. Owned by one thread."""
+    """A loaded model: `forward` runs one step. Owned by one thread.
+
+    Args:
+        spec: of the model.
+        config: of the engine.
+        decoder: of the model.
+        cache: the pool.
+        graphs: captured decode steps; None where there are none.
+        num_scrap_blocks: last blocks of the pool that are no sequence's.
+    """
 
     def __init__(
-        self, *, spec: ModelSpec, config: EngineConfig, decoder: Decoder, cache: KVCache
+        self,
+        *,
+        spec: ModelSpec,
+        config: EngineConfig,
+        decoder: Decoder,
+        cache: KVCache,
+        graphs: DecodeGraphs | None = None,
+        num_scrap_blocks: int = 0,
     ) -> None:
         self.spec = spec
         self.config = config
         self.cache = cache
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
+        self._graphs = graphs
+        self._num_scrap_blocks = num_scrap_blocks
         policy: FiringPolicy = CombineAtExperts(config.moe_batch_tokens)
         if decoder.layers.is_streamed:
             policy = LayerByLayer(policy)
@@ -74,13 +94,14 @@ class ModelRunner:
         # both before the pool, which takes most of what is free
         layers = place_layers(model)
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
-        cache = _make_cache(config, model, num_engines_on_host)
+        setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
+        cache = _make_cache(config, model, num_engines_on_host, setup)
         logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens",
             model.name,
             str(model.dtype).removeprefix("torch."),
             model.device,
-            cache.k.shape[1],
+            cache.k.shape[1] - int(setup is not None),
             config.block_size_tokens,
         )
         ops = pick_ops(
@@ -90,7 +111,17 @@ class ModelRunner:
             may_compile=config.compiles_kernels,
         )
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
-        return cls(spec=model.spec, config=config, decoder=decoder, cache=cache)
+        graphs = None
+        if setup is not None:
+            graphs = setup.capture(model.spec, model.weights, cache, decoder)
+        return cls(
+            spec=model.spec,
+            config=config,
+            decoder=decoder,
+            cache=cache,
+            graphs=graphs,
+            num_scrap_blocks=int(setup is not None),
+        )
 
     @property
     def attn_batch_tokens(self) -> int | None:
@@ -101,8 +132,8 @@ class ModelRunner:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks in the pool."""
-        return int(self.cache.k.shape[1])
+        """Return the number of blocks that sequences can have."""
+        return int(self.cache.k.shape[1]) - self._num_scrap_blocks
 
     @property
     def num_host_blocks(self) -> int:
@@ -125,8 +156,19 @@ class ModelRunner:
         return self.cache.k.device
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens."""
+        """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.
+
+        The logits are valid until the next step.
+        """
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        if logits is not None:
+            return logits
         return self.decoder.forward(batch, self.cache)
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Return what captured steps did."""
+        return GraphCounts() if self._graphs is None else self._graphs.counts
 
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Run one step as coroutines; parts must not read what another one writes."""
@@ -154,7 +196,13 @@ class ModelRunner:
             pool[:, block_ids] = 0
 
 
-def _make_cache(config: EngineConfig, model: LoadedModel, num_engines_on_host: int) -> KVCache:
+def _make_cache(
+    config: EngineConfig,
+    model: LoadedModel,
+    num_engines_on_host: int,
+    setup: GraphSetup | None,
+) -> KVCache:
+    num_scrap_blocks = int(setup is not None)
     num_blocks = num_blocks_for(
         config,
         model.spec,
@@ -162,10 +210,12 @@ def _make_cache(config: EngineConfig, model: LoadedModel, num_engines_on_host: i
         device=model.device,
         free_bytes=free_memory_bytes(model.device),
         num_engines_on_host=num_engines_on_host,
+        num_scrap_blocks=num_scrap_blocks,
+        graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
     )
     return allocate_kv_cache(
         model.spec,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks + num_scrap_blocks,
         block_size=config.block_size_tokens,
         dtype=model.dtype,
         device=model.device,

@@ -1,7 +1,8 @@
 """Executes an `AttentionPlan` on the KV pool of one layer.
 
-`prepare_attention` turns a plan into index tensors once per step; `store_kv` and `attend` run once
-per layer. Tokens that occur in several parts are merged by their log-sum-exp.
+`prepare_attention` turns a plan into index tensors once per step, and `prepare_fixed` does so for a
+step of decodes in a graph; `store_kv` and `attend` run once per layer. Tokens that occur in several
+parts are merged by their log-sum-exp.
 """
 
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode, PrefillPart
 from raybatch.kernels.context_attention import (
     PreparedContexts,
     merge_contexts_,
     prepare_contexts,
 )
-from raybatch.kernels.decode_attention import attend_decode, plan_walk
+from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
 from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 
@@ -109,6 +110,33 @@ def prepare_attention(
         chunks=chunks,
         buckets=buckets,
         contexts=contexts,
+    )
+
+
+def prepare_fixed(
+    part: FixedDecode,
+    *,
+    pool: torch.Tensor,  # [N, G, B, D]
+    windows: tuple[int | None, ...],
+) -> PreparedAttention:
+    """Do what `prepare_attention` does for decode rows, by operations of fixed shapes.
+
+    Args:
+        part: the rows.
+        pool: keys of any layer; only its shape and dtype are read.
+        windows: the different windows of the model's layers.
+    """
+    block_size = pool.shape[2]
+    return PreparedAttention(
+        num_decode=len(part.positions),
+        positions=part.positions,
+        block_ids=part.slot_mapping // block_size,
+        block_offsets=part.slot_mapping % block_size,
+        decode=TORCH_DECODE,
+        walk=fixed_walk(part, pool=pool, windows=windows),
+        chunks=(),
+        buckets=(),
+        contexts=None,
     )
 
 

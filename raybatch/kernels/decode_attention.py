@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.attention_plan import DecodePart
+from raybatch.kernels.attention_plan import DecodePart, FixedDecode
 
 # starting another run costs about as much as walking over so many bytes of foreign KV
 _RUN_COST_BYTES = 128 << 10
@@ -89,6 +89,41 @@ def plan_walk(
         owners=owners,
         rows_by_owner=rows.index_select(0, order),
         offsets=offsets,
+        masks=masks,
+    )
+
+
+def fixed_walk(
+    part: FixedDecode,
+    *,
+    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
+    windows: tuple[int | None, ...],
+) -> DecodeWalk:
+    """Turn a part into the walk that `attend_decode` executes, by operations of fixed shapes.
+
+    Every entry is gathered, those of no row as well: a form to compare others with.
+    """
+    block_size, device = pool.shape[2], part.block_ids.device
+    rows = torch.arange(len(part.block_ids), device=device)
+    last_row = len(part.positions) - 1
+    # an entry of no row adds nothing to the last one, as all of its positions are hidden
+    owners = torch.searchsorted(part.starts[1:], rows, right=True).clamp(max=last_row)
+    slots = torch.arange(block_size, device=device)
+    is_hidden = slots >= part.num_valid.unsqueeze(1)
+    masks = {}
+    for window in windows:
+        hidden = is_hidden
+        if window is not None:
+            first_seen = (part.positions - window + 1).index_select(0, owners)
+            begins = part.first_positions.unsqueeze(1)
+            hidden = is_hidden | ((begins + slots) < first_seen.unsqueeze(1))
+        masks[window] = _bias_of(hidden, pool)
+    return DecodeWalk(
+        runs=(),
+        block_ids=part.block_ids,
+        owners=owners,
+        rows_by_owner=rows,
+        offsets=part.starts[:-1],
         masks=masks,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels import attention, linear, moe, norm, rotary
+from raybatch.kernels import attention, linear, moe, norm, rotary, sampling
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.linears import compiled_linears
@@ -24,9 +24,13 @@ Prepared = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """The ops of a forward pass in one form; what they do is told where the references are.
+    """The ops of a step in one form; what they do is told where the references are.
 
-    What `prepare_attention` returns is read by `store_kv` and `attend` of the same form alone.
+    What `prepare_attention` and `prepare_fixed` return is read by `store_kv` and `attend` of the
+    same form alone.
+
+    `is_fixed` says that a step of decodes can be captured in a graph: with `prepare_fixed`, no op
+    reads a value back or has a shape or a launch that depends on one.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -38,6 +42,9 @@ class Ops:
     prepare_attention: Callable[..., Prepared]
     store_kv: Callable[..., None]
     attend: Callable[..., torch.Tensor]
+    prepare_fixed: Callable[..., Prepared]
+    is_fixed: bool
+    draw_tokens: Callable[..., sampling.Draws]
 
 
 REFERENCE = Ops(
@@ -50,6 +57,10 @@ REFERENCE = Ops(
     prepare_attention=attention.prepare_attention,
     store_kv=attention.store_kv,
     attend=attention.attend,
+    prepare_fixed=attention.prepare_fixed,
+    # experts are cut by counts that the host reads
+    is_fixed=False,
+    draw_tokens=sampling.draw_tokens,
 )
 
 
@@ -104,7 +115,7 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, moe, norm, rotary
+    from raybatch.kernels.triton import attention, moe, norm, rotary, sampling
 
     return Ops(
         rms_norm=norm.rms_norm,
@@ -116,4 +127,7 @@ def _on_gpu() -> Ops:
         prepare_attention=attention.prepare_attention,
         store_kv=attention.store_kv,
         attend=attention.attend,
+        prepare_fixed=attention.prepare_fixed,
+        is_fixed=True,
+        draw_tokens=sampling.draw_tokens,
     )

@@ -30,7 +30,6 @@ _NO_EFFECT = frozenset(
         "distributed_executor_backend",
         "enable_chunked_prefill",
         "enable_log_requests",
-        "enforce_eager",
         "gpu_memory_utilization",
         "hf_token",
         "load_format",
@@ -46,6 +45,7 @@ _NO_EFFECT = frozenset(
         "tokenizer_mode",
     }
 )
+_EAGER = "enforce_eager"
 # of vLLM's server, with requests that nobody sends here
 _OF_SERVER = ("enable_log_requests",)
 # Options whose value must be the one that changes nothing, because more is not built yet.
@@ -97,7 +97,7 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
     """
-    known = [*_RENAMED, *_NO_EFFECT, *_ONLY]
+    known = [*_RENAMED, *_NO_EFFECT, *_ONLY, _EAGER]
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in engine_kwargs.items():
@@ -110,6 +110,9 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
                     f"engine_kwargs.{name}={value!r} is not supported by the native engine; leave "
                     "it out"
                 )
+        elif name == _EAGER:
+            # CUDA graphs are taken where they can be, unless this says no
+            values["cuda_graphs"] = False if value else None
         elif name in _NO_EFFECT:
             ignored.append(f"engine_kwargs.{name}")
         else:

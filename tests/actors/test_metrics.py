@@ -25,6 +25,8 @@ COUNTERS = {
     "raybatch_weight_stalls_total",
     "raybatch_drafted_tokens_total",
     "raybatch_accepted_tokens_total",
+    "raybatch_graph_steps_total",
+    "raybatch_eager_steps_total",
     "raybatch_replica_restarts_total",
     "raybatch_endpoint_retries_total",
     "raybatch_cost_total",
@@ -76,7 +78,13 @@ def counters(**values):
 def test_series_have_the_documented_names(registry):
     PoolMetrics(registry)
     ReplicaMetrics(1, registry)
-    of_engines = ("kv_usage_ratio", "running_requests", "waiting_requests", "endpoint_concurrency")
+    of_engines = (
+        "kv_usage_ratio",
+        "running_requests",
+        "waiting_requests",
+        "endpoint_concurrency",
+        "captured_graphs",
+    )
     gauges = {f"raybatch_{name}" for name in of_engines}
     assert COUNTERS | gauges | {"raybatch_unit_seconds"} == registry.names
 
@@ -159,6 +167,17 @@ def test_weights_that_were_copied_to_the_device_are_told(registry):
     assert registry.values["raybatch_weight_copies_total", "3"] == 9
     assert registry.values["raybatch_weight_copy_bytes_total", "3"] == 9000
     assert registry.values["raybatch_weight_stalls_total", "3"] == 8
+
+
+def test_steps_with_and_without_a_graph_are_told(registry):
+    engine = ReplicaMetrics(3, registry)
+    for steps in (4, 9):
+        eager = {"prompts": steps, "shared prefix": 2}
+        engine.update(ReplicaStats(num_graphs=12, num_graph_steps=steps, eager_steps=eager))
+    assert registry.values["raybatch_captured_graphs", "3"] == 12
+    assert registry.values["raybatch_graph_steps_total", "3"] == 9
+    assert registry.values["raybatch_eager_steps_total", "3", "prompts"] == 9
+    assert registry.values["raybatch_eager_steps_total", "3", "shared prefix"] == 2
 
 
 def test_an_endpoint_tells_its_concurrency_and_its_retries(registry):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from raybatch.engine.decode_graphs import GraphCounts
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.layer_store import WeightCounters
 from raybatch.types import Completion, Request, Sampling
@@ -82,6 +83,7 @@ class FakeRunner:
     num_moved_blocks: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    graph_counts: GraphCounts = field(default_factory=GraphCounts)
 
     def __post_init__(self):
         shape = (NUM_LAYERS, self.num_blocks * self.block_size)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from raybatch.kernels import attention, moe, norm, rotary
+from raybatch.kernels import attention, moe, norm, rotary, sampling
 from raybatch.kernels.dispatch import ops_for
 
 
@@ -26,6 +26,7 @@ def test_a_cpu_runs_the_references_themselves():
     assert ops.prepare_attention is attention.prepare_attention
     assert ops.store_kv is attention.store_kv
     assert ops.attend is attention.attend
+    assert ops.draw_tokens is sampling.draw_tokens
 
 
 @pytest.mark.parametrize(
@@ -47,15 +48,20 @@ import dataclasses, torch
 from raybatch.kernels.dispatch import REFERENCE, ops_for
 ops = ops_for(torch.device("cuda"))
 for field in dataclasses.fields(ops):
-    print(getattr(ops, field.name).__module__)
+    op = getattr(ops, field.name)
+    if callable(op):
+        print(op.__module__)
+assert ops.is_fixed and not REFERENCE.is_fixed
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton has wheels for Linux alone")
 def test_a_gpu_runs_the_kernels_of_triton():
     modules = output_of(ON_GPU).split()
-    assert 6 == len(modules)
-    assert all(name.startswith("raybatch.kernels.triton.") for name in modules)
+    others = [name for name in modules if not name.startswith("raybatch.kernels.triton.")]
+    assert 8 == len(modules) - len(others)
+    # products are those of cuBLAS
+    assert ["raybatch.kernels.linear"] * 3 == others
 
 
 WITHOUT_TRITON = """

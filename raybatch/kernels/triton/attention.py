@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
 from raybatch.kernels.triton.context_attention import (
     PreparedContexts,
     merge_contexts_,
     prepare_contexts,
 )
-from raybatch.kernels.triton.decode_attention import DecodeWalk, attend_decode_into, plan_walk
+from raybatch.kernels.triton.decode_attention import (
+    DecodeWalk,
+    attend_decode_into,
+    fixed_walk,
+    plan_walk,
+)
 from raybatch.kernels.triton.kv_store import store_kv
 from raybatch.kernels.triton.prefill_attention import (
     PreparedChunks,
@@ -21,7 +26,7 @@ from raybatch.kernels.triton.prefill_attention import (
     prepare_chunks,
 )
 
-__all__ = ["PreparedAttention", "attend", "prepare_attention", "store_kv"]
+__all__ = ["PreparedAttention", "attend", "prepare_attention", "prepare_fixed", "store_kv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +84,30 @@ def prepare_attention(
         walk=walk,
         chunks=chunks,
         contexts=shared,
+    )
+
+
+def prepare_fixed(
+    part: FixedDecode,
+    *,
+    pool: torch.Tensor,  # [N, G, B, D]
+    windows: tuple[int | None, ...],
+) -> PreparedAttention:
+    """Do what `prepare_attention` does for decode rows, by operations of fixed shapes.
+
+    Args:
+        part: the rows.
+        pool: keys of any layer; only its shape and dtype are read.
+        windows: the different windows of the model's layers.
+    """
+    block_size = pool.shape[2]
+    return PreparedAttention(
+        num_decode=len(part.positions),
+        block_ids=part.slot_mapping // block_size,
+        block_offsets=part.slot_mapping % block_size,
+        walk=fixed_walk(part, pool=pool, windows=windows),
+        chunks=None,
+        contexts=None,
     )
 
 

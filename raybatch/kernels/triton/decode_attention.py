@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.attention_plan import DecodePart
+from raybatch.kernels.attention_plan import DecodePart, FixedDecode
 from raybatch.kernels.triton.jit.decode import decode_kernel
 from raybatch.kernels.triton.jit.softmax import merge_splits_kernel
 from raybatch.kernels.triton.launch import (
@@ -73,6 +73,27 @@ def plan_walk(
         starts=starts,
         positions=positions,
         num_splits=_num_splits(num_seqs * pool.shape[1], len(order) // num_seqs),
+    )
+
+
+def fixed_walk(
+    part: FixedDecode,
+    *,
+    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
+    windows: tuple[int | None, ...],
+) -> DecodeWalk:
+    """Turn a part into the walk that `attend_decode` executes, by operations of fixed shapes.
+
+    The grid is that of the longest row there may be; a split without entries has no weight.
+    """
+    has_windows = any(window is not None for window in windows)
+    return DecodeWalk(
+        block_ids=part.block_ids,
+        num_valid=part.num_valid,
+        first_positions=part.first_positions if has_windows else None,
+        starts=part.starts,
+        positions=part.positions,
+        num_splits=_num_splits(len(part.positions) * pool.shape[1], part.most_blocks),
     )
 
 

@@ -15,9 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import (
+    AttentionPlan,
+    ContextPart,
+    DecodePart,
+    FixedDecode,
+    PrefillPart,
+)
 from raybatch.kernels.rotary import rotation_table
-from raybatch.kernels.triton import attention, jit, moe, norm, rotary
+from raybatch.kernels.triton import attention, jit, moe, norm, rotary, sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -57,6 +63,12 @@ def run_small_ops(dtype):
     projected = torch.zeros(48, 48, 128, dtype=dtype)
     norm.rms_norm(projected[:, :40], projected[0, :40], 1e-6)
     rotary.rotate_(projected[:, :40], rotation_table(torch.arange(48), torch.rand(64), 1.0))
+
+
+def run_sampling():
+    """Draw from two rows of a large vocabulary; logits are float32 whatever the model is."""
+    numbers = torch.full((2,), 0.5, dtype=torch.float64)
+    sampling.draw_tokens(torch.zeros(2, 151936), numbers, numbers, numbers)
 
 
 def run_moe(num_tokens, dtype):
@@ -100,8 +112,31 @@ def run_attention(dtype, *, heads, head_dim, window, num_members, chunk_len, blo
     attention.attend(q, k, v, pool, pool, prepared, window)
 
 
+def run_captured_decodes(dtype, num_rows, *, most_blocks=256, block_size=64):
+    """Run what a graph captures of attention: launches for the longest rows there may be."""
+    pool = torch.zeros(8, 8, block_size, 128, dtype=dtype)
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    entries = torch.zeros(num_rows * most_blocks, dtype=torch.int64)
+    part = FixedDecode(
+        positions=rows,
+        slot_mapping=rows,
+        starts=torch.arange(num_rows + 1),
+        block_ids=entries,
+        num_valid=entries,
+        first_positions=entries,
+        most_blocks=most_blocks,
+    )
+    qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
+    q, k, v = qkv.split((32, 8, 8), dim=1)
+    for window in (None, 128):
+        prepared = attention.prepare_fixed(part, pool=pool, windows=(window,))
+        attention.store_kv(k, v, pool, pool, prepared)
+        attention.attend(q, k, v, pool, pool, prepared, window)
+
+
 def run_all(dtype):
     run_small_ops(dtype)
+    run_sampling()
     run_moe(num_tokens=4, dtype=dtype)
     run_moe(num_tokens=2048, dtype=dtype)
     shapes = {
@@ -115,6 +150,8 @@ def run_all(dtype):
         run_attention(dtype, window=None, **shape)
         if name == "grouped":
             run_attention(dtype, window=128, **shape)
+    for num_rows in (1, 64):
+        run_captured_decodes(dtype, num_rows)
 
 
 def main():

@@ -4,23 +4,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raybatch.kernels import attention, context_attention, decode_attention, moe, norm, rotary
+from raybatch.kernels import (
+    attention,
+    context_attention,
+    decode_attention,
+    moe,
+    norm,
+    rotary,
+    sampling,
+)
 from raybatch.kernels.triton import attention as triton_attention
 from raybatch.kernels.triton import context_attention as triton_context_attention
 from raybatch.kernels.triton import decode_attention as triton_decode_attention
 from raybatch.kernels.triton import moe as triton_moe
 from raybatch.kernels.triton import norm as triton_norm
 from raybatch.kernels.triton import rotary as triton_rotary
+from raybatch.kernels.triton import sampling as triton_sampling
 from tests.kernels.triton.support import DTYPES, assert_close, dtype_name
 
 OPS = [
     (norm, triton_norm, "rms_norm"),
     (rotary, triton_rotary, "rotate_"),
     (moe, triton_moe, "moe_ffn"),
+    (sampling, triton_sampling, "draw_tokens"),
     (attention, triton_attention, "prepare_attention"),
+    (attention, triton_attention, "prepare_fixed"),
     (attention, triton_attention, "store_kv"),
     (attention, triton_attention, "attend"),
     (decode_attention, triton_decode_attention, "plan_walk"),
+    (decode_attention, triton_decode_attention, "fixed_walk"),
     (decode_attention, triton_decode_attention, "attend_decode"),
     (context_attention, triton_context_attention, "prepare_contexts"),
     (context_attention, triton_context_attention, "merge_contexts_"),

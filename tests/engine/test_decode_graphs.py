@@ -1,0 +1,206 @@
+"""Captured decode steps: the logits of the plain forward pass, whatever step came before."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from raybatch.engine.decode_buffers import DecodeBuffers
+from raybatch.engine.decode_graphs import GraphMismatchError, step_sizes
+from raybatch.engine.step_graph import CaptureError
+from raybatch.kernels.attention_plan import ContextPart, PrefillPart
+from raybatch.kernels.dispatch import REFERENCE
+from tests.engine.fixed_ops import FIXED
+from tests.engine.graph_cases import (
+    BLOCK,
+    NUM_BLOCKS,
+    capture,
+    fill_randomly,
+    random_step,
+    shape,
+)
+from tests.engine.tiny_models import save
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+VARIANTS = ["llama-biases-tied", "qwen2-window-in-upper-layers", "qwen3-moe"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for variant in VARIANTS:
+        save(variant, folder / variant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def captured(request, folder, device):
+    return capture(folder / request.param, device)
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    return capture(folder / "llama-biases-tied")
+
+
+def test_a_replay_gives_the_logits_of_the_plain_forward_pass_for_any_step(captured):
+    fill_randomly(captured.cache)
+    for seed in range(24):
+        batch = random_step(1 + seed % 8, seed, captured.device)
+        expected = captured.plain.forward(batch, captured.cache)
+        keys = captured.cache.k.clone()
+        made = captured.graphs.run(batch)
+        torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
+        assert torch.equal(expected.argmax(dim=-1), made.argmax(dim=-1))
+        # the last block is for padding
+        torch.testing.assert_close(
+            captured.cache.k[:, :NUM_BLOCKS], keys[:, :NUM_BLOCKS], rtol=1e-4, atol=1e-4
+        )
+    counts = captured.graphs.counts
+    assert (4, {}) == (counts.num_captured, counts.eager_steps)
+    assert counts.num_steps >= 24
+
+
+def test_padding_writes_into_the_scrap_block_alone(captured):
+    for seed, num_rows in enumerate((1, 3, 5, 6, 7)):
+        fill_randomly(captured.cache, seed)
+        batch = random_step(num_rows, seed, captured.device)
+        before = captured.cache.k.clone(), captured.cache.v.clone()
+        captured.graphs.run(batch)
+        for pool, old in zip((captured.cache.k, captured.cache.v), before, strict=True):
+            is_changed = (pool != old).any(dim=-1).any(dim=2).any(dim=0).flatten()
+            slots = is_changed.nonzero().flatten()
+            own = slots[slots < NUM_BLOCKS * BLOCK]
+            assert torch.equal(batch.slot_mapping.sort().values, own)
+            scrap = slots[slots >= NUM_BLOCKS * BLOCK] - NUM_BLOCKS * BLOCK
+            assert scrap.tolist() in ([], [0])
+
+
+def test_what_padding_computes_does_not_reach_a_row(dense):
+    fill_randomly(dense.cache)
+    alone = random_step(3, 5)
+    expected = dense.graphs.run(alone).clone()
+    for pool in (dense.cache.k, dense.cache.v):
+        pool[:, NUM_BLOCKS] = 1e30
+    assert torch.equal(expected, dense.graphs.run(alone))
+
+
+def test_a_step_leaves_nothing_for_the_next_one(dense):
+    """Rows and entries of a larger step lie behind those of a smaller one, which has no padding."""
+    smaller, larger = random_step(4, 6, shares_blocks=False), random_step(8, 12)
+    used = smaller.attention.decode.block_ids
+    assert len(used) < len(larger.attention.decode.block_ids)
+    fill_randomly(dense.cache)
+    expected = dense.graphs.run(smaller).clone()
+    dense.graphs.run(larger)
+    fill_randomly(dense.cache)
+    is_foreign = torch.ones(NUM_BLOCKS + 1, dtype=torch.bool)
+    is_foreign[used] = is_foreign[NUM_BLOCKS] = False
+    for pool in (dense.cache.k, dense.cache.v):
+        pool[:, is_foreign] = float("nan")
+    assert torch.equal(expected, dense.graphs.run(smaller))
+
+
+def test_steps_without_a_graph_are_counted_by_why(folder):
+    steps = shape((1, 4), max_entries=20)
+    captured = capture(folder / "llama-biases-tied", steps=steps)
+    fill_randomly(captured.cache)
+    batch = random_step(3, 1)
+    plan = batch.attention
+    rows = torch.arange(2)
+    context = ContextPart(query_idx=rows, block_ids=rows, num_tokens=2 * BLOCK)
+    prefill = PrefillPart(starts=(2,), lens=(1,))
+    wide = random_step(4, 3)
+    assert len(wide.attention.decode.block_ids) > 12
+    for found in (
+        replace(batch, attention=replace(plan, contexts=(context,))),
+        replace(batch, attention=replace(plan, num_decode=2, prefill=prefill)),
+        replace(batch, attention=replace(plan, num_decode=0, decode=None, prefill=prefill)),
+        random_step(5, 2),
+    ):
+        assert captured.graphs.run(found) is None
+    narrow = capture(
+        folder / "llama-biases-tied", steps=shape((1, 4), most_blocks=7, max_entries=12)
+    )
+    assert narrow.graphs.run(wide) is None
+    assert {"blocks": 1} == narrow.graphs.counts.eager_steps
+    assert captured.graphs.counts.eager_steps == {"shared prefix": 1, "prompts": 2, "rows": 1}
+    assert 0 == captured.graphs.counts.num_steps
+
+
+def test_experts_that_are_cut_by_counts_cannot_be_captured(folder):
+    with pytest.raises(CaptureError, match=r"tolist|bincount"):
+        capture(folder / "qwen3-moe", ops=REFERENCE)
+
+
+def test_a_graph_equals_the_plain_pass_before_it_is_used(captured):
+    for pool in (captured.cache.k, captured.cache.v):
+        pool.zero_()
+    captured.graphs.check(captured.plain)
+    # what was written for the comparison is gone
+    for pool in (captured.cache.k, captured.cache.v):
+        assert not pool[:, :NUM_BLOCKS].any()
+
+
+def test_the_check_works_in_a_pool_of_one_block(folder):
+    captured = capture(folder / "llama-biases-tied", num_blocks=1)
+    captured.graphs.check(captured.plain)
+
+
+def attends_to_one_block(part, *, pool, windows):
+    return REFERENCE.prepare_fixed(
+        replace(part, block_ids=torch.zeros_like(part.block_ids)), pool=pool, windows=windows
+    )
+
+
+def forgets_the_position(part, *, pool, windows):
+    return REFERENCE.prepare_fixed(
+        replace(part, slot_mapping=part.slot_mapping * 0), pool=pool, windows=windows
+    )
+
+
+@pytest.mark.parametrize("wrong", [attends_to_one_block, forgets_the_position])
+def test_a_graph_that_computes_something_else_is_refused(wrong, folder):
+    captured = capture(folder / "llama-biases-tied", ops=replace(FIXED, prepare_fixed=wrong))
+    with pytest.raises(GraphMismatchError, match=r"differs from the plain forward pass"):
+        captured.graphs.check(captured.plain)
+
+
+def test_sizes_grow_so_that_little_is_padding():
+    assert (1, 2, 4, 8, 16, 24, 32, 40) == step_sizes(40)
+    assert (1, 2, 3) == step_sizes(3)
+    sizes = step_sizes(512)
+    assert (1, 512) == (sizes[0], sizes[-1])
+    assert len(sizes) < 40
+    for smaller, larger in pairwise(sizes):
+        if smaller >= 64:
+            assert larger - (smaller + 1) <= (smaller + 1) / 8
+
+
+def test_buffers_take_as_many_bytes_as_are_counted():
+    steps = shape((1, 8), most_blocks=5)
+    buffers = DecodeBuffers(
+        steps, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
+    )
+    part = buffers.part(8)
+    tensors = [
+        buffers.token_ids,
+        buffers.logits,
+        part.positions,
+        part.slot_mapping,
+        part.starts,
+        part.starts,  # numbers of rows, of the same size
+        part.block_ids,
+        part.num_valid,
+        part.first_positions,
+    ]
+    counted = steps.buffer_bytes(211)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == counted

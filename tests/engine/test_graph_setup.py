@@ -1,0 +1,257 @@
+"""Whether an engine has graphs, and whole engines that have them."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.decoder import Decoder
+from raybatch.engine.engine import Engine
+from raybatch.engine.graph_setup import GraphSetup, decode_shape, plan_graphs
+from raybatch.engine.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
+from raybatch.engine.loaded_model import load_model
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import ModelRunner
+from raybatch.engine.sampler import Sampler
+from raybatch.engine.sequences import DECODE
+from raybatch.engine.step_graph import RecordedGraphs
+from raybatch.errors import ConfigError
+from raybatch.kernels.dispatch import REFERENCE
+from raybatch.types import Request, Sampling
+from tests.engine.fakes import FakeStopChecker
+from tests.engine.fixed_ops import FIXED
+from tests.engine.tiny_models import save
+
+BLOCK = 4
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+VARIANTS = ["llama", "mistral-window", "qwen3-moe"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for variant in VARIANTS:
+        save(variant, folder / variant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture
+def spec(folder):
+    return read_model_spec(folder / "llama")
+
+
+class EveryOther:
+    """Drafts two tokens for each decoding sequence: the right one, as given, and 7."""
+
+    def __init__(self, table, expected):
+        self.table, self.expected = table, expected
+
+    def propose(self):
+        drafts = {}
+        for slot in np.flatnonzero(self.table.phase == DECODE).tolist():
+            known = len(self.table.generated(slot))
+            answer = self.expected[self.table.record(slot).request.request_id]
+            if known < len(answer):
+                drafts[slot] = [answer[known], 7]
+        return drafts
+
+    def add(self, slot): ...
+
+    def remove(self, slot): ...
+
+    def note_step(self, num_rows, seconds): ...
+
+
+def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options):
+    """An engine on a CPU; its graphs are those that a GPU would capture, recorded."""
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        block_size_tokens=BLOCK,
+        tune_malloc=False,
+        attn_batch_tokens=None,
+        **{"max_num_seqs": 6, "max_model_len": 128, **options},
+    )
+    model = load_model(str(path), config)
+    spec = model.spec
+    cache = allocate_kv_cache(
+        spec, num_blocks=num_blocks + 1, block_size=BLOCK, dtype=torch.float32, device=CPU
+    )
+    decoder = Decoder(spec, model.weights)
+    graphs = None
+    if has_graphs:
+        setup = GraphSetup(shape=decode_shape(config, spec), ops=FIXED, is_asked=True)
+        graphs = setup.capture(spec, model.weights, cache, decoder, graphs=RecordedGraphs())
+    runner = ModelRunner(
+        spec=spec,
+        config=config,
+        decoder=decoder,
+        cache=cache,
+        graphs=graphs,
+        num_scrap_blocks=1,
+    )
+    assert num_blocks == runner.num_blocks
+    sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
+    return Engine(runner, sampler, FakeStopChecker(), config, make_drafter=make_drafter)
+
+
+def answers(engine, prompts, *, temperature=0.0, group_ids=None, prefix_len=0):
+    engine.add(
+        Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=np.array(prompt, np.int32),
+            sampling=Sampling(max_tokens=10 + i % 5, temperature=temperature),
+            seed=i,
+            group_id=None if group_ids is None else group_ids[i],
+            prefix_len=prefix_len,
+        )
+        for i, prompt in enumerate(prompts)
+    )
+    found = {}
+    while engine.num_unfinished():
+        for completion in engine.step():
+            assert not completion.error
+            found[completion.request_id] = completion.token_ids.tolist()
+    engine.check()
+    return found
+
+
+def random_prompts(seed, count=9, longest=30):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 211, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "temperature"), [*((name, 0.0) for name in VARIANTS), ("qwen3-moe", 0.8)]
+)
+def test_an_engine_with_graphs_gives_the_same_answers(variant, temperature, folder):
+    plain = make_engine(folder / variant, has_graphs=False)
+    graphed = make_engine(folder / variant, has_graphs=True)
+    prompts = random_prompts(1)
+    expected = answers(plain, prompts, temperature=temperature)
+    assert expected == answers(graphed, prompts, temperature=temperature)
+    stats = graphed.stats()
+    # 1, 2, 4 and 6 rows
+    assert 4 == stats.num_graphs
+    assert {"prompts"} == set(stats.eager_steps)
+    assert stats.num_steps == stats.num_graph_steps + stats.eager_steps["prompts"]
+    assert stats.num_graph_steps > stats.num_steps // 2
+    assert (0, 0, {}) == (plain.stats().num_graphs, plain.stats().num_graph_steps, {})
+
+
+def test_sequences_that_give_up_their_kv_get_the_same_answers(folder):
+    plain = make_engine(folder / "llama", has_graphs=False)
+    tight = make_engine(folder / "llama", has_graphs=True, num_blocks=18)
+    prompts = random_prompts(7, count=8, longest=24)
+    assert answers(plain, prompts) == answers(tight, prompts)
+    assert tight.stats().num_preemptions > 0
+    assert tight.stats().num_graph_steps > 0
+
+
+def test_a_prefix_that_decoding_rows_share_is_read_once_and_without_a_graph(folder):
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(1, 211, 40 * BLOCK // 2).tolist()
+    prompts = [prefix + rng.integers(1, 211, 3).tolist() for _ in range(6)]
+    shared = {"group_ids": [0] * 6, "prefix_len": len(prefix)}
+    expected = answers(make_engine(folder / "llama", has_graphs=False), prompts, **shared)
+    graphed = make_engine(folder / "llama", has_graphs=True)
+    assert expected == answers(graphed, prompts, **shared)
+    assert graphed.stats().eager_steps["shared prefix"] > 0
+
+
+def test_drafts_are_rows_of_a_graph(folder):
+    prompts = random_prompts(4, count=4)
+    expected = answers(make_engine(folder / "llama", has_graphs=False), prompts)
+    graphed = make_engine(
+        folder / "llama",
+        has_graphs=True,
+        max_num_seqs=16,
+        make_drafter=lambda table: EveryOther(table, expected),
+    )
+    assert expected == answers(graphed, prompts)
+    stats = graphed.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert {"prompts"} == set(stats.eager_steps)
+
+
+def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
+    config = EngineConfig(device="cpu", dtype="float32", tune_malloc=False, max_num_seqs=2)
+    model = load_model(str(folder / "qwen3-moe"), config)
+    cache = allocate_kv_cache(
+        model.spec, num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU
+    )
+    decoder = Decoder(model.spec, model.weights)
+    setup = GraphSetup(shape=decode_shape(config, model.spec), ops=REFERENCE)
+    parts = (model.spec, model.weights, cache, decoder)
+    with caplog.at_level(logging.WARNING):
+        assert setup.capture(*parts, graphs=RecordedGraphs()) is None
+    assert "decode steps run without CUDA graphs: " in caplog.text
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs: decode steps cannot be captured"):
+        replace(setup, is_asked=True).capture(*parts, graphs=RecordedGraphs())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cuda_graphs": 1}, "cuda_graphs must be true, false or none, got 1"),
+        ({"cuda_graphs": "yes"}, "cuda_graphs must be true, false or none"),
+        ({"cuda_graphs": True, "device": "cpu"}, "device is 'cpu', which has none"),
+        ({"cuda_graphs": True, "attn_batch_tokens": 8}, "leave one of them out"),
+    ],
+)
+def test_graphs_that_can_be_nowhere_are_refused_with_the_config(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+def test_an_engine_that_finds_no_gpu_refuses_graphs_that_were_asked_for(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = EngineConfig(cuda_graphs=True, tune_malloc=False, kv_cache_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="the engine runs on cpu, and only CUDA has them"):
+        ModelRunner.load(str(folder / "llama"), config)
+
+
+def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
+    made = plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED)
+    assert (FIXED, False) == (made.ops, made.is_asked)
+    assert 512 == made.shape.max_rows
+    assert plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=FIXED).is_asked
+    assert plan_graphs(EngineConfig(cuda_graphs=False), spec, CUDA, ops=FIXED) is None
+    assert plan_graphs(EngineConfig(), spec, CPU) is None
+    assert plan_graphs(EngineConfig(attn_batch_tokens=64), spec, CUDA, ops=FIXED) is None
+    assert plan_graphs(EngineConfig(quantization="int8"), spec, CUDA, ops=FIXED) is None
+    assert plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED, is_streamed=True) is None
+    assert plan_graphs(EngineConfig(), spec, CUDA, ops=REFERENCE) is None
+    with pytest.raises(ConfigError, match=r"they need Triton's kernels"):
+        plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=REFERENCE)
+
+
+def test_steps_are_as_large_as_the_options_let_them_be(spec):
+    config = EngineConfig(max_num_seqs=40, max_batched_tokens=24, block_size_tokens=16)
+    shape = decode_shape(config, spec)
+    assert (24, 512 // 16) == (shape.max_rows, shape.most_blocks)
+    assert 7 == decode_shape(replace(config, max_model_len=100), spec).most_blocks
+
+
+def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
+    config = EngineConfig(block_size_tokens=BLOCK)
+    token_bytes = kv_bytes_per_token(spec, torch.float32)
+    setup = plan_graphs(config, spec, CUDA, ops=FIXED)
+    graph_bytes = setup.needed_bytes(spec, torch.float32)
+    assert graph_bytes > setup.shape.buffer_bytes(spec.vocab_size) > 512 * spec.vocab_size * 4
+    free = (graph_bytes + 10 * BLOCK * token_bytes) / 0.9
+
+    def blocks(config, **options):
+        return num_blocks_for(
+            config, spec, dtype=torch.float32, device=CUDA, free_bytes=round(free) + 1, **options
+        )
+
+    assert 9 == blocks(config, num_scrap_blocks=1, graph_bytes=graph_bytes)
+    fixed = replace(config, kv_cache_bytes=10 * BLOCK * token_bytes)
+    assert (10, 9) == (blocks(fixed), blocks(fixed, num_scrap_blocks=1, graph_bytes=graph_bytes))
