@@ -3,7 +3,7 @@
 python benchmarks/admission.py                                   # all cases, dense-4m
 python benchmarks/admission.py --cases tail --out result.json
 
-The native engine on one thread, tokens checked row by row; the policies take turns. All rows are
+The native engine on one thread, tokens checked row by row; the ways take turns. All rows are
 there from the beginning. CPU seconds are of all steps, with those of the scheduler apart; a row's
 completion is counted from the beginning, in CPU seconds and in steps. For each case it says whether
 static batches would be chosen.
@@ -39,11 +39,13 @@ class Case:
         workload: what is asked.
         batch: rows that run at once.
         budget: tokens of a step.
+        kv_mib: memory for KV.
     """
 
     workload: workloads_e2e.Workload
     batch: int
     budget: int = EngineConfig().max_batched_tokens
+    kv_mib: int = 512
 
 
 def _case(kind: workloads_e2e.Kind, rows: int, lengths: tuple[int, int], **engine: int) -> Case:
@@ -54,15 +56,21 @@ def _case(kind: workloads_e2e.Kind, rows: int, lengths: tuple[int, int], **engin
 
 
 # rows of one length, for which static batches were published; the prompts of a batch of 64 fill
-# four steps, or one. Then lengths that differ, and a heavy tail
+# four steps, or one; and with KV memory for a third of them. Then lengths that differ, and a heavy
+# tail
 CASES = {
     "uniform-16": _case("random", 256, (32, 16), batch=16),
-    "uniform-64": _case("random", 256, (128, 64), batch=64),
-    "uniform-64-wide": _case("random", 256, (128, 64), batch=64, budget=8192),
-    "mixed": _case("mixed", 256, (64, 64), batch=32),
+    "uniform-64": _case("random", 192, (128, 64), batch=64),
+    "uniform-64-wide": _case("random", 192, (128, 64), batch=64, budget=8192),
+    "uniform-short": _case("random", 96, (128, 128), batch=64, kv_mib=44),
+    "mixed": _case("mixed", 192, (64, 64), batch=32),
     "tail": _case("tail", 512, (32, 6), batch=32),
 }
-POLICIES = get_args(AdmissionPolicy)
+# what engines differ in; the last one is the order of arrival with a forecast of KV memory
+WAYS: dict[str, dict[str, Any]] = {
+    **{policy: {"admission": policy} for policy in get_args(AdmissionPolicy)},
+    "fcfs-forecast": {"kv_admission_fraction": 1.0},
+}
 
 
 class Stopwatch:
@@ -113,6 +121,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
         "rows_per_step": float(np.mean(num_running)),
         "mean_completion_s": statistics.fmean(ended_s),
         "mean_completion_steps": statistics.fmean(ended_steps),
+        "num_recomputed_tokens": after.num_recomputed_tokens - before.num_recomputed_tokens,
         "num_preemptions": after.num_preemptions - before.num_preemptions,
     }
     return result, [tokens[request.request_id] for request in requests]
@@ -121,19 +130,19 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
 def measure(
     folder: str, case: Case, requests: Sequence[Request], args: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run all policies in turn; rows whose tokens differ between them end the benchmark."""
-    found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
+    """Run all ways in turn; rows whose tokens differ between them end the benchmark."""
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
     expected: list[Any] | None = None
     for repetition in range(args.repetitions):
-        # no policy always comes first
-        for policy in args.policies if repetition % 2 == 0 else args.policies[::-1]:
+        # none of them always comes first
+        for way in args.ways if repetition % 2 == 0 else args.ways[::-1]:
             config = EngineConfig(
                 dtype="float32",
                 device="cpu",
-                admission=policy,
                 max_num_seqs=case.batch,
                 max_batched_tokens=case.budget,
-                kv_cache_bytes=args.kv_mib << 20,
+                kv_cache_bytes=case.kv_mib << 20,
+                **WAYS[way],
             )
             backend = create(folder, config)
             warm = [dataclasses.replace(r, sampling=Sampling(max_tokens=4)) for r in requests[:8]]
@@ -143,26 +152,24 @@ def measure(
             expected = expected or tokens
             num_other = sum(a != b for a, b in zip(tokens, expected, strict=True))
             if num_other:
-                raise SystemExit(f"{num_other} rows under {policy} have other tokens")
-            found[policy].append(result)
-            print(
-                f"{policy:9}", json.dumps({k: round(v, 3) for k, v in result.items()}), flush=True
-            )
+                raise SystemExit(f"{num_other} rows of {way} have other tokens")
+            found[way].append(result)
+            print(f"{way:13}", json.dumps({k: round(v, 3) for k, v in result.items()}), flush=True)
     return found
 
 
 def summary(found: dict[str, list[dict[str, Any]]], requests: Sequence[Request]) -> dict[str, Any]:
     """Return medians, their ratios to the order of arrival, and what would be chosen."""
     medians = {
-        policy: {name: round(statistics.median(r[name] for r in runs), 4) for name in runs[0]}
-        for policy, runs in found.items()
+        way: {name: round(statistics.median(r[name] for r in runs), 4) for name in runs[0]}
+        for way, runs in found.items()
     }
     told: dict[str, Any] = {"medians": medians}
     if "fcfs" in found:
         names = ("cpu_s", "mean_completion_s", "mean_completion_steps", "num_steps")
         told["over_fcfs"] = {
-            policy: {name: round(row[name] / medians["fcfs"][name], 3) for name in names}
-            for policy, row in medians.items()
+            way: {name: round(row[name] / medians["fcfs"][name], 3) for name in names}
+            for way, row in medians.items()
         }
     num_runs = min(len(runs) for runs in found.values())
     if {"fcfs", "static"} <= set(found) and num_runs >= LEAST_RUNS:
@@ -179,9 +186,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(models.SHAPES), default="dense-4m")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
-    parser.add_argument("--kv-mib", type=int, default=512)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     told: dict[str, Any] = {}
