@@ -39,14 +39,11 @@ def test_rows_are_alike_where_prompts_are_and_outputs_end_together(requests, is_
 
 
 def test_static_batches_are_chosen_where_they_were_clearly_quicker():
-    assert prefers_static(UNIFORM, static_s=[1.9, 1.8, 1.7, 1.9, 1.9], continuous_s=SLOW)
+    # one run beside other work decides nothing
+    assert prefers_static(UNIFORM, static_s=[1.9, 1.8, 3.7, 1.9, 1.9], continuous_s=SLOW)
 
 
-@pytest.mark.parametrize(
-    "static_s",
-    [[1.99, 1.98, 1.97, 1.99, 1.99], [1.5, 1.5, 1.5, 1.5, 2.01], [3.0] * 5],
-    ids=["by less than noise", "not in every run", "slower"],
-)
+@pytest.mark.parametrize("static_s", [[1.91] * 5, [3.0] * 5], ids=["by noise", "slower"])
 def test_what_was_not_clearly_quicker_is_not_chosen(static_s):
     assert not prefers_static(UNIFORM, static_s=static_s, continuous_s=SLOW)
 
