@@ -9,9 +9,17 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.config import AdmissionPolicy
 from raybatch.errors import ConfigError
 
-__all__ = ["MAX_BINS", "PATIENCE", "next_batch", "predicted_steps", "shortest_first"]
+__all__ = [
+    "MAX_BINS",
+    "PATIENCE",
+    "batches_ahead",
+    "next_batch",
+    "predicted_steps",
+    "shortest_first",
+]
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -20,6 +28,15 @@ Float64s = npt.NDArray[np.float64]
 PATIENCE = 8.0
 # more gain little: a bin of 1/16 of the rows is narrow wherever lengths are not in the tail
 MAX_BINS = 16
+
+
+def batches_ahead(policy: AdmissionPolicy) -> int:
+    """Return how many times the rows that run at once should wait in an engine of a pool.
+
+    A policy can choose among the rows alone that wait where it is applied; the order of arrival
+    needs no choice, and 0 leaves the number to the pool.
+    """
+    return {"fcfs": 0, "static": 1, "shortest": 2, "multi_bin": 8}[policy]
 
 
 def predicted_steps(num_output: int, num_prompt: int, step_tokens: int) -> float:
