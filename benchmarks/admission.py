@@ -60,8 +60,8 @@ def _case(kind: workloads_e2e.Kind, rows: int, lengths: tuple[int, int], **engin
 # tail
 CASES = {
     "uniform-16": _case("random", 256, (32, 16), batch=16),
-    "uniform-64": _case("random", 192, (128, 64), batch=64),
-    "uniform-64-wide": _case("random", 192, (128, 64), batch=64, budget=8192),
+    "uniform-64": _case("random", 256, (128, 64), batch=64),
+    "uniform-64-wide": _case("random", 256, (128, 64), batch=64, budget=8192),
     "uniform-short": _case("random", 96, (128, 128), batch=64, kv_mib=44),
     "mixed": _case("mixed", 192, (64, 64), batch=32),
     "tail": _case("tail", 512, (32, 6), batch=32),
