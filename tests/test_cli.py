@@ -111,6 +111,15 @@ def test_a_wrong_option_is_told_without_a_note_on_the_model_before_it(monkeypatc
     assert (code, capsys.readouterr().err) == (1, message)
 
 
+def test_a_wrong_admission_is_told_by_the_name_of_the_option(monkeypatch, capsys):
+    setting = "engine.admission=shorter"
+    code = run_main(monkeypatch, "run", "--input", "a", "--output", "b", "--set", setting)
+    message = capsys.readouterr().err
+    assert code == 1
+    assert "EngineConfig.admission must be one of fcfs, shortest, multi_bin, static" in message
+    assert "did you mean 'shortest'" in message
+
+
 def test_run_without_a_source_says_what_to_give():
     with pytest.raises(ConfigError, match="--input, --output and --prompt"):
         job_mapping(None, {})

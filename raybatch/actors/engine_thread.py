@@ -32,14 +32,22 @@ class EngineThread:
         build: makes the backend, called in the thread.
         wake: called in the thread when rows finished, room became free, or the engine broke.
         lead_tokens: prompt tokens that should wait in the engine beyond what runs.
+        lead_batches: times the rows that run at once that should wait, however long they are; 0
+            is a quarter of them, as far as `lead_tokens` allows.
     """
 
     def __init__(
-        self, build: Callable[[], Backend], wake: Callable[[], None], *, lead_tokens: int
+        self,
+        build: Callable[[], Backend],
+        wake: Callable[[], None],
+        *,
+        lead_tokens: int,
+        lead_batches: int = 0,
     ) -> None:
         self._build = build
         self._wake = wake
         self._lead_tokens = lead_tokens
+        self._lead_batches = lead_batches
         self._lead_rows = 1
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
@@ -148,9 +156,12 @@ class EngineThread:
         # what is cached beyond the prefixes of groups, which count once anyway
         uncached = (1 - cached) / self._rows.own_fraction()
         uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
-        tokens = int(self._lead_tokens / uncached - num_waiting * self._rows.mean_own_tokens())
+        mean_tokens, lead_tokens = self._rows.mean_own_tokens(), self._lead_tokens
+        if self._lead_batches:
+            lead_tokens = max(lead_tokens, int(self._lead_rows * mean_tokens))
+        tokens = int(lead_tokens / uncached - num_waiting * mean_tokens)
         rows = self._lead_rows - num_waiting
-        is_hungry = 2 * tokens >= self._lead_tokens and 2 * rows >= self._lead_rows
+        is_hungry = 2 * tokens >= lead_tokens and 2 * rows >= self._lead_rows
         return Room(tokens=tokens, rows=rows) if is_hungry else None
 
     def _main(self) -> None:
@@ -161,7 +172,8 @@ class EngineThread:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
+        lead_rows = self._lead_batches * capacity.max_num_seqs or capacity.max_num_seqs // 4
+        self._lead_rows = max(_MIN_LEAD_ROWS, lead_rows)
         self._lead_tokens = max(self._lead_tokens, 2 * (capacity.max_batched_tokens or 0))
         self._started.set_result(capacity)
         try:

@@ -126,6 +126,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.kv_admission_fraction is an option of the native engine; vLLM has "
             "engine_kwargs.watermark and max_num_active_seqs"
         )
+    if _is_changed(engine, "admission"):
+        raise ConfigError(
+            "engine.admission is an option of the native engine; vLLM starts rows in the order "
+            "in which they come"
+        )
     if any(_is_changed(engine, name) for name in ("attn_batch_tokens", "moe_batch_tokens")):
         raise ConfigError(
             "engine.attn_batch_tokens and engine.moe_batch_tokens are options of the native "

@@ -13,7 +13,7 @@ from raybatch.config.checks import (
     check_whole,
     from_mapping,
 )
-from raybatch.config.engine import BackendConfig, BackendKind, DType, EngineConfig
+from raybatch.config.engine import AdmissionPolicy, BackendConfig, BackendKind, DType, EngineConfig
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,
@@ -26,6 +26,7 @@ from raybatch.config.job import LimitConfig, OrderName, PlanConfig, WaveConfig
 from raybatch.config.pool import PoolConfig, Strategy, check_bundles
 
 __all__ = [
+    "AdmissionPolicy",
     "BackendConfig",
     "BackendKind",
     "DType",

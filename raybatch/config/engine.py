@@ -10,6 +10,7 @@ from raybatch.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
+AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
 
 
@@ -36,6 +37,9 @@ class EngineConfig:
         max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
         max_model_len: longest prompt plus output; None takes the model's own limit.
         enable_prefix_caching: share the KV of equal leading blocks between requests.
+        admission: who starts next. "fcfs" goes by arrival, "shortest" by predicted length, with
+            ageing; "static" starts a batch when all of the one before have ended, and "multi_bin"
+            makes such batches of rows of like length. A prefix group is never taken apart.
         kv_admission_fraction: sequences start while the KV memory in use is forecast to stay below
             this share of the cache; above 1 more run at once and some are computed again. None
             makes no forecast: sequences start while there are free blocks.
@@ -70,6 +74,7 @@ class EngineConfig:
     max_num_seqs: int = 1024
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    admission: AdmissionPolicy = "fcfs"
     kv_admission_fraction: float | None = None
     attn_batch_tokens: int | Literal["auto"] | None = "auto"
     moe_batch_tokens: int | None = None
@@ -83,6 +88,7 @@ class EngineConfig:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         if self.quantization is not None:
             check_choice(self, "quantization", get_args(Quantization))
+        check_choice(self, "admission", get_args(AdmissionPolicy))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         check_whole(self, "weight_buffers", 1)
@@ -113,6 +119,11 @@ class EngineConfig:
         self._check_graphs()
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
+            if self.admission in ("static", "multi_bin"):
+                raise ConfigError(
+                    "EngineConfig.kv_admission_fraction spreads starts over time, and with "
+                    f"admission={self.admission!r} a batch starts at once; leave one of them out"
+                )
 
     def _check_graphs(self) -> None:
         if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):

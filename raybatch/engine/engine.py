@@ -79,6 +79,7 @@ class Engine:
             self._table,
             max_batched_tokens=config.max_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            admission=config.admission,
             kv_admission_fraction=config.kv_admission_fraction,
             swap=self._swap,
             checkpoint_blocks=checkpoint_blocks,

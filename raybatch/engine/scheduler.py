@@ -11,9 +11,14 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.config import AdmissionPolicy
 from raybatch.engine.admission import Admission
 from raybatch.engine.block_manager import BlockManager
+<<<<<<< HEAD
 from raybatch.engine.copies_ahead import CopiesAhead
+=======
+from raybatch.engine.closed_batch import ClosedBatch
+>>>>>>> s7-policies
 from raybatch.engine.draft_room import DraftRoom, spread
 from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.needs import Need, Needs
@@ -45,6 +50,7 @@ class Scheduler:
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
+        admission: who starts next; "static" and "multi_bin" run closed batches.
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
         checkpoint_blocks: of sequences that are about to yield, copied ahead in one step.
@@ -57,6 +63,7 @@ class Scheduler:
         *,
         max_batched_tokens: int,
         enable_prefix_caching: bool,
+        admission: AdmissionPolicy = "fcfs",
         kv_admission_fraction: float | None = None,
         swap: SwapSpace | None = None,
         checkpoint_blocks: int = 0,
@@ -71,7 +78,10 @@ class Scheduler:
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self._needs = Needs(blocks, has_cache=enable_prefix_caching)
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(admission, step_tokens=max_batched_tokens)
+        is_closed = admission in ("static", "multi_bin")
+        self._batch = ClosedBatch(blocks) if is_closed else None
+        self._num_steps = 0
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
         self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
         self._ahead = CopiesAhead(
@@ -95,6 +105,7 @@ class Scheduler:
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
         record.group = self._groups.join(record.request)
+        record.arrival_step = self._num_steps
         self._queue.add(record)
 
     def waiting(self) -> list[Sequence]:
@@ -115,7 +126,11 @@ class Scheduler:
             drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
                 of them are computed as budget, blocks and length allow.
         """
+<<<<<<< HEAD
         self._ahead.copy()
+=======
+        self._num_steps += 1
+>>>>>>> s7-policies
         preempted, ended = self._grow_decodes()
         chunks: list[tuple[int, int, int]] = []
         grown = np.flatnonzero(self.table.phase == DECODE)
@@ -331,9 +346,15 @@ class Scheduler:
         table = self.table
         num_spare = table.num_needed_blocks(self._spare_steps)
         self._admission.begin_step()
+        if self._batch is not None and not table.num_running:
+            self._batch.open(self._queue.open_batch(len(table.records)))
         while budget > 0 and table.has_free_slot and self._queue:
             record = self._queue.peek()
+            if self._batch is not None and self._batch.is_closed_to(record):
+                return []
             need = self._needs.of(record)
+            if self._batch is not None and not self._batch.takes(record, need):
+                return []
             is_growing = record.max_blocks(table.block_size) > need.num_total
             room = need.num_total * table.block_size - record.num_tokens
             needs_soon = int(is_growing and room < self._spare_steps)
@@ -368,6 +389,8 @@ class Scheduler:
 
     def _place(self, record: Sequence, need: Need) -> int:
         hits, num_total = need.hits, need.num_total
+        if self._batch is not None:
+            self._batch.add(record, need)
         self._admission.add(record, num_shared=need.num_shared, num_new=need.num_new_shared)
         self.blocks.pin(hits)
         self._groups.pin(record.group, 0, hits)

@@ -35,6 +35,7 @@ class Sequence:
         request: what was asked.
         sample_idx: 0..n-1.
         arrival: order of submission; the latest is preempted first.
+        arrival_step: steps of the engine before it was queued, set by the scheduler.
         max_len: tokens at which it ends by length, prompt included.
         expected_len: tokens at which it is likely to end; None where nothing is known.
         token_ids: generated tokens while it is not running; the table holds them else.
@@ -66,6 +67,7 @@ class Sequence:
     swapped: SwappedKV | None = None
     checkpoint: SwappedKV | None = None
     may_draft: bool = True
+    arrival_step: int = 0
 
     @property
     def num_tokens(self) -> int:

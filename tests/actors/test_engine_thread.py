@@ -24,10 +24,13 @@ def request(request_id, token=1, **sampling):
 class Driver:
     """Waits for news instead of for time."""
 
-    def __init__(self, **options):
+    def __init__(self, lead_batches=0, **options):
         self.news = threading.Event()
         self.engine = EngineThread(
-            lambda: FakeBackend(FakeOptions(**options)), self.news.set, lead_tokens=1000
+            lambda: FakeBackend(FakeOptions(**options)),
+            self.news.set,
+            lead_tokens=1000,
+            lead_batches=lead_batches,
         )
         self.engine.start().result(10)
 
@@ -99,6 +102,16 @@ def test_the_last_unstarted_rows_are_given_back(start):
 
 def test_an_empty_engine_asks_for_rows(start):
     assert start().engine.room().tokens == 1000
+
+
+def test_an_engine_that_chooses_among_rows_asks_for_batches_of_them(start):
+    driver = start(lead_batches=8, max_num_seqs=40, step_s=0.05)
+    assert driver.engine.room() == Room(tokens=1000, rows=320)
+    long = [replace(request(i), prompt_token_ids=np.ones(100, np.int32)) for i in range(40)]
+    driver.engine.submit(long)
+    # 320 of them have more tokens than would wait else
+    room = driver.engine.room()
+    assert (room.rows, room.tokens) == (280, 28_000)
 
 
 def test_a_fed_engine_does_not_ask(start):

@@ -9,7 +9,14 @@ from tests.engine.fakes import make_request
 
 
 def make_scheduler(
-    *, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True, fraction=100
+    *,
+    num_blocks=32,
+    block_size=4,
+    budget=16,
+    max_slots=8,
+    caching=True,
+    fraction=100,
+    admission="fcfs",
 ):
     table = SequenceTable(
         max_slots=max_slots, num_blocks=num_blocks, block_size=block_size, max_model_len=128
@@ -20,6 +27,7 @@ def make_scheduler(
         table,
         max_batched_tokens=budget,
         enable_prefix_caching=caching,
+        admission=admission,
         kv_admission_fraction=fraction,
     )
 
@@ -67,6 +75,30 @@ def test_a_step_is_full_while_prefill_waits():
 
 def _steps(scheduler, count):
     return [step(scheduler) for _ in range(count)]
+
+
+@pytest.mark.parametrize("admission", ["fcfs", "shortest"])
+@pytest.mark.parametrize("budget", [8, 13, 64])
+def test_prompts_are_split_and_composed_so_that_every_step_is_exactly_full(admission, budget, rng):
+    scheduler = make_scheduler(num_blocks=4096, budget=budget, max_slots=64, admission=admission)
+    for arrival in range(60):
+        add(scheduler, arrival, int(rng.integers(1, 90)), max_tokens=int(rng.integers(2, 20)))
+    table, sizes, split = scheduler.table, [], 0
+    while scheduler.num_waiting:
+        schedule = scheduler.schedule()
+        sizes.append(schedule.num_tokens)
+        ends = schedule.chunk_starts + schedule.chunk_lens
+        is_cut = ends < table.num_prompt[schedule.chunk_slots]
+        split += int(is_cut.sum())
+        slots = scheduler.advance(schedule)
+        # only the last chunk of a prompt generates
+        assert not np.isin(schedule.chunk_slots[is_cut], slots).any()
+        table.append_tokens(slots, np.zeros(len(slots), np.int64))
+        for slot in slots[table.num_tokens[slots] >= table.max_len[slots]].tolist():
+            scheduler.remove(slot)
+    # the last row starts in the last of these steps, which may have room left
+    assert set(sizes[:-1]) == {budget}
+    assert split > 20
 
 
 def test_admission_ends_where_the_cache_is_full():
