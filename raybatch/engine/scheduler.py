@@ -14,11 +14,9 @@ import numpy.typing as npt
 from raybatch.config import AdmissionPolicy
 from raybatch.engine.admission import Admission
 from raybatch.engine.block_manager import BlockManager
-<<<<<<< HEAD
-from raybatch.engine.copies_ahead import CopiesAhead
-=======
+from raybatch.engine.chunks import Chunks
 from raybatch.engine.closed_batch import ClosedBatch
->>>>>>> s7-policies
+from raybatch.engine.copies_ahead import CopiesAhead
 from raybatch.engine.draft_room import DraftRoom, spread
 from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.needs import Need, Needs
@@ -84,6 +82,7 @@ class Scheduler:
         self._num_steps = 0
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
         self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
+        self._chunks = Chunks(table, blocks, self._groups, self._swap, self.counters)
         self._ahead = CopiesAhead(
             table,
             blocks,
@@ -126,11 +125,8 @@ class Scheduler:
             drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
                 of them are computed as budget, blocks and length allow.
         """
-<<<<<<< HEAD
         self._ahead.copy()
-=======
         self._num_steps += 1
->>>>>>> s7-policies
         preempted, ended = self._grow_decodes()
         chunks: list[tuple[int, int, int]] = []
         grown = np.flatnonzero(self.table.phase == DECODE)
@@ -140,7 +136,7 @@ class Scheduler:
         budget -= len(draft_tokens)
         started = np.flatnonzero(self.table.phase == PREFILL)
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
-            budget -= self._take_tokens(slot, budget, chunks)
+            budget -= self._chunks.take(slot, budget, chunks)
         admitted: list[int] = []
         if not preempted and not ended:
             ended = self._admit(budget, chunks, admitted)
@@ -270,76 +266,6 @@ class Scheduler:
         is_found = (blocks[:length] == hits[:length]) & (self.blocks.num_refs[blocks[:length]] > 1)
         return length if is_found.all() else int(is_found.argmin())
 
-    def _take_tokens(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
-        """Bring back what host memory has of `slot`, or take a chunk; return the tokens taken."""
-        table = self.table
-        stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
-        if kept is not None and budget > 0:
-            hole_end = kept.first_block * table.block_size
-            if table.num_computed[slot] < hole_end:
-                stop = hole_end
-            elif self._shares_unfinished(slot, chunks):
-                return 0
-            elif self._restore(slot) and table.phase[slot] == DECODE:
-                return 1
-        return self._take_chunk(slot, min(budget, stop - int(table.num_computed[slot])), chunks)
-
-    def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
-        """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
-        filled = [
-            self.table.blocks(other)[start // self.table.block_size :] for other, start, _ in chunks
-        ]
-        return bool(filled) and bool(np.isin(self.table.blocks(slot), np.concatenate(filled)).any())
-
-    def _take_chunk(self, slot: int, length: int, chunks: list[tuple[int, int, int]]) -> int:
-        if length <= 0:
-            return 0
-        start = int(self.table.num_computed[slot])
-        stop = start + length
-        num_new = -(-stop // self.table.block_size) - int(self.table.num_blocks[slot])
-        self._add_reserved(slot, self.blocks.allocate(num_new, is_reserved=True))
-        self._share(slot, start // self.table.block_size, stop)
-        chunks.append((slot, start, length))
-        return length
-
-    def _restore(self, slot: int) -> bool:
-        """Bring back what host memory has of `slot`; False if it has to be computed after all."""
-        table, record = self.table, self.table.record(slot)
-        kept, start = record.swapped, int(table.num_blocks[slot])
-        assert kept is not None, "nothing to bring back"
-        count = -(-kept.num_tokens // table.block_size) - start
-        if count <= 0:
-            # others have computed all of it in the meantime
-            self._swap.drop(record)
-            return False
-        blocks = self.blocks.allocate(count, is_reserved=True)
-        if not self._swap.load(record, start, blocks):
-            self.blocks.release(np.array(blocks, np.int32), keep_cached=False)
-            self.blocks.reserve(count)
-            self.counters.num_recomputed_tokens += kept.num_tokens - start * table.block_size
-            return False
-        self._add_reserved(slot, blocks)
-        table.skip_to(slot, kept.num_tokens)
-        self._share(slot, start, kept.num_tokens)
-        if table.phase[slot] == DECODE:
-            # its token of this step may need a block of its own
-            count = int(table.num_reserved[slot])
-            self._add_reserved(slot, self.blocks.allocate(count, is_reserved=True))
-        return True
-
-    def _add_reserved(self, slot: int, blocks: list[int]) -> None:
-        self.table.add_blocks(slot, blocks)
-        self.table.num_reserved[slot] -= len(blocks)
-
-    def _share(self, slot: int, first: int, stop: int) -> None:
-        """Let others find the full blocks of `slot` from `first` on, up to token `stop`."""
-        # findable from this step on: KV is written before any row of the step attends
-        record, filled = self.table.record(slot), self.table.blocks(slot)
-        filled = filled[first : stop // self.table.block_size].tolist()
-        for block, block_hash in zip(filled, (record.block_hashes or [])[first:], strict=False):
-            self.blocks.register(block, block_hash)
-        self._groups.pin(record.group, first, filled)
-
     def _admit(
         self, budget: int, chunks: list[tuple[int, int, int]], admitted: list[int]
     ) -> list[Sequence]:
@@ -376,7 +302,7 @@ class Scheduler:
             slot = self._place(self._queue.pop(), need)
             num_spare += needs_soon
             admitted.append(slot)
-            budget -= self._take_tokens(slot, budget, chunks)
+            budget -= self._chunks.take(slot, budget, chunks)
         return []
 
     def _is_forecast_to_fit(self, record: Sequence, need: Need) -> bool:
