@@ -9,6 +9,7 @@ from raybatch.errors import ConfigError
 from raybatch.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
 
 
@@ -17,8 +18,11 @@ class EngineConfig:
     """Options of one engine; vLLM takes those that it has under its own names.
 
     Args:
-        dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
+        dtype: of weights and hidden states; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
+        kv_cache_dtype: "auto" keeps KV as the weights are; "int8" and "fp8" (float8_e4m3fn) round it
+            to 8 bits with a scale for each token and KV head, so that several times as many tokens
+            fit. Answers change a little.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
             None or 0 has none, and what they lose is computed again.
@@ -48,6 +52,7 @@ class EngineConfig:
 
     dtype: DType = "auto"
     device: str = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
     block_size_tokens: int = 64
@@ -65,6 +70,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
+        check_choice(self, "kv_cache_dtype", get_args(KVCacheDType))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         for name, least in (

@@ -9,7 +9,14 @@ from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
 __all__ = ["pick_ops"]
 
 
-def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_compile: bool) -> Ops:
+def pick_ops(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    may_compile: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> Ops:
     """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
 
     Args:
@@ -17,6 +24,7 @@ def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_com
         weights: of that model.
         block_size: positions of one cache block.
         may_compile: false takes those of torch, which alone use several threads.
+        kv_dtype: of the KV pool; None for that of the weights.
     """
     embed = weights.embed
     is_for_compiled = embed.dtype == torch.float32 and embed.device.type == "cpu"
@@ -27,6 +35,7 @@ def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_com
         num_grouped=spec.num_heads // spec.num_kv_heads,
         block_size=block_size,
         panel_widths=_panel_widths(weights),
+        kv_dtype=kv_dtype or embed.dtype,
     )
 
 

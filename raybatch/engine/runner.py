@@ -16,6 +16,7 @@ from raybatch.engine.kv_cache import (
     allocate_kv_cache,
     num_blocks_for,
     num_host_blocks_for,
+    pick_kv_dtype,
 )
 from raybatch.engine.kv_tiers import KVTiers
 from raybatch.engine.loaded_model import LoadedModel, load_model
@@ -64,18 +65,20 @@ class ModelRunner:
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         cache = _make_cache(config, model, num_engines_on_host)
         logger.info(
-            "%s loaded as %s on %s, with %d KV blocks of %d tokens",
+            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
             model.device,
             cache.k.shape[1],
             config.block_size_tokens,
+            "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
         )
         ops = pick_ops(
             model.spec,
             model.weights,
             block_size=config.block_size_tokens,
             may_compile=config.compiles_kernels,
+            kv_dtype=cache.k.dtype,
         )
         decoder = Decoder(model.spec, model.weights, ops=ops)
         return cls(spec=model.spec, config=config, decoder=decoder, cache=cache)
@@ -138,10 +141,11 @@ class ModelRunner:
 
 
 def _make_cache(config: EngineConfig, model: LoadedModel, num_engines_on_host: int) -> KVCache:
+    dtype = pick_kv_dtype(config, model.dtype)
     num_blocks = num_blocks_for(
         config,
         model.spec,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
         free_bytes=free_memory_bytes(model.device),
         num_engines_on_host=num_engines_on_host,
@@ -150,6 +154,6 @@ def _make_cache(config: EngineConfig, model: LoadedModel, num_engines_on_host: i
         model.spec,
         num_blocks=num_blocks,
         block_size=config.block_size_tokens,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
     )

@@ -51,7 +51,12 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compiled_ops(
-    *, head_dim: int, num_grouped: int, block_size: int, panel_widths: tuple[int, int] | None = None
+    *,
+    head_dim: int,
+    num_grouped: int,
+    block_size: int,
+    panel_widths: tuple[int, int] | None = None,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
 
@@ -61,11 +66,14 @@ def compiled_ops(
         block_size: positions of one cache block.
         panel_widths: of the experts' gate and up, and of their down; None where they have no
             panels.
+        kv_dtype: of the KV pool: float32, or of a quantised one.
     """
     ops, small = REFERENCE, small_ops()
     if small is not None:
         ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
-    decode = decode_form(head_dim=head_dim, num_grouped=num_grouped, block_size=block_size)
+    decode = decode_form(
+        head_dim=head_dim, num_grouped=num_grouped, block_size=block_size, kv_dtype=kv_dtype
+    )
     if decode is not None:
         prepare = functools.partial(attention.prepare_attention, decode=decode)
         ops = replace(ops, prepare_attention=prepare)
