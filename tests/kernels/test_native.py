@@ -15,7 +15,7 @@ from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
 from tests.oracles import moe_loop
 
-SHAPE = {"head_dim": 16, "num_grouped": 2, "block_size": 8}
+SHAPE = {"head_dim": 16, "num_grouped": 2, "block_size": 8, "kv_dtype": torch.float32}
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_a_host_without_room_for_a_library_runs_the_references(monkeypatch, capl
 
 @pytest.mark.usefixtures("form")
 def test_blocks_too_large_for_the_stack_are_left_to_torch():
-    assert decode_form(head_dim=16, num_grouped=8, block_size=1 << 16) is None
+    assert decode_form(**{**SHAPE, "num_grouped": 8, "block_size": 1 << 16}) is None
 
 
 def test_another_default_dtype_of_the_process_changes_nothing(form, small):

@@ -84,11 +84,7 @@ def plan_lists(
 
 @functools.cache
 def decode_form(
-    *,
-    head_dim: int,
-    num_grouped: int,
-    block_size: int,
-    kv_dtype: torch.dtype = torch.float32,
+    *, head_dim: int, num_grouped: int, block_size: int, kv_dtype: torch.dtype
 ) -> DecodeForm | None:
     """Return the kernel for one shape, compiled once per process; None where there is none.
 

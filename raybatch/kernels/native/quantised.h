@@ -21,14 +21,17 @@ static inline float read_scale(const void *row, int64_t dim) {
     return scale;
 }
 
-/* The number of 8 bits of float8_e4m3fn. Exponents differ by 120 from those of float32, and below
-   the least of them the three bits behind it count steps of 2^-9. The bits of NaN read as 480: a row
-   with such a number has a scale that is none. */
+/* The number of 8 bits of float8_e4m3fn: with its bits where float32 has them, its exponent is 120 too
+   low, also where it is the least. The sign comes last, so that a compiler which may change the order
+   of products cannot draw the power of two out of a sum, where it would be too large. The bits of
+   NaN read as 480: a row with such a number has a scale that is none. */
 static inline float read_fp8(uint8_t bits) {
-    uint32_t magnitude = bits & 0x7f, sign = (uint32_t)(bits & 0x80) << 24, whole;
-    float small = (float)magnitude * 0x1p-9f, value;
-    memcpy(&whole, &small, sizeof(whole));
-    whole = (magnitude < 8 ? whole : (magnitude << 20) + (120u << 23)) | sign;
+    uint32_t whole = (uint32_t)(bits & 0x7f) << 20;
+    float value;
+    memcpy(&value, &whole, sizeof(value));
+    value *= 0x1p120f;
+    memcpy(&whole, &value, sizeof(whole));
+    whole |= (uint32_t)(bits & 0x80) << 24;
     memcpy(&value, &whole, sizeof(value));
     return value;
 }
