@@ -13,7 +13,13 @@ from raybatch.config.checks import (
     check_whole,
     from_mapping,
 )
-from raybatch.config.engine import BackendConfig, BackendKind, DType, EngineConfig
+from raybatch.config.engine import (
+    BackendConfig,
+    BackendKind,
+    DType,
+    EngineConfig,
+    KVCacheDType,
+)
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,
@@ -30,6 +36,7 @@ __all__ = [
     "BackendKind",
     "DType",
     "EngineConfig",
+    "KVCacheDType",
     "LimitConfig",
     "OnError",
     "OrderName",

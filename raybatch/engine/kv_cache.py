@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from raybatch.config import EngineConfig
+from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.model_config import ModelSpec
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.quantised import FP8, INT8, row_width
@@ -25,9 +25,9 @@ class KVCache:
     v: torch.Tensor
 
 
-def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the pool's elements, for a model whose weights are of `dtype`."""
-    return {"auto": dtype, "int8": INT8, "fp8": FP8}[config.kv_cache_dtype]
+def pick_kv_dtype(name: KVCacheDType, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a pool's elements, for a model whose weights are of `dtype`."""
+    return {"auto": dtype, "int8": INT8, "fp8": FP8}[name]
 
 
 def allocate_kv_cache(

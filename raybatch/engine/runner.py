@@ -141,7 +141,7 @@ class ModelRunner:
 
 
 def _make_cache(config: EngineConfig, model: LoadedModel, num_engines_on_host: int) -> KVCache:
-    dtype = pick_kv_dtype(config, model.dtype)
+    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
     num_blocks = num_blocks_for(
         config,
         model.spec,
