@@ -65,7 +65,9 @@ def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
-    return 2 * spec.num_layers * spec.num_kv_heads * row_width(spec.head_dim, dtype) * dtype.itemsize
+    return (
+        2 * spec.num_layers * spec.num_kv_heads * row_width(spec.head_dim, dtype) * dtype.itemsize
+    )
 
 
 def num_blocks_for(

@@ -194,9 +194,7 @@ def _attend(
     num_kv_heads, head_dim = k_pool.shape[1], q.shape[2]
     queries = q[batch.rows].view(num_contexts, num_queries, num_kv_heads, -1, head_dim)
     queries = queries.permute(0, 2, 3, 1, 4).flatten(0, 1)
-    keys, values = (
-        read_rows(_gather(pool, batch), head_dim, q.dtype) for pool in (k_pool, v_pool)
-    )
+    keys, values = (read_rows(_gather(pool, batch), head_dim, q.dtype) for pool in (k_pool, v_pool))
     if window is None or all(highest - window < first for first, highest in batch.spans):
         output, lse = attend_dense(queries, keys, values, is_causal=False)
     else:
