@@ -67,7 +67,7 @@ def test_types_of_kv_are_taken_over_from_vllm(given, own):
 
 
 def test_a_type_of_kv_that_only_vllm_has_is_refused():
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of .* got 'nvfp4'"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of .* got 'nvfp4'"):
         stage_of(engine_kwargs={"kv_cache_dtype": "nvfp4"})
 
 

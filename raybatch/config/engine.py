@@ -18,11 +18,12 @@ class EngineConfig:
     """Options of one engine; vLLM takes those that it has under its own names.
 
     Args:
-        dtype: of weights and hidden states; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
+        dtype: of weights, hidden states and, by default, KV; "auto" takes float32 on a CPU, the
+            checkpoint's on a GPU.
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
-        kv_cache_dtype: "auto" keeps KV as the weights are; "int8" and "fp8" (float8_e4m3fn) round it
-            to 8 bits with a scale for each token and KV head, so that several times as many tokens
-            fit. Answers change a little.
+        kv_cache_dtype: "auto" keeps KV in `dtype`; "int8" and "fp8" (float8_e4m3fn) round it to 8
+            bits with a scale for each token and KV head, so that almost four times as many tokens
+            fit as in float32. Answers change.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
             None or 0 has none, and what they lose is computed again.

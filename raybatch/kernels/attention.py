@@ -152,8 +152,8 @@ def store_kv(
 ) -> None:
     """Write the KV of this step's tokens to their slots.
 
-    Keys and values become what a quantised pool gives back: chunks attend to those of their own, and
-    how a prompt is cut, or what of it was found in the pool, must not change what a token sees.
+    Keys and values become what a quantised pool gives back. Chunks attend to those of their own,
+    and how a prompt is cut, or what of it was found in the pool, must not change what a token sees.
     """
     for rows, pool in ((k, k_pool), (v, v_pool)):
         stored = rows

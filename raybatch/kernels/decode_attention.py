@@ -1,8 +1,9 @@
 """Attention of decode tokens over the KV pool, block by block in memory order.
 
 No KV is copied, unless it is quantised: the pool is sliced in runs of neighbouring blocks, each
-(block, KV head) is one small product, and a segment softmax by owner joins the blocks of a sequence. A few foreign blocks
-between two of ours are walked over rather than split around; their results are never read.
+(block, KV head) is one small product, and a segment softmax by owner joins the blocks of a
+sequence. A few foreign blocks between two of ours are walked over rather than split around; their
+results are never read.
 """
 
 import math

@@ -76,7 +76,8 @@ def read_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Te
 def _read_fp8(elements: torch.Tensor) -> torch.Tensor:
     """Return the numbers of the bits of float8_e4m3fn; a tenth of the time of torch on a CPU.
 
-    Put where float32 has sign, exponent and digits, they are a number whose exponent is 120 too low.
+    Put where float32 has sign, exponent and digits, they are a number whose exponent is too low by
+    120.
     """
     bits = elements.to(torch.int32)
     bits.bitwise_left_shift_(24).bitwise_right_shift_(4).bitwise_and_(_FP8_BITS)

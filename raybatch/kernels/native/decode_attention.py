@@ -60,8 +60,8 @@ def plan_lists(
     """Turn a part into what the kernel reads.
 
     Raises:
-        ValueError: the pool is not one of `dtype` with blocks of `tile`, (B, R), for which the kernel
-            was compiled; or a window needs what the part lacks.
+        ValueError: the pool is not one of `dtype` with blocks of `tile`, (B, R), for which the
+            kernel was compiled; or a window needs what the part lacks.
     """
     if pool.dtype != dtype or pool.shape[2:] != tile or not pool.is_contiguous():
         raise ValueError(f"the kernel was compiled for another pool than {tuple(pool.shape)}")
