@@ -1,5 +1,7 @@
 """KV in 8 bits: how far logits are off, and that nothing which happens to a row changes it."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,16 @@ BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
 # mean error of a logit over the standard deviation of logits; these models are at random, with
 # scores so large that a small error of a key decides which token is seen
 BOUNDS = {"int8": 0.035, "fp8": 0.18}
+# nats between two tokens that are as good as equal: sums in another order may round a number of a
+# row to the step beside, which moves logits by so little
+TIE = 0.02
+
+
+class Row(NamedTuple):
+    """The tokens of a row, and how far the second best token was behind each of them."""
+
+    tokens: list[int]
+    gaps: list[float]
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3-moe"])
@@ -75,9 +87,25 @@ def make(path, kind, *, num_blocks=400, num_host_blocks=0, **options):
 
 
 def alone(path, kind, prompts):
-    """The tokens of each prompt that nothing happens to: one chunk, no neighbour, no prefix hit."""
-    backend = make(path, kind, enable_prefix_caching=False)
-    return [run(backend, [prompt])[0, 0].token_ids.tolist() for prompt in prompts]
+    """What comes of each prompt that nothing happens to: one chunk, no neighbour, no prefix hit."""
+    backend, rows = make(path, kind, enable_prefix_caching=False), []
+    for prompt in prompts:
+        done = run(backend, [prompt], logprobs=2)[0, 0]
+        gaps = [float(values[0] - values[1]) for _, values in done.logprobs]
+        rows.append(Row(done.token_ids.tolist(), gaps))
+    return rows
+
+
+def check_same(expected, found):
+    """Rows have the tokens that they have alone; one of them may have gone on from a tie."""
+    others = [
+        (row, tokens) for row, tokens in zip(expected, found, strict=True) if row[0] != tokens
+    ]
+    assert len(others) <= 1, others
+    for row, tokens in others:
+        alike = zip(row.tokens, tokens, row.gaps, strict=True)
+        gap = next(gap for own, other, gap in alike if own != other)
+        assert gap < TIE, (row, tokens)
 
 
 def tokens_of(done, prompts, sample_idx=0):
@@ -149,7 +177,8 @@ def test_what_happens_to_a_row_changes_none_of_its_tokens(undisturbed, options):
     path, kind, prompts, expected = undisturbed
     backend = make(path, kind, kv_admission_fraction=100, **options)
     done = run(backend, prompts, n=2)
-    assert [expected, expected] == [tokens_of(done, prompts, i) for i in range(2)]
+    for sample_idx in range(2):
+        check_same(expected, tokens_of(done, prompts, sample_idx))
     stats = backend.stats()
     assert stats.num_cached_tokens > 0
     assert (stats.num_preemptions > 0) == ("num_blocks" in options)
@@ -171,7 +200,7 @@ def test_any_company_and_any_sizes_give_a_row_the_same_tokens(dense):
             enable_prefix_caching=bool(rng.integers(2)),
         )
         done = run(backend, [prompts[i] for i in chosen])
-        assert [expected[i] for i in chosen] == tokens_of(done, chosen)
+        check_same([expected[i] for i in chosen], tokens_of(done, chosen))
 
 
 @BOTH
@@ -197,7 +226,7 @@ def test_a_row_that_moves_between_engines_ends_with_the_same_tokens(dense, kind,
     done = {}
     while second.num_unfinished():
         done |= {(c.request_id, c.sample_idx): c for c in second.poll()}
-    assert expected == tokens_of(done, prompts)
+    check_same(expected, tokens_of(done, prompts))
 
 
 @BOTH
@@ -213,7 +242,7 @@ def test_a_row_that_breaks_the_model_spoils_no_other(tmp_path, kind):
     done = run(backend, [[*range(1, 30), bad_token]])
     assert done[0, 0].error.startswith("NonFiniteLogits: ")
     # the pool is small, so these rows get the blocks that held NaN
-    assert expected == tokens_of(run(backend, good), good)
+    check_same(expected, tokens_of(run(backend, good), good))
 
 
 def test_tokens_of_the_default_are_those_of_transformers(dense, rng):
