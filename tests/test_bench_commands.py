@@ -103,6 +103,20 @@ def test_memory_for_kv_bounds_the_batch_of_a_plan(folder):
     assert 10 == found["phases"]["decode"]["best"]["plan"]["gate_tokens"]
 
 
+def test_kv_of_8_bits_makes_room_for_more_rows_in_a_plan(folder):
+    rows = (
+        "--prompt-tokens",
+        "200",
+        "--output-tokens",
+        "56",
+        "--set",
+        "engine.kv_cache_dtype=int8",
+    )
+    found = in_json(folder / "qwen3", *rows, kv_bytes=10 * 256 * 1536)
+    # a row of 32 numbers has 36 bytes in place of 128
+    assert 35 == found["phases"]["decode"]["target"]["tokens"]
+
+
 def test_memory_that_holds_no_row_is_refused_with_what_one_needs(folder):
     told = refusal(folder / "qwen3", "--prompt-tokens", "300", kv_bytes=100 * 1536)
     assert f"of these {(300 + 128) * 1536} are for KV, which may have {64 * 1536}" in told

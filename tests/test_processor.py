@@ -48,6 +48,29 @@ def test_engine_options_with_an_equivalent_are_taken_over():
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ("auto", "auto"),
+        ("fp8", "fp8"),
+        ("fp8_e4m3", "fp8"),
+        ("fp8_per_token_head", "fp8"),
+        ("int8_per_token_head", "int8"),
+    ],
+)
+def test_types_of_kv_are_taken_over_from_vllm(given, own):
+    stage = stage_of(engine_kwargs={"kv_cache_dtype": given})
+    assert stage.config.engine.kv_cache_dtype == own
+    vllm = stage_of(backend="vllm", engine_kwargs={"kv_cache_dtype": given})
+    assert vllm.config.engine.kv_cache_dtype == "auto"
+    assert vllm.config.backend.options["engine_kwargs"] == {"kv_cache_dtype": given}
+
+
+def test_a_type_of_kv_that_only_vllm_has_is_refused():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of .* got 'nvfp4'"):
+        stage_of(engine_kwargs={"kv_cache_dtype": "nvfp4"})
+
+
 @pytest.mark.parametrize(("concurrency", "replicas"), [(3, 3), ((1, 4), 4), (None, None)])
 def test_concurrency_becomes_replicas(concurrency, replicas):
     assert stage_of(concurrency=concurrency).config.pool.replicas == replicas

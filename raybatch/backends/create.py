@@ -15,6 +15,7 @@ from raybatch.types import Task
 
 # by kind; the others take none
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
+_WITHOUT_KV_DTYPE = ("transformers", "openai")
 # by kind; the others generate text alone
 _TASKS: Mapping[str, tuple[Task, ...]] = {
     "vllm": get_args(Task),
@@ -39,10 +40,15 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
     if backend.kind == "vllm":
         vllm_options(backend, engine)
         return
-    if engine.quantization is not None and backend.kind in ("openai", "transformers"):
+    if engine.quantization is not None and backend.kind in _WITHOUT_KV_DTYPE:
         raise ConfigError(
             "engine.quantization is an option of the native engine, and the "
             f"{backend.kind} backend has no such; leave it out"
+        )
+    if backend.kind in _WITHOUT_KV_DTYPE and engine.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
+            f"{backend.kind} backend keeps KV as its model does: leave it out"
         )
     options = _OPTIONS.get(backend.kind)
     for name in ("reasoning_parser", "tool_call_parser"):

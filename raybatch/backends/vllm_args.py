@@ -32,6 +32,8 @@ _UNLESS_DEFAULT = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_batched_tokens",
 }
+# what vLLM calls KV of 8 bits with a scale for each token and KV head
+_KV_CACHE_DTYPES = {"int8": "int8_per_token_head", "fp8": "fp8_per_token_head"}
 _ELSEWHERE = {
     "model": "take the model of the stage",
     "model_weights": "take the model of the stage",
@@ -162,6 +164,13 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             "engine.cuda_graphs is an option of the native engine; vLLM has "
             "engine_kwargs.enforce_eager"
         )
+    kv_dtype = options.engine_kwargs.get("kv_cache_dtype")
+    if kv_dtype not in (None, _KV_CACHE_DTYPES.get(engine.kv_cache_dtype, kv_dtype)):
+        raise ConfigError(
+            f"engine.kv_cache_dtype={engine.kv_cache_dtype!r}, which vLLM calls "
+            f"{_KV_CACHE_DTYPES[engine.kv_cache_dtype]!r}, and engine_kwargs.kv_cache_dtype="
+            f"{kv_dtype!r} are one option; leave one of them out"
+        )
     for name, own in _UNLESS_DEFAULT.items():
         given = options.engine_kwargs.get(name)
         if given is not None and _is_changed(engine, own) and given != getattr(engine, own):
@@ -189,6 +198,7 @@ def engine_args(
             for n, own in _UNLESS_DEFAULT.items()
             if _is_changed(engine, own)
         },
+        "kv_cache_dtype": _KV_CACHE_DTYPES.get(engine.kv_cache_dtype),
     }
     if task != "generate" and engine.enable_prefix_caching:
         # not every model that pools can: vLLM knows which

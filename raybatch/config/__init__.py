@@ -13,7 +13,14 @@ from raybatch.config.checks import (
     check_whole,
     from_mapping,
 )
-from raybatch.config.engine import AdmissionPolicy, BackendConfig, BackendKind, DType, EngineConfig
+from raybatch.config.engine import (
+    AdmissionPolicy,
+    BackendConfig,
+    BackendKind,
+    DType,
+    EngineConfig,
+    KVCacheDType,
+)
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,
@@ -31,6 +38,7 @@ __all__ = [
     "BackendKind",
     "DType",
     "EngineConfig",
+    "KVCacheDType",
     "LimitConfig",
     "OnError",
     "OrderName",

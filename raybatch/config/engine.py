@@ -11,6 +11,7 @@ from raybatch.types import Task
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
 
 
@@ -19,7 +20,8 @@ class EngineConfig:
     """Options of one engine; vLLM takes those that it has under its own names.
 
     Args:
-        dtype: of weights and KV; "auto" takes float32 on a CPU, the checkpoint's on a GPU.
+        dtype: of weights, hidden states and, by default, KV; "auto" takes float32 on a CPU, the
+            checkpoint's on a GPU.
         quantization: "int8" or "fp8" keeps the weights of linears (but the head and routers) as
             bytes with a scale for each output, while products stay in `dtype`: a quarter of the
             memory, and answers that differ. None keeps them in `dtype`.
@@ -27,6 +29,9 @@ class EngineConfig:
         device_weight_bytes: memory of the device for weights; layers beyond it stay in host memory
             and are copied to the device in every step. None keeps all on the device.
         weight_buffers: layers of the ring through which these pass.
+        kv_cache_dtype: "auto" keeps KV in `dtype`; "int8" and "fp8" (float8_e4m3fn) round it to 8
+            bits with a scale for each token and KV head, so that almost four times as many tokens
+            fit as in float32. Answers change.
         kv_cache_bytes: memory for KV; None takes a share of the free memory.
         host_kv_bytes: host memory beside it, for the KV of sequences that had to give up theirs;
             None or 0 has none, and what they lose is computed again.
@@ -66,6 +71,7 @@ class EngineConfig:
     device: str = "auto"
     device_weight_bytes: int | None = None
     weight_buffers: int = 2
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
     kv_checkpoint_blocks: int | None = None
@@ -89,6 +95,7 @@ class EngineConfig:
         if self.quantization is not None:
             check_choice(self, "quantization", get_args(Quantization))
         check_choice(self, "admission", get_args(AdmissionPolicy))
+        check_choice(self, "kv_cache_dtype", get_args(KVCacheDType))
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         check_whole(self, "weight_buffers", 1)

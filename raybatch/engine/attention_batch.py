@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from raybatch.config import KVCacheDType
 from raybatch.engine.decoder import Decoder, PreparedBatch
 from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.kv_cache import KVCache
+from raybatch.engine.kv_cache import KVCache, pick_kv_dtype
 from raybatch.engine.model_config import ModelSpec
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.kv_rows import is_quantised, quantise
 from raybatch.policy.layer_work import Workload
 
 __all__ = ["AttentionBatch"]
@@ -22,7 +24,7 @@ class AttentionBatch:
         x: hidden states [T, M].
         prepared: the forward batch as the decoder prepares it once per step; all rows have logits,
             so that the last layer keeps them.
-        cache: KV [L, N, G, B, D]. All layers lie in the memory of one, filled with random numbers:
+        cache: KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers:
             pages of zeros would all be one page of memory.
     """
 
@@ -40,6 +42,7 @@ class AttentionBatch:
         *,
         like: torch.Tensor,
         block_size: int,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> "AttentionBatch":
         """Make a batch of `tokens` tokens; the last sequence may have fewer than the others.
 
@@ -50,6 +53,7 @@ class AttentionBatch:
             workload: what its sequences are like.
             like: a tensor with the device and dtype of the model.
             block_size: tokens of a block of KV.
+            kv_cache_dtype: of the pool, as `EngineConfig` has it.
         """
         lens = _sequence_lens(tokens, workload)
         cached, device = workload.cached_tokens, like.device
@@ -57,9 +61,10 @@ class AttentionBatch:
         random = torch.Generator().manual_seed(0)
         shape = (1, len(lens) * blocks_per_seq, spec.num_kv_heads, block_size, spec.head_dim)
         copies = (decoder.num_layers, -1, -1, -1, -1)
+        dtype = pick_kv_dtype(kv_cache_dtype, like.dtype)
         cache = KVCache(
-            k=torch.randn(shape, generator=random).to(like).expand(copies),
-            v=torch.randn(shape, generator=random).to(like).expand(copies),
+            k=_rows(torch.randn(shape, generator=random).to(like), dtype).expand(copies),
+            v=_rows(torch.randn(shape, generator=random).to(like), dtype).expand(copies),
         )
         positions = torch.cat([cached + torch.arange(n) for n in lens]).to(device)
         owners = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).to(device)
@@ -79,6 +84,11 @@ class AttentionBatch:
     def run(self, decoder: Decoder, layer_idx: int) -> torch.Tensor:
         """Return the hidden states [T, M] after the attention of a layer."""
         return decoder.attention(layer_idx, self.x.clone(), self.prepared, self.cache)
+
+
+def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows [..., D] as a pool of `dtype` holds them, [..., R]."""
+    return quantise(x, dtype) if is_quantised(dtype) else x
 
 
 def _sequence_lens(tokens: int, workload: Workload) -> list[int]:

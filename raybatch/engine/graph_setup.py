@@ -121,6 +121,8 @@ def plan_graphs(
         reason = "steps run as coroutines (attn_batch_tokens)"
     elif is_streamed:
         reason = "layers pass through a ring of buffers (device_weight_bytes)"
+    elif config.kv_cache_dtype != "auto":
+        reason = "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"
     elif config.quantization is not None:
         reason = "quantized weights become floats before each product, which a graph would keep"
     else:

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from raybatch.config import EngineConfig
+from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.model_config import ModelSpec
 from raybatch.errors import CapacityError, ConfigError
+from raybatch.kernels.kv_rows import FP8, INT8, row_width
 
 # of the memory that is free once the weights are loaded
 _CPU_FRACTION = 0.5
@@ -18,10 +19,15 @@ _GPU_FRACTION = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
-    """Keys and values of all layers, [L, N, G, B, D]; only the model writes into them."""
+    """Keys and values of all layers, [L, N, G, B, R]; only the model writes into them."""
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+def pick_kv_dtype(name: KVCacheDType, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a pool's elements, for a model whose weights are of `dtype`."""
+    return {"auto": dtype, "int8": INT8, "fp8": FP8}[name]
 
 
 def allocate_kv_cache(
@@ -31,7 +37,8 @@ def allocate_kv_cache(
 
     On a CPU, memory is taken from the system only when a block is first used.
     """
-    shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    width = row_width(spec.head_dim, dtype)
+    shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, width)
     if device.type == "cpu":
         return KVCache(k=_pages(shape, dtype), v=_pages(shape, dtype))
     zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
@@ -57,8 +64,10 @@ def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of KV that one token needs in all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
+    return (
+        2 * spec.num_layers * spec.num_kv_heads * row_width(spec.head_dim, dtype) * dtype.itemsize
+    )
 
 
 def num_blocks_for(

@@ -1,6 +1,6 @@
 """Copies KV blocks between the pool of the device and a pool in host memory.
 
-The host's pool has the same record and the same legend, [L, N, G, B, D], but lies block by block in
+The host's pool has the same record and the same legend, [L, N, G, B, R], but lies block by block in
 memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
 one gather and one scatter, whatever the number of layers, and on a GPU one transfer for each run.
 """
@@ -38,7 +38,7 @@ class KVTiers:
         self.num_host_blocks = num_host_blocks
         self.block_bytes = 2 * num_layers * torch.Size(block).numel() * device.k.element_size()
         self._device = device
-        shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, D]
+        shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, R]
         self._memory = allocate_memory(shape, device.k.dtype, device.k.device)
         self.host = KVCache(
             k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
@@ -88,7 +88,7 @@ class KVTiers:
         device = self._device.k.device
         ids = torch.from_numpy(block_ids).to(device)
         pools = (self._device.k, self._device.v)
-        # [n, 2, L, G, B, D]; gathered in the order of steps, so the next one may write the blocks
+        # [n, 2, L, G, B, R]; gathered in the order of steps, so the next one may write the blocks
         staged = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raybatch.config import EngineConfig
+from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.attention_batch import AttentionBatch
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.model_config import ModelSpec
@@ -38,6 +38,7 @@ class ProfileOptions:
             smallest of each module never is.
         max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
         block_size: tokens of a block of KV.
+        kv_cache_dtype: of the pool, as `EngineConfig` has it.
         may_compile: measure ops that are compiled for this host, as an engine runs them.
         quantization: how the weights that are measured are kept, see `EngineConfig`.
 
@@ -60,6 +61,7 @@ class ProfileOptions:
     budget_s: float = 8.0
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
+    kv_cache_dtype: KVCacheDType = "auto"
     may_compile: bool = False
     quantization: str | None = None
 
@@ -77,6 +79,7 @@ def profile_options(config: EngineConfig) -> ProfileOptions:
     """Return the options that measure what an engine runs on this host."""
     return ProfileOptions(
         block_size=config.block_size_tokens,
+        kv_cache_dtype=config.kv_cache_dtype,
         may_compile=config.compiles_kernels and has_compiler(),
         quantization=config.quantization,
     )
@@ -186,6 +189,7 @@ class LayerBench:
             workload,
             like=like,
             block_size=self._options.block_size,
+            kv_cache_dtype=self._options.kv_cache_dtype,
         )
 
     def _kv_bytes(self, tokens: int, workload: Workload) -> int:

@@ -13,7 +13,7 @@ from raybatch.engine.model_source import resolve_model
 from raybatch.engine.pick_ops import dense_panel_width
 from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import ModelWeights, load_weights, weight_sizes
-from raybatch.kernels.quantized import BYTE_DTYPES
+from raybatch.kernels.byte_weights import BYTE_DTYPES
 from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
 __all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]

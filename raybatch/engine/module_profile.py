@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from raybatch.engine.kv_cache import pick_kv_dtype
 from raybatch.engine.layer_bench import LayerBench, ProfileOptions, probe_decoder
 from raybatch.engine.layer_tensors import map_tensors, tensors_of
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.pick_ops import pick_ops
 from raybatch.engine.stopwatch import Clock, Run, Stopwatch, clock_of
 from raybatch.engine.weights import LayerWeights, ModelWeights
+from raybatch.kernels.kv_rows import row_width
 from raybatch.policy.layer_plan import ModelShape, ModuleCosts
 from raybatch.policy.layer_work import LayerShape
 from raybatch.policy.roofline import MeasuredWork, Work, fit_roofline
@@ -62,12 +64,25 @@ class ModuleProfile:
         )
 
 
-def model_shape(spec: ModelSpec, *, dtype: torch.dtype, num_pieces: int = 1) -> ModelShape:
+def model_shape(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    num_pieces: int = 1,
+    kv_dtype: torch.dtype | None = None,
+) -> ModelShape:
     """Return a model as plans see it: layers like its sparse ones, or all dense.
 
     A model that has layers of both kinds is planned as if all were sparse, which is on the safe
     side of its memory.
+
+    Args:
+        spec: what the model is.
+        dtype: of its weights.
+        num_pieces: see `ModelShape`.
+        kv_dtype: of the KV pool; None for that of the weights.
     """
+    kv_dtype = kv_dtype or dtype
     moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
     layer = LayerShape(
         model_dim=spec.model_dim,
@@ -78,6 +93,7 @@ def model_shape(spec: ModelSpec, *, dtype: torch.dtype, num_pieces: int = 1) -> 
         num_experts=moe.num_experts if moe else 1,
         top_k=moe.top_k if moe else 1,
         element_bytes=dtype.itemsize,
+        kv_row_bytes=row_width(spec.head_dim, kv_dtype) * kv_dtype.itemsize,
     )
     num_tables = 1 if spec.is_tied else 2
     return ModelShape(
@@ -114,7 +130,8 @@ def profile_layer(
     options = options or ProfileOptions()
     device, dtype = weights.embed.device, weights.embed.dtype
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
-    model = model_shape(spec, dtype=dtype, num_pieces=num_pieces)
+    kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
+    model = model_shape(spec, dtype=dtype, num_pieces=num_pieces, kv_dtype=kv_dtype)
     is_sparse = model.layer.num_experts > 1
     alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
     num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
@@ -123,7 +140,13 @@ def profile_layer(
         map_tensors(layer, lambda tensor: tensor.to(device))
         for layer in alike[: max(num_layers, 2)]
     ]
-    ops = pick_ops(spec, weights, block_size=options.block_size, may_compile=options.may_compile)
+    ops = pick_ops(
+        spec,
+        weights,
+        block_size=options.block_size,
+        may_compile=options.may_compile,
+        kv_dtype=kv_dtype,
+    )
     decoder = probe_decoder(spec, weights, layers, ops)
     bench = LayerBench(spec, decoder, model.layer, options, stopwatch)
     budgets = [options.budget_s * share for share in _SHARES]

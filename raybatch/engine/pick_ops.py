@@ -10,7 +10,14 @@ from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 __all__ = ["dense_panel_width", "pick_ops"]
 
 
-def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_compile: bool) -> Ops:
+def pick_ops(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    may_compile: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> Ops:
     """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
 
     Args:
@@ -18,6 +25,7 @@ def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_com
         weights: of that model.
         block_size: positions of one cache block.
         may_compile: false takes those of torch, which alone use several threads.
+        kv_dtype: of the KV pool; None for that of the weights.
     """
     embed = weights.embed
     if not (may_compile and _is_for_compiled(embed.dtype, embed.device)):
@@ -28,6 +36,7 @@ def pick_ops(spec: ModelSpec, weights: ModelWeights, *, block_size: int, may_com
         block_size=block_size,
         panel_widths=_panel_widths(weights),
         quantized=_quantized(weights),
+        kv_dtype=kv_dtype or embed.dtype,
     )
 
 

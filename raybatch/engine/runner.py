@@ -18,6 +18,7 @@ from raybatch.engine.kv_cache import (
     allocate_kv_cache,
     num_blocks_for,
     num_host_blocks_for,
+    pick_kv_dtype,
 )
 from raybatch.engine.kv_tiers import KVTiers
 from raybatch.engine.layer_placing import place_layers
@@ -97,18 +98,20 @@ class ModelRunner:
         setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
         cache = _make_cache(config, model, num_engines_on_host, setup)
         logger.info(
-            "%s loaded as %s on %s, with %d KV blocks of %d tokens",
+            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
             model.device,
             cache.k.shape[1] - int(setup is not None),
             config.block_size_tokens,
+            "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
         )
         ops = pick_ops(
             model.spec,
             model.weights,
             block_size=config.block_size_tokens,
             may_compile=config.compiles_kernels,
+            kv_dtype=cache.k.dtype,
         )
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
         graphs = None
@@ -203,10 +206,11 @@ def _make_cache(
     setup: GraphSetup | None,
 ) -> KVCache:
     num_scrap_blocks = int(setup is not None)
+    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
     num_blocks = num_blocks_for(
         config,
         model.spec,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
         free_bytes=free_memory_bytes(model.device),
         num_engines_on_host=num_engines_on_host,
@@ -217,6 +221,6 @@ def _make_cache(
         model.spec,
         num_blocks=num_blocks + num_scrap_blocks,
         block_size=config.block_size_tokens,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
     )

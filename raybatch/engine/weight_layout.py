@@ -39,7 +39,7 @@ class WeightForm:
         panel_width: outputs of the panels of dense linears, for compiled ops on a CPU; None lays
             them out for torch.
         quantized: dtype of the weights of all linears but head and routers, one of
-            `raybatch.kernels.quantized`; None leaves them in `dtype`.
+            `raybatch.kernels.byte_weights`; None leaves them in `dtype`.
     """
 
     dtype: torch.dtype

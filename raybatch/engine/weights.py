@@ -21,8 +21,8 @@ from raybatch.engine.model_source import model_fingerprint
 from raybatch.engine.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
 from raybatch.engine.weight_layout import LAYER_LINEARS, WeightForm, lay_out, view_of
 from raybatch.engine.weight_recipes import recipes_of
+from raybatch.kernels.byte_weights import quantize, quantized_scales
 from raybatch.kernels.linear import Linear
-from raybatch.kernels.quantized import quantize, quantized_scales
 from raybatch.policy.residence import WeightSizes
 
 logger = logging.getLogger(__name__)

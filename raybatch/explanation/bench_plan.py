@@ -11,7 +11,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.cached_file import cpu_name
-from raybatch.engine.kv_cache import kv_bytes_per_token, num_blocks_for
+from raybatch.engine.kv_cache import kv_bytes_per_token, num_blocks_for, pick_kv_dtype
 from raybatch.engine.layer_bench import profile_options
 from raybatch.engine.loaded_model import LoadedModel, give_back_freed_memory, load_model
 from raybatch.engine.memory import free_memory_bytes
@@ -240,10 +240,11 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
     On a CPU there is no other memory to put anything into.
     """
     free = free_memory_bytes(model.device)
+    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
     num_blocks = num_blocks_for(
-        config, model.spec, dtype=model.dtype, device=model.device, free_bytes=free
+        config, model.spec, dtype=dtype, device=model.device, free_bytes=free
     )
-    block_bytes = kv_bytes_per_token(model.spec, model.dtype) * config.block_size_tokens
+    block_bytes = kv_bytes_per_token(model.spec, dtype) * config.block_size_tokens
     layer = shape.layer
     loaded = shape.other_bytes + shape.num_layers * (layer.attention_bytes + layer.ffn_bytes)
     has_host = model.device.type != "cpu" and config.kv_cache_bytes is None

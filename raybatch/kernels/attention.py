@@ -19,6 +19,7 @@ from raybatch.kernels.context_attention import (
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
 from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+from raybatch.kernels.kv_rows import dequantise, is_quantised, quantise
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
@@ -68,7 +69,7 @@ def prepare_attention(
     *,
     positions: torch.Tensor,  # int64 [T]
     slot_mapping: torch.Tensor,  # int64 [T]
-    pool: torch.Tensor,  # [N, G, B, D]
+    pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
     decode: DecodeForm = TORCH_DECODE,
 ) -> PreparedAttention:
@@ -171,23 +172,31 @@ def _split_prefill(
 
 
 def store_kv(
-    k: torch.Tensor,  # [T, G, D]
-    v: torch.Tensor,  # [T, G, D]
-    k_pool: torch.Tensor,  # [N, G, B, D], modified in place
-    v_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    k: torch.Tensor,  # [T, G, D], modified in place where the pool is quantised
+    v: torch.Tensor,  # [T, G, D], modified in place where the pool is quantised
+    k_pool: torch.Tensor,  # [N, G, B, R], modified in place
+    v_pool: torch.Tensor,  # [N, G, B, R], modified in place
     prepared: PreparedAttention,
 ) -> None:
-    """Write the KV of this step's tokens to their slots."""
-    k_pool[prepared.block_ids, :, prepared.block_offsets] = k
-    v_pool[prepared.block_ids, :, prepared.block_offsets] = v
+    """Write the KV of this step's tokens to their slots.
+
+    Keys and values become what a quantised pool gives back. Chunks attend to those of their own,
+    and how a prompt is cut, or what of it was found in the pool, must not change what a token sees.
+    """
+    for rows, pool in ((k, k_pool), (v, v_pool)):
+        stored = rows
+        if is_quantised(pool.dtype):
+            stored = quantise(rows, pool.dtype)
+            rows.copy_(dequantise(stored, rows.shape[2], rows.dtype))
+        pool[prepared.block_ids, :, prepared.block_offsets] = stored
 
 
 def attend(
     q: torch.Tensor,  # [T, H, D]
     k: torch.Tensor,  # [T, G, D]
     v: torch.Tensor,  # [T, G, D]
-    k_pool: torch.Tensor,  # [N, G, B, D]
-    v_pool: torch.Tensor,  # [N, G, B, D]
+    k_pool: torch.Tensor,  # [N, G, B, R]
+    v_pool: torch.Tensor,  # [N, G, B, R]
     prepared: PreparedAttention,
     window: int | None,
 ) -> torch.Tensor:

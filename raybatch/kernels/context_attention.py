@@ -12,6 +12,7 @@ import torch
 
 from raybatch.kernels.attention_plan import ContextPart
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+from raybatch.kernels.kv_rows import is_quantised, read_rows
 from raybatch.kernels.merge import merge_parts
 
 # sets of up to so many queries that differ by less than a step are padded to one size
@@ -30,7 +31,7 @@ class _Batch:
     Args:
         num_tokens: P.
         rows: [C * Q], the row of each query; a padded place repeats the context's last row.
-        pool_rows: int64 [C * G * X], where their blocks lie in a pool viewed as [N * G, B * D].
+        pool_rows: int64 [C * G * X], where their blocks lie in a pool viewed as [N * G, B * R].
         positions: int64 [C, Q], of the queries in their sequences.
         spans: first cached position and highest query position of each context; empty where no
             layer has a window.
@@ -68,7 +69,7 @@ def prepare_contexts(
     parts: Sequence[ContextPart],
     *,
     positions: torch.Tensor,  # int64 [T]
-    pool: torch.Tensor,  # [N, G, B, D]
+    pool: torch.Tensor,  # [N, G, B, R]
     has_windows: bool,
 ) -> PreparedContexts:
     """Do once per step what all layers share.
@@ -82,7 +83,7 @@ def prepare_contexts(
     num_kv_heads = pool.shape[1]
     batches: list[_Batch] = []
     rows: list[torch.Tensor] = []
-    for members in _alike(parts, 2 * num_kv_heads * pool.shape[3] * pool.element_size()):
+    for members in _alike(parts, 2 * num_kv_heads * pool.shape[3] * _element_bytes(pool)):
         batch_rows, is_query = _pad([part.query_idx for part in members])
         rows.append(torch.where(is_query, batch_rows, _PADDING).view(-1))
         batches.append(
@@ -95,6 +96,11 @@ def prepare_contexts(
             )
         )
     return PreparedContexts(batches=tuple(batches), rounds=_rounds(torch.cat(rows)))
+
+
+def _element_bytes(pool: torch.Tensor) -> int:
+    """Return the bytes of an element of a pool once it was copied."""
+    return torch.float32.itemsize if is_quantised(pool.dtype) else pool.element_size()
 
 
 def _alike(parts: Sequence[ContextPart], token_bytes: int) -> list[list[ContextPart]]:
@@ -162,8 +168,8 @@ def merge_contexts_(
     output: torch.Tensor,  # [T, H, D], modified in place
     lse: torch.Tensor,  # float32 [T, H], modified in place
     q: torch.Tensor,  # [T, H, D]
-    k_pool: torch.Tensor,  # [N, G, B, D]
-    v_pool: torch.Tensor,  # [N, G, B, D]
+    k_pool: torch.Tensor,  # [N, G, B, R]
+    v_pool: torch.Tensor,  # [N, G, B, R]
     prepared: PreparedContexts,
     window: int | None,
 ) -> None:
@@ -185,10 +191,10 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [C * Q, H, D] and their log-sum-exp [C * Q, H]."""
     num_contexts, num_queries = batch.positions.shape
-    num_kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
+    num_kv_heads, head_dim = k_pool.shape[1], q.shape[2]
     queries = q[batch.rows].view(num_contexts, num_queries, num_kv_heads, -1, head_dim)
     queries = queries.permute(0, 2, 3, 1, 4).flatten(0, 1)
-    keys, values = (_gather(pool, batch) for pool in (k_pool, v_pool))
+    keys, values = (read_rows(_gather(pool, batch), head_dim, q.dtype) for pool in (k_pool, v_pool))
     if window is None or all(highest - window < first for first, highest in batch.spans):
         output, lse = attend_dense(queries, keys, values, is_causal=False)
     else:
@@ -226,9 +232,9 @@ def _attend_windowed(
 
 
 def _gather(pool: torch.Tensor, batch: _Batch) -> torch.Tensor:
-    """Copy the cached positions of all contexts to [C * G, P, D]."""
-    num_blocks, num_kv_heads, block_size, head_dim = pool.shape
-    flat = pool.view(num_blocks * num_kv_heads, block_size * head_dim)
+    """Copy the cached positions of all contexts to [C * G, P, R]."""
+    num_blocks, num_kv_heads, block_size, width = pool.shape
+    flat = pool.view(num_blocks * num_kv_heads, block_size * width)
     copied = flat.index_select(0, batch.pool_rows)
     num_groups = len(batch.positions) * num_kv_heads
-    return copied.view(num_groups, -1, head_dim)[:, : batch.num_tokens]
+    return copied.view(num_groups, -1, width)[:, : batch.num_tokens]

@@ -1,11 +1,13 @@
 """Attention of decode tokens over the KV pool, block by block in memory order.
 
-No KV is copied: the pool is sliced in runs of neighbouring blocks, each (block, KV head) is one
-small product, and a segment softmax by owner joins the blocks of a sequence. A few foreign blocks
-between two of ours are walked over rather than split around; their results are never read.
+No KV is copied, unless it is quantised: the pool is sliced in runs of neighbouring blocks, each
+(block, KV head) is one small product, and a segment softmax by owner joins the blocks of a
+sequence. A few foreign blocks between two of ours are walked over rather than split around; their
+results are never read.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,9 +16,12 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodePart, FixedDecode
+from raybatch.kernels.kv_rows import is_quantised, read_rows
 
 # starting another run costs about as much as walking over so many bytes of foreign KV
 _RUN_COST_BYTES = 128 << 10
+# of a quantised pool so much is made numbers at once, which has to stay in the processor's cache
+_MAX_READ_BYTES = 1 << 20
 
 
 class _Run(NamedTuple):
@@ -53,11 +58,11 @@ def plan_walk(
     part: DecodePart,
     *,
     positions: torch.Tensor,  # int64 [S], of the decode tokens
-    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
+    pool: torch.Tensor,  # [N, G, B, R], keys of any layer
     windows: tuple[int | None, ...],
 ) -> DecodeWalk:
     """Turn a part into the walk that `attend_decode` executes."""
-    num_kv_heads, block_size, head_dim = pool.shape[1:]
+    num_kv_heads, block_size, width = pool.shape[1:]
     device = part.block_ids.device
     runs: tuple[_Run, ...] = ()
     rows = torch.arange(len(part.block_ids), device=device)
@@ -65,9 +70,12 @@ def plan_walk(
     if part.is_contiguous:
         runs = (_Run(0, len(block_ids), int(block_ids[0])),)
     elif device.type == "cpu":
-        block_bytes = 2 * num_kv_heads * block_size * head_dim * pool.element_size()
+        block_bytes = 2 * num_kv_heads * block_size * width * pool.element_size()
         max_gap = _RUN_COST_BYTES // block_bytes
         runs, rows, block_ids = _plan_runs(block_ids, max_gap)
+    if is_quantised(pool.dtype):
+        read_bytes = num_kv_heads * block_size * width * torch.float32.itemsize
+        runs = _cut(runs, max(1, _MAX_READ_BYTES // read_bytes))
     num_rows = len(block_ids)
     owners = torch.zeros(num_rows, dtype=torch.int64, device=device)
     owners[rows] = part.owners
@@ -130,7 +138,8 @@ def fixed_walk(
 
 def _bias_of(is_hidden: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     """Turn a mask [R, B] into what is added to the scores, [R * G, 1, B]."""
-    bias = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
+    dtype = torch.float32 if is_quantised(pool.dtype) else pool.dtype
+    bias = torch.zeros(is_hidden.shape, dtype=dtype, device=pool.device)
     bias.masked_fill_(is_hidden, -math.inf)
     return bias.repeat_interleave(pool.shape[1], dim=0).unsqueeze(1)
 
@@ -178,10 +187,19 @@ def _plan_runs(
     return runs, torch.from_numpy(rows), torch.from_numpy(blocks)
 
 
+def _cut(runs: tuple[_Run, ...], most_blocks: int) -> tuple[_Run, ...]:
+    """Return the runs in pieces of so many blocks."""
+    return tuple(
+        _Run(start, min(start + most_blocks, run.stop), run.block + start - run.start)
+        for run in runs
+        for start in range(run.start, run.stop, most_blocks)
+    )
+
+
 def attend_decode(
     q: torch.Tensor,  # [S, H, D]
-    k_pool: torch.Tensor,  # [N, G, B, D]
-    v_pool: torch.Tensor,  # [N, G, B, D]
+    k_pool: torch.Tensor,  # [N, G, B, R]
+    v_pool: torch.Tensor,  # [N, G, B, R]
     walk: DecodeWalk,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,9 +211,9 @@ def attend_decode(
     queries = q.index_select(0, walk.owners).view(batch, -1, head_dim)
     scores = queries.new_empty(batch, queries.shape[1], block_size)
     scale = 1.0 / math.sqrt(head_dim)
-    for rows, keys in _slices(k_pool, walk):
+    for rows, keys in _slices(k_pool, walk, q):
         torch.baddbmm(
-            walk.masks[window][rows],
+            walk.masks[window][rows].to(q.dtype),
             queries[rows],
             keys.transpose(1, 2),
             alpha=scale,
@@ -207,28 +225,30 @@ def attend_decode(
     )
     weights = weights.sub_(highest.index_select(0, walk.owners).view(batch, -1, 1)).exp_()
     total = _sum_by_owner(weights.sum(dim=-1).view(num_rows, -1), walk)
-    if weights.dtype != v_pool.dtype:
-        weights = weights.to(v_pool.dtype)
+    if weights.dtype != q.dtype:
+        weights = weights.to(q.dtype)
     partial = torch.empty_like(queries)
-    for rows, values in _slices(v_pool, walk):
+    for rows, values in _slices(v_pool, walk, q):
         torch.bmm(weights[rows], values, out=partial[rows])
     output = _sum_by_owner(partial.view(num_rows, -1).float(), walk)
     output = output.view(num_seqs, num_heads, head_dim).div_(total.unsqueeze(-1))
     return output.to(q.dtype), total.log_().add_(highest)
 
 
-def _slices(pool: torch.Tensor, walk: DecodeWalk) -> list[tuple[slice, torch.Tensor]]:
-    """Return pieces of the walk: rows times KV heads, and their keys or values."""
-    num_kv_heads = pool.shape[1]
+def _slices(
+    pool: torch.Tensor,  # [N, G, B, R]
+    walk: DecodeWalk,
+    q: torch.Tensor,  # [S, H, D]
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield pieces of the walk: rows times KV heads, and their keys or values as numbers."""
+    num_kv_heads, head_dim = pool.shape[1], q.shape[2]
     if not walk.runs:
-        return [(slice(None), pool.index_select(0, walk.block_ids).flatten(0, 1))]
-    return [
-        (
-            slice(run.start * num_kv_heads, run.stop * num_kv_heads),
-            pool[run.block : run.block + run.stop - run.start].flatten(0, 1),
-        )
-        for run in walk.runs
-    ]
+        gathered = pool.index_select(0, walk.block_ids).flatten(0, 1)
+        yield slice(None), read_rows(gathered, head_dim, q.dtype)
+    for run in walk.runs:
+        rows = slice(run.start * num_kv_heads, run.stop * num_kv_heads)
+        blocks = pool[run.block : run.block + run.stop - run.start].flatten(0, 1)
+        yield rows, read_rows(blocks, head_dim, q.dtype)
 
 
 def _sum_by_owner(

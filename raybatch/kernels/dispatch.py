@@ -76,6 +76,7 @@ def compiled_ops(
     block_size: int,
     panel_widths: tuple[int, int] | None = None,
     quantized: torch.dtype | None = None,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
 
@@ -86,6 +87,7 @@ def compiled_ops(
         panel_widths: of the experts' gate and up, and of their down; None where they have no
             panels.
         quantized: dtype of the weights of linears and experts where they are bytes.
+        kv_dtype: of the KV pool: float32, or of a quantised one.
     """
     ops, small, linears = REFERENCE, small_ops(), compiled_linears(quantized)
     if small is not None:
@@ -97,7 +99,9 @@ def compiled_ops(
             add_linear_=linears.add_linear_,
             add_mlp_=linears.add_mlp_,
         )
-    decode = decode_form(head_dim=head_dim, num_grouped=num_grouped, block_size=block_size)
+    decode = decode_form(
+        head_dim=head_dim, num_grouped=num_grouped, block_size=block_size, kv_dtype=kv_dtype
+    )
     if decode is not None:
         prepare = functools.partial(attention.prepare_attention, decode=decode)
         ops = replace(ops, prepare_attention=prepare)

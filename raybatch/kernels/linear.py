@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from raybatch.kernels.byte_weights import dequantize
 from raybatch.kernels.panels import gated_linear, join_panels, times_panels
-from raybatch.kernels.quantized import dequantize
 
 __all__ = ["Linear", "add_linear_", "add_mlp_", "embed_tokens", "linear"]
 
@@ -23,7 +23,7 @@ class Linear:
             one may hold more outputs than there are.
         num_outputs: how many there are.
         bias: [out].
-        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.quantized`).
+        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.byte_weights`).
     """
 
     weight: torch.Tensor

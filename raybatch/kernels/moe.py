@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from raybatch.kernels.byte_weights import dequantize
 from raybatch.kernels.panels import (
     gate_panels_,
     gated_linear,
@@ -12,7 +13,6 @@ from raybatch.kernels.panels import (
     linear,
     times_panels,
 )
-from raybatch.kernels.quantized import dequantize
 
 # from this many tokens per expert on, one expert at a time keeps the activations in cache; below
 # it, joined products and element-wise steps save the calls
@@ -56,7 +56,7 @@ def moe_ffn(
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
     For panels see `raybatch.kernels.panels`; gate and up must not share one. Weights that are bytes
-    have scales (see `raybatch.kernels.quantized`), both or none. With `panelled`, that computes
+    have scales (see `raybatch.kernels.byte_weights`), both or none. With `panelled`, that computes
     weights in panels, however many rows there are.
     """
     weights, experts = route(x, router, top_k, norm_topk_prob)

@@ -52,7 +52,8 @@ class LayerShape:
         ffn_dim: hidden size of one expert, or of the dense block.
         num_experts: of the layer.
         top_k: experts that one token visits.
-        element_bytes: of weights, hidden states and KV.
+        element_bytes: of weights and hidden states.
+        kv_row_bytes: of the keys or values of one token and KV head; None for `head_dim` elements.
 
     Raises:
         ConfigError: a size is below 1, or `top_k` above `num_experts`.
@@ -66,9 +67,11 @@ class LayerShape:
     num_experts: int = 1
     top_k: int = 1
     element_bytes: int = 4
+    kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, at_least_one=tuple(self.__dataclass_fields__))
+        given = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
+        _check_counts(self, at_least_one=tuple(given))
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; it must be within 1..{self.num_experts}")
 
@@ -91,7 +94,8 @@ class LayerShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of KV that one token has in this layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        row_bytes = self.kv_row_bytes or self.head_dim * self.element_bytes
+        return 2 * self.num_kv_heads * row_bytes
 
     def attention_work(self, tokens: int, workload: Workload) -> Work:
         """Return the work of one run of attention, with the linears before and after it."""

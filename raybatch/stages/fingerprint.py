@@ -110,6 +110,11 @@ def fingerprint(
         found[f"sampling.{field.name}"] = getattr(config.sampling, field.name)
     for name in _ENGINE_OPTIONS:
         found[f"engine.{name}"] = getattr(config.engine, name)
+    # outputs of earlier versions do not name it
+    if config.engine.quantization is not None:
+        found["engine.quantization"] = config.engine.quantization
+    if config.engine.kv_cache_dtype != "auto":
+        found["engine.kv_cache_dtype"] = config.engine.kv_cache_dtype
     found["id_column"] = config.id_column
     found["backend"] = answering_options(config.backend, config.model)
     if parsed := config.output.parsed:

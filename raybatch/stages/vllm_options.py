@@ -19,6 +19,12 @@ _RENAMED = {
     "block_size": "block_size_tokens",
 }
 _DTYPES = {"half": "float16", "float": "float32"}
+# the native engine has a scale for each token and KV head, which is finer than one for all
+_KV_CACHE_DTYPES = {
+    "fp8_e4m3": "fp8",
+    "fp8_per_token_head": "fp8",
+    "int8_per_token_head": "int8",
+}
 
 # Options that tune what this engine decides by itself, or that only change logs and loading.
 _NO_EFFECT = frozenset(
@@ -97,13 +103,16 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
     """
-    known = [*_RENAMED, *_NO_EFFECT, *_ONLY, _EAGER]
+    known = [*_RENAMED, "kv_cache_dtype", *_NO_EFFECT, *_ONLY, _EAGER]
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in engine_kwargs.items():
         if name in _RENAMED:
             if value is not None:
                 values[_RENAMED[name]] = _DTYPES.get(value, value) if name == "dtype" else value
+        elif name == "kv_cache_dtype":
+            if value is not None:
+                values[name] = _KV_CACHE_DTYPES.get(value, value)
         elif name in _ONLY:
             if value is not None and value != _ONLY[name]:
                 raise ConfigError(

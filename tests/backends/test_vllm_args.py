@@ -56,11 +56,40 @@ def test_a_stage_is_checked_when_it_is_built():
         ({"speculative_tokens": 4}, "vLLM has engine_kwargs.speculative_config"),
         ({"cuda_graphs": True}, "vLLM has engine_kwargs.enforce_eager"),
         ({"max_num_seqs": 8}, "engine.max_num_seqs=8 and engine_kwargs.max_num_seqs=16"),
+        (
+            {"kv_cache_dtype": "int8"},
+            "'int8_per_token_head', and engine_kwargs.kv_cache_dtype='fp8'",
+        ),
     ],
 )
 def test_options_of_the_engine_that_do_not_fit_are_refused(engine, message):
     with pytest.raises(ConfigError, match=message):
-        create.check_options(vllm(max_num_seqs=16), EngineConfig(**engine))
+        create.check_options(vllm(max_num_seqs=16, kv_cache_dtype="fp8"), EngineConfig(**engine))
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "expected"),
+    [
+        ("auto", None, None),
+        ("int8", None, "int8_per_token_head"),
+        ("fp8", None, "fp8_per_token_head"),
+        ("fp8", "fp8_per_token_head", "fp8_per_token_head"),
+        ("auto", "fp8", "fp8"),
+    ],
+)
+def test_kv_of_8_bits_has_the_names_of_vllm(own, given, expected):
+    engine, kwargs = EngineConfig(kv_cache_dtype=own), {}
+    if given is not None:
+        kwargs["kv_cache_dtype"] = given
+    create.check_options(vllm(**kwargs), engine)
+    args = engine_args(VllmOptions(engine_kwargs=kwargs), engine)
+    assert expected == args.get("kv_cache_dtype")
+
+
+@pytest.mark.parametrize("kind", ["transformers", "openai"])
+def test_backends_that_keep_kv_by_themselves_refuse_its_type(kind):
+    with pytest.raises(ConfigError, match=f"the {kind} backend keeps KV as its model does"):
+        create.check_options(BackendConfig(kind=kind), EngineConfig(kv_cache_dtype="int8"))
 
 
 def test_options_of_the_engine_get_the_names_of_vllm():

@@ -9,6 +9,7 @@ from raybatch.engine.kv_cache import KVCache, kv_bytes_per_token, num_host_block
 from raybatch.engine.kv_tiers import KVTiers
 from raybatch.engine.model_config import read_model_spec
 from raybatch.errors import ConfigError
+from raybatch.kernels.kv_rows import FP8, INT8
 from tests.engine.tiny_models import save
 
 SHAPE = (3, 8, 2, 4, 5)  # L, N, G, B, D
@@ -20,7 +21,7 @@ def make_tiers(num_host_blocks=6, dtype=torch.float32):
     return cache, KVTiers(cache, num_host_blocks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, INT8, FP8])
 @pytest.mark.parametrize(
     "host_ids", [[1, 2, 3], [0, 2, 3], [5, 1, 0]], ids=["one run", "two runs", "no runs"]
 )

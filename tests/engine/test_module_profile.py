@@ -5,15 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raybatch.config import EngineConfig
 from raybatch.engine.attention_batch import AttentionBatch
 from raybatch.engine.decoder import Decoder
 from raybatch.engine.kv_cache import KVCache
-from raybatch.engine.layer_bench import ProfileOptions, probe_decoder
+from raybatch.engine.layer_bench import ProfileOptions, probe_decoder, profile_options
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.module_profile import model_shape, profile_layer
 from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from raybatch.errors import ConfigError
+from raybatch.kernels.kv_rows import dequantise
 from raybatch.policy.layer_work import Workload
 from tests.engine.tiny_models import build
 
@@ -95,6 +97,28 @@ def test_the_shape_of_a_dense_model_has_one_expert(load):
     assert 4 * (dense.gate_up.weight.numel() + dense.down.weight.numel()) == model.layer.ffn_bytes
     assert 4 * (weights.embed.numel() + weights.head.weight.numel()) == model.other_bytes
     assert (1, 1, 3) == (model.layer.num_experts, model.layer.top_k, model.num_layers)
+
+
+def test_attention_is_measured_over_the_kv_that_an_engine_keeps(load):
+    spec, weights = load("qwen3-moe")
+    config = EngineConfig(kv_cache_dtype="int8")
+    assert "int8" == profile_options(config).kv_cache_dtype
+    found = profile((spec, weights), kv_cache_dtype="int8", attention_tokens=(8,), ffn_tokens=(1,))
+    assert 2 * spec.num_kv_heads * (spec.head_dim + 4) == found.model.layer.kv_bytes_per_token
+    assert 2 * spec.num_kv_heads * spec.head_dim * 4 == (
+        model_shape(spec, dtype=torch.float32).layer.kv_bytes_per_token
+    )
+    batch = AttentionBatch.build(
+        probe_decoder(spec, weights, weights.layers),
+        spec,
+        3,
+        Workload(cached_tokens=20),
+        like=weights.embed,
+        block_size=16,
+        kv_cache_dtype="int8",
+    )
+    assert torch.int8 == batch.cache.k.dtype
+    assert 0.5 < float(dequantise(batch.cache.k, spec.head_dim, torch.float32).std()) < 1.5
 
 
 def test_tied_tables_count_once(load):

@@ -12,7 +12,7 @@ from raybatch.engine.layer_tensors import tensors_of
 from raybatch.engine.loaded_model import load_model
 from raybatch.engine.pick_ops import pick_ops
 from raybatch.errors import ConfigError
-from raybatch.kernels.quantized import BYTE_DTYPES, dequantize, quantize, quantized_scales
+from raybatch.kernels.byte_weights import BYTE_DTYPES, dequantize, quantize, quantized_scales
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.test_models_match_transformers import make_prompts, reference_tokens
 from tests.engine.tiny_models import save

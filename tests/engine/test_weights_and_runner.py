@@ -190,7 +190,12 @@ def test_attention_is_compiled_for_float32_on_one_thread_alone(path, options):
 
     spec = read_model_spec(path)
     grouped = spec.num_heads // spec.num_kv_heads
-    shape = {"head_dim": spec.head_dim, "num_grouped": grouped, "block_size": 64}
+    shape = {
+        "head_dim": spec.head_dim,
+        "num_grouped": grouped,
+        "block_size": 64,
+        "kv_dtype": torch.float32,
+    }
     if decode_form(**shape) is None:
         pytest.skip("no C compiler here")
     try:

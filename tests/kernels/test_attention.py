@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -7,25 +8,51 @@ from raybatch.kernels import decode_attention
 from raybatch.kernels.attention import TORCH_DECODE, attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.dense_attention import attend_windowed
+from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows
 from raybatch.kernels.native.decode_attention import decode_form
 from tests.oracles import dense_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 10, 4, 64
 
 
-@pytest.fixture(params=["torch", "compiled"], autouse=True)
+FORMS = {
+    "torch": ("torch", torch.float32),
+    "compiled": ("compiled", torch.float32),
+    "torch-int8": ("torch", INT8),
+    "compiled-int8": ("compiled", INT8),
+    "compiled-fp8": ("compiled", FP8),
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys(), autouse=True)
 def decode(request, monkeypatch):
-    """The form of the attention of decode tokens that both kinds of steps below run."""
+    """The form of the attention of decode tokens, and the pool, of both kinds of steps below."""
+    kind, pool_dtype = request.param
     form = TORCH_DECODE
-    if request.param == "compiled":
+    if kind == "compiled":
         form = decode_form(
-            head_dim=HEAD_DIM, num_grouped=NUM_HEADS // NUM_KV_HEADS, block_size=BLOCK_SIZE
+            head_dim=HEAD_DIM,
+            num_grouped=NUM_HEADS // NUM_KV_HEADS,
+            block_size=BLOCK_SIZE,
+            kv_dtype=pool_dtype,
         )
         if form is None:
             pytest.skip("no C compiler here")
-    monkeypatch.setattr(Step, "decode", form)
-    monkeypatch.setattr(SharedRuns, "decode", form)
+    for steps in (Step, SharedRuns):
+        monkeypatch.setattr(steps, "decode", form)
+        monkeypatch.setattr(steps, "pool_dtype", pool_dtype)
     return form
+
+
+def random_pool(num_blocks, dtype):
+    rows = torch.randn(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    return quantise(rows, dtype) if is_quantised(dtype) else rows
+
+
+def numbers(pool, blocks):
+    """The numbers that a sequence of blocks holds, [positions, G, D]."""
+    rows = read_rows(pool[blocks], HEAD_DIM, torch.float32)
+    return rows.transpose(1, 2).flatten(0, 1)
 
 
 class Step:
@@ -35,13 +62,13 @@ class Step:
     `shared`, that many leading tokens of all decode sequences are the same and in one context.
     """
 
-    decode = TORCH_DECODE
+    decode, pool_dtype = TORCH_DECODE, torch.float32
 
     def __init__(self, sequences, num_decode=0, window=None, shared=0, seed=0, dense_blocks=False):
         torch.manual_seed(seed)
         self.window = window
-        self.k_pool = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        self.v_pool = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        self.k_pool = random_pool(NUM_BLOCKS, self.pool_dtype)
+        self.v_pool = random_pool(NUM_BLOCKS, self.pool_dtype)
         total = sum(new for _, new in sequences)
         self.q = torch.randn(total, NUM_HEADS, HEAD_DIM)
         self.k = torch.randn(total, NUM_KV_HEADS, HEAD_DIM)
@@ -118,9 +145,7 @@ class Step:
     def expected(self):
         outputs, row = [], 0
         for table, (cached, new) in zip(self.tables, self.sequences, strict=True):
-            keys, values = (
-                pool[table].transpose(1, 2).flatten(0, 1) for pool in (self.k_pool, self.v_pool)
-            )
+            keys, values = numbers(self.k_pool, table), numbers(self.v_pool, table)
             positions = list(range(cached, cached + new))
             q = self.q[row : row + new]
             outputs.append(dense_attention(q, keys, values, positions, self.window))
@@ -135,9 +160,9 @@ class Step:
 def test_stored_keys_and_values_are_in_their_slots():
     step = Step([(0, 5), (3, 2)])
     step.run()
-    flat = step.k_pool.transpose(1, 2).flatten(0, 1)
-    assert torch.equal(step.k, flat[step.slots])
-    assert torch.equal(step.v, step.v_pool.transpose(1, 2).flatten(0, 1)[step.slots])
+    everything = slice(None)
+    assert torch.equal(step.k, numbers(step.k_pool, everything)[step.slots])
+    assert torch.equal(step.v, numbers(step.v_pool, everything)[step.slots])
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 3, 3], [1, 9, 2, 17], [49, 5, 60], [8, 8, 16]])
@@ -197,14 +222,14 @@ class SharedRuns:
         runs: for each (members, blocks); a member reads its runs in this order.
     """
 
-    decode = TORCH_DECODE
+    decode, pool_dtype = TORCH_DECODE, torch.float32
 
     def __init__(self, num_decode, runs, window=None):
         torch.manual_seed(0)
         self.window = window
         num_blocks = num_decode + sum(count for _, count in runs)
-        shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        self.k_pool, self.v_pool = torch.randn(shape), torch.randn(shape)
+        self.k_pool = random_pool(num_blocks, self.pool_dtype)
+        self.v_pool = random_pool(num_blocks, self.pool_dtype)
         self.q = torch.randn(num_decode, NUM_HEADS, HEAD_DIM)
         free = torch.randperm(num_blocks).tolist()
         self.tables = [[] for _ in range(num_decode)]
@@ -251,9 +276,7 @@ class SharedRuns:
         actual = attend(self.q, k, k, self.k_pool, self.v_pool, prepared, self.window)
         expected = []
         for i, table in enumerate(self.tables):
-            keys, values = (
-                pool[table].transpose(1, 2).flatten(0, 1) for pool in (self.k_pool, self.v_pool)
-            )
+            keys, values = numbers(self.k_pool, table), numbers(self.v_pool, table)
             position = [int(self.positions[i])]
             expected.append(dense_attention(self.q[i : i + 1], keys, values, position, self.window))
         torch.testing.assert_close(actual, torch.cat(expected).flatten(1), rtol=1e-5, atol=1e-5)
@@ -318,11 +341,15 @@ def test_a_window_without_first_positions_is_refused():
 
 def test_garbage_in_unused_slots_and_foreign_blocks_does_not_leak():
     step = Step([(2, 1), (5, 1)], num_decode=2)
+    # a quantised pool rounds them
+    k, v = step.k.clone(), step.v.clone()
     clean = step.run()
+    step.k, step.v = k, v
     used = torch.zeros(NUM_BLOCKS, dtype=torch.bool)
     used[[block for table in step.tables for block in table]] = True
-    step.k_pool[~used] = 1e30
-    step.v_pool[~used] = float("nan")
+    for pool, garbage in ((step.k_pool, 1e30), (step.v_pool, math.nan)):
+        rows = torch.full((NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), garbage)
+        pool[~used] = quantise(rows, pool.dtype) if is_quantised(pool.dtype) else rows
     assert torch.equal(clean, step.run())
 
 
@@ -330,8 +357,9 @@ def test_garbage_in_unused_slots_and_foreign_blocks_does_not_leak():
 def test_half_precision_is_close_to_float32(dtype):
     step = Step([(9, 1), (2, 1), (0, 6), (12, 5)], num_decode=2)
     expected = step.run()
-    for name in ("q", "k", "v", "k_pool", "v_pool"):
-        setattr(step, name, getattr(step, name).to(dtype))
+    step.q, step.k, step.v = step.q.to(dtype), step.k.to(dtype), step.v.to(dtype)
+    if not is_quantised(step.k_pool.dtype):
+        step.k_pool, step.v_pool = step.k_pool.to(dtype), step.v_pool.to(dtype)
     prepared = prepare_attention(
         step.plan,
         positions=step.positions,

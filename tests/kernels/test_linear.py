@@ -3,10 +3,10 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels import dispatch, linear
+from raybatch.kernels.byte_weights import quantize, quantized_scales
 from raybatch.kernels.linear import Linear, embed_tokens
 from raybatch.kernels.native import linears
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
-from raybatch.kernels.quantized import quantize, quantized_scales
 
 
 @pytest.fixture(params=["torch", "compiled"])

@@ -8,15 +8,15 @@ import torch
 
 from raybatch.kernels import attention, dispatch, moe, norm, rotary
 from raybatch.kernels.attention_plan import DecodePart
+from raybatch.kernels.byte_weights import quantize, quantized_scales
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
 from raybatch.kernels.native import decode_attention, linears, moe_experts, small_ops
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.moe_experts import panelled_experts
-from raybatch.kernels.quantized import quantize, quantized_scales
 from tests.oracles import moe_loop
 
-SHAPE = {"head_dim": 16, "num_grouped": 2, "block_size": 8}
+SHAPE = {"head_dim": 16, "num_grouped": 2, "block_size": 8, "kv_dtype": torch.float32}
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_a_host_without_room_for_a_library_runs_the_references(monkeypatch, capl
 
 @pytest.mark.usefixtures("form")
 def test_blocks_too_large_for_the_stack_are_left_to_torch():
-    assert decode_form(head_dim=16, num_grouped=8, block_size=1 << 16) is None
+    assert decode_form(**{**SHAPE, "num_grouped": 8, "block_size": 1 << 16}) is None
 
 
 def test_another_default_dtype_of_the_process_changes_nothing(form, small):

@@ -1,15 +1,53 @@
 /* Attention of one token per sequence over its blocks of the KV pool, in float32.
 
    Compiled on the host that runs it, for one shape: HEAD_DIM, BLOCK_SIZE, and NUM_GROUPED query
-   heads per KV head. Plain C whose loops the compiler turns into vectors. */
+   heads per KV head; KV_FORM says what the pool holds: 0 float32, 1 int8 and 2 float8_e4m3fn with
+   scales. Plain C whose loops the compiler turns into vectors. */
 
 #include <math.h>
 #include <stdint.h>
 
 #include "exponential.h"
+#include "kv_rows.h"
 
-static inline void prefetch(const float *row) {
-    for (int d = 0; d < HEAD_DIM; d += 16) __builtin_prefetch(row + d, 0, 2);
+#if KV_FORM == 0
+
+typedef float Element;
+#define ROW HEAD_DIM
+
+/* The numbers of a row, which are to be multiplied by its scale; room is for those to be made. */
+static inline const float *read_row(const Element *row, float *room) {
+    (void)room;
+    return row;
+}
+
+static inline float scale_of(const Element *row) {
+    (void)row;
+    return 1.0f;
+}
+
+#else
+
+#if KV_FORM == 1
+typedef int8_t Element;
+#define READ(x) ((float)(x))
+#else
+typedef uint8_t Element;
+#define READ(x) read_fp8(x)
+#endif
+#define ROW row_width(HEAD_DIM)
+
+static inline const float *read_row(const Element *row, float *room) {
+    for (int d = 0; d < HEAD_DIM; d++) room[d] = READ(row[d]);
+    return room;
+}
+
+static inline float scale_of(const Element *row) { return read_scale(row, HEAD_DIM); }
+
+#endif
+
+static inline void prefetch(const Element *row) {
+    for (int d = 0; d < ROW; d += 64 / (int)sizeof(Element)) __builtin_prefetch(row + d, 0, 2);
 }
 
 /* What the query heads of one KV head have seen so far. */
@@ -21,16 +59,17 @@ typedef struct {
 } State;
 
 /* Take in positions first..stop-1 of one block; next is what will be read after it. */
-static void add_block(State *state, const float *keys, const float *values, const float *next,
-                      int64_t first, int64_t stop) {
-    float weights[NUM_GROUPED][BLOCK_SIZE];
+static void add_block(State *state, const Element *keys, const Element *values,
+                      const Element *next, int64_t first, int64_t stop) {
+    float weights[NUM_GROUPED][BLOCK_SIZE], room[HEAD_DIM];
     for (int64_t j = first; j < stop; j++) {
-        const float *key = keys + j * HEAD_DIM;
-        prefetch(values + j * HEAD_DIM);
+        const float *key = read_row(keys + j * ROW, room);
+        float scale = scale_of(keys + j * ROW);
+        prefetch(values + j * ROW);
         for (int n = 0; n < NUM_GROUPED; n++) {
             float score = 0.0f;
             for (int d = 0; d < HEAD_DIM; d++) score += state->query[n][d] * key[d];
-            weights[n][j] = score;
+            weights[n][j] = score * scale;
         }
     }
     for (int n = 0; n < NUM_GROUPED; n++) {
@@ -49,23 +88,24 @@ static void add_block(State *state, const float *keys, const float *values, cons
         for (int d = 0; d < HEAD_DIM; d++) state->output[n][d] *= kept;
     }
     for (int64_t j = first; j < stop; j++) {
-        const float *value = values + j * HEAD_DIM;
-        prefetch(next + j * HEAD_DIM);
+        const float *value = read_row(values + j * ROW, room);
+        float scale = scale_of(values + j * ROW);
+        prefetch(next + j * ROW);
         for (int n = 0; n < NUM_GROUPED; n++) {
-            float weight = weights[n][j];
+            float weight = weights[n][j] * scale;
             for (int d = 0; d < HEAD_DIM; d++) state->output[n][d] += weight * value[d];
         }
     }
 }
 
-/* q [S, H, D] with q_stride floats from sequence to sequence; keys and values [N, G, B, D]; output
+/* q [S, H, D] with q_stride floats from sequence to sequence; keys and values [N, G, B, R]; output
    [S, H, D]; lse [S, H]. Sequence s reads blocks[offsets[s]..offsets[s + 1]], of each the positions
    firsts..stops-1; a null firsts stands for zeros. */
-void attend_decode(const float *q, int64_t q_stride, const float *keys, const float *values,
+void attend_decode(const float *q, int64_t q_stride, const Element *keys, const Element *values,
                    float *output, float *lse, const int64_t *blocks, const int64_t *firsts,
                    const int64_t *stops, const int64_t *offsets, int64_t num_sequences,
                    int64_t num_kv_heads, float scale) {
-    const int64_t tile = (int64_t)BLOCK_SIZE * HEAD_DIM;
+    const int64_t tile = (int64_t)BLOCK_SIZE * ROW;
     for (int64_t s = 0; s < num_sequences; s++) {
         for (int64_t g = 0; g < num_kv_heads; g++) {
             State state;

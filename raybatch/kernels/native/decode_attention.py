@@ -15,12 +15,15 @@ import torch
 
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.decode_form import DecodeForm
+from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows, row_width
 from raybatch.kernels.native.compiler import FLOATS, address, compile_library
 
 __all__ = ["decode_form"]
 
 # outputs of random tensors differ from torch's by a hundredth of this
 _TOLERANCE = 1e-4
+# what a pool holds, by the type of its elements
+_KV_FORMS = {torch.float32: 0, INT8: 1, FP8: 2}
 # of weights on the stack: query heads of one KV head times positions of a block
 _MAX_WEIGHTS = 1 << 18
 
@@ -49,17 +52,18 @@ def plan_lists(
     part: DecodePart,
     *,
     positions: torch.Tensor,  # int64 [S], of the decode tokens
-    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
+    pool: torch.Tensor,  # [N, G, B, R], keys of any layer
     windows: tuple[int | None, ...],
     tile: tuple[int, int],
+    dtype: torch.dtype,
 ) -> BlockLists:
     """Turn a part into what the kernel reads.
 
     Raises:
-        ValueError: the pool is not one of float32 with blocks of `tile`, (B, D), for which the
+        ValueError: the pool is not one of `dtype` with blocks of `tile`, (B, R), for which the
             kernel was compiled; or a window needs what the part lacks.
     """
-    if pool.dtype != torch.float32 or pool.shape[2:] != tile or not pool.is_contiguous():
+    if pool.dtype != dtype or pool.shape[2:] != tile or not pool.is_contiguous():
         raise ValueError(f"the kernel was compiled for another pool than {tuple(pool.shape)}")
     owners, order = part.owners.sort(stable=True)
     firsts: dict[int | None, torch.Tensor | None] = {}
@@ -79,30 +83,41 @@ def plan_lists(
 
 
 @functools.cache
-def decode_form(*, head_dim: int, num_grouped: int, block_size: int) -> DecodeForm | None:
+def decode_form(
+    *, head_dim: int, num_grouped: int, block_size: int, kv_dtype: torch.dtype
+) -> DecodeForm | None:
     """Return the kernel for one shape, compiled once per process; None where there is none.
 
     Args:
         head_dim: of one head.
         num_grouped: query heads of one KV head.
         block_size: positions of one cache block.
+        kv_dtype: of the pool: float32, or of a quantised one.
     """
     if num_grouped * block_size > _MAX_WEIGHTS:
         return None
-    attend = _load(head_dim, num_grouped, block_size)
+    attend = _load(head_dim, num_grouped, block_size, kv_dtype)
     if attend is None:
         return None
-    plan = functools.partial(plan_lists, tile=(block_size, head_dim))
+    tile = (block_size, row_width(head_dim, kv_dtype))
+    plan = functools.partial(plan_lists, tile=tile, dtype=kv_dtype)
     return DecodeForm(plan=plan, attend=attend)
 
 
-def _load(head_dim: int, num_grouped: int, block_size: int) -> Callable[..., object] | None:
-    names = {"HEAD_DIM": head_dim, "NUM_GROUPED": num_grouped, "BLOCK_SIZE": block_size}
+def _load(
+    head_dim: int, num_grouped: int, block_size: int, kv_dtype: torch.dtype
+) -> Callable[..., object] | None:
+    names = {
+        "HEAD_DIM": head_dim,
+        "NUM_GROUPED": num_grouped,
+        "BLOCK_SIZE": block_size,
+        "KV_FORM": _KV_FORMS[kv_dtype],
+    }
     library = compile_library("decode_attention.c", names)
     if library is None:
         return None
     attend = functools.partial(_attend, library.attend_decode)
-    if not _agrees_with_torch(attend, head_dim, num_grouped, block_size):
+    if not _agrees_with_torch(attend, head_dim, num_grouped, block_size, kv_dtype):
         _logger.warning("the compiled attention is wrong on this host, so torch computes it")
         return None
     return attend
@@ -111,8 +126,8 @@ def _load(head_dim: int, num_grouped: int, block_size: int) -> Callable[..., obj
 def _attend(
     kernel: Callable[..., None],
     q: torch.Tensor,  # [S, H, D]
-    k_pool: torch.Tensor,  # [N, G, B, D]
-    v_pool: torch.Tensor,  # [N, G, B, D]
+    k_pool: torch.Tensor,  # [N, G, B, R]
+    v_pool: torch.Tensor,  # [N, G, B, R]
     lists: BlockLists,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,19 +159,23 @@ def _agrees_with_torch(
     head_dim: int,
     num_grouped: int,
     block_size: int,
+    kv_dtype: torch.dtype,
 ) -> bool:
     """Return whether two sequences of two blocks get what torch computes."""
     generator = torch.Generator().manual_seed(0)
     made = functools.partial(torch.randn, generator=generator, **FLOATS)
     q = made(2, num_grouped, head_dim)
-    keys, values = made(2, 4, 1, block_size, head_dim)
+    pools = made(2, 4, 1, block_size, head_dim)
+    if is_quantised(kv_dtype):
+        pools = quantise(pools, kv_dtype)
+    keys, values = read_rows(pools, head_dim, torch.float32)
     lists = BlockLists(
         block_ids=torch.arange(4),
         stops=torch.tensor([block_size, 1, block_size, block_size]),
         offsets=torch.tensor([0, 2, 4]),
         firsts={None: None},
     )
-    found, _ = attend(q, keys, values, lists, None)
+    found, _ = attend(q, pools[0], pools[1], lists, None)
     for row, num_seen in enumerate((block_size + 1, 2 * block_size)):
         seen = slice(2 * row * block_size, 2 * row * block_size + num_seen)
         scores = q[row] @ keys.view(-1, head_dim)[seen].T / math.sqrt(head_dim)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from raybatch.kernels.byte_weights import dequantize
 from raybatch.kernels.moe import PanelledExperts
 from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library
-from raybatch.kernels.quantized import dequantize
 
 __all__ = ["panelled_experts"]
 
@@ -35,7 +35,7 @@ def panelled_experts(
     Args:
         up_width: outputs of one panel of gate and up.
         down_width: outputs of one panel of down.
-        dtype: of the weights, float32 or one of `raybatch.kernels.quantized`.
+        dtype: of the weights, float32 or one of `raybatch.kernels.byte_weights`.
     """
     if any(width % _WIDTH_STEP or width > _MAX_WIDTH for width in (up_width, down_width)):
         return None

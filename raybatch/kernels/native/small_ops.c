@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kv_rows.h"
+
 /* outputs [T, H, D] = x [T, H, D], each row of D over its root mean square, times its head's weight;
    strides are floats from token to token, from head to head, and from weight to weight. */
 void rms_norm(const float *x, int64_t token_stride, int64_t head_stride, const float *weights,
@@ -48,3 +50,31 @@ void store_rows(const float *rows, int64_t token_stride, float *pool, const int6
             memcpy(pool + ((blocks[t] * num_kv_heads + g) * block_size + offsets[t]) * dim,
                    rows + t * token_stride + g * dim, sizeof(float) * (size_t)dim);
 }
+
+/* Like store_rows, for a pool [N, G, B, R] of 8 bits with scales; rows become what it gives back. */
+#define STORE(NAME, ELEMENT, LARGEST, WRITE, READ)                                                  \
+    void NAME(float *rows, int64_t token_stride, ELEMENT *pool, const int64_t *blocks,              \
+              const int64_t *offsets, int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, \
+              int64_t dim) {                                                                        \
+        const int64_t width = row_width(dim);                                                       \
+        for (int64_t t = 0; t < num_tokens; t++) {                                                  \
+            for (int64_t g = 0; g < num_kv_heads; g++) {                                            \
+                float *row = rows + t * token_stride + g * dim;                                     \
+                ELEMENT *stored =                                                                   \
+                    pool + ((blocks[t] * num_kv_heads + g) * block_size + offsets[t]) * width;      \
+                float highest = highest_of(row, dim), scale = highest * (1.0f / LARGEST);           \
+                float inverse = LARGEST / (highest > LEAST ? highest : LEAST);                      \
+                for (int64_t d = 0; d < dim; d++) {                                                 \
+                    stored[d] = WRITE(within(row[d] * inverse, LARGEST));                           \
+                    row[d] = READ(stored[d]) * scale;                                               \
+                }                                                                                   \
+                memcpy((char *)stored + width - SCALE_BYTES, &scale, SCALE_BYTES);                  \
+            }                                                                                       \
+        }                                                                                           \
+    }
+
+#define WRITE_INT8(x) ((int8_t)__builtin_rintf(x))
+#define READ_INT8(x) ((float)(x))
+
+STORE(store_int8, int8_t, 127.0f, WRITE_INT8, READ_INT8)
+STORE(store_fp8, uint8_t, 448.0f, write_fp8, read_fp8)

@@ -12,6 +12,7 @@ import torch
 
 from raybatch.kernels import attention, norm, rotary
 from raybatch.kernels.attention import PreparedAttention
+from raybatch.kernels.kv_rows import FP8, INT8, quantise, read_rows, row_width
 from raybatch.kernels.native.compiler import FLOATS, address, compile_library
 
 __all__ = ["SmallOps", "small_ops"]
@@ -64,10 +65,10 @@ class SmallOps:
 
     def store_kv(
         self,
-        k: torch.Tensor,  # [T, G, D]
-        v: torch.Tensor,  # [T, G, D]
-        k_pool: torch.Tensor,  # [N, G, B, D], modified in place
-        v_pool: torch.Tensor,  # [N, G, B, D], modified in place
+        k: torch.Tensor,  # [T, G, D], modified in place where the pool is quantised
+        v: torch.Tensor,  # [T, G, D], modified in place where the pool is quantised
+        k_pool: torch.Tensor,  # [N, G, B, R], modified in place
+        v_pool: torch.Tensor,  # [N, G, B, R], modified in place
         prepared: PreparedAttention,
     ) -> None:
         """See `raybatch.kernels.attention`."""
@@ -76,15 +77,27 @@ class SmallOps:
             attention.store_kv(k, v, k_pool, v_pool, prepared)
             return
         for rows, pool in both:
-            num_tokens, num_kv_heads, dim = rows.shape
-            self.library.store_rows(
-                address(rows),
-                *_whole(rows.stride(0)),
-                address(pool),
-                address(prepared.block_ids),
-                address(prepared.block_offsets),
-                *_whole(num_tokens, num_kv_heads, pool.shape[2], dim),
-            )
+            self.store_rows(rows, pool, prepared.block_ids, prepared.block_offsets)
+
+    def store_rows(
+        self,
+        rows: torch.Tensor,  # [T, G, D], modified in place where the pool is quantised
+        pool: torch.Tensor,  # [N, G, B, R], modified in place
+        block_ids: torch.Tensor,  # int64 [T]
+        block_offsets: torch.Tensor,  # int64 [T]
+    ) -> None:
+        """Write keys or values, side by side, to their slots."""
+        library = self.library
+        stores = {INT8: library.store_int8, FP8: library.store_fp8}
+        num_tokens, num_kv_heads, dim = rows.shape
+        stores.get(pool.dtype, library.store_rows)(
+            address(rows),
+            *_whole(rows.stride(0)),
+            address(pool),
+            address(block_ids),
+            address(block_offsets),
+            *_whole(num_tokens, num_kv_heads, pool.shape[2], dim),
+        )
 
 
 @functools.cache
@@ -113,7 +126,22 @@ def _agree_with_torch(ops: SmallOps) -> bool:
     is_normed = torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
     ops.rotate_(normed, table)
     rotary.rotate_(expected, table)
-    return is_normed and torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    is_rotated = torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    return is_normed and is_rotated and all(_stores(ops, made(5, 3, 34), d) for d in (INT8, FP8))
+
+
+def _stores(ops: SmallOps, rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rows [T, G, D] get into a quantised pool, and become what is there."""
+    expected = read_rows(quantise(rows, dtype), rows.shape[2], rows.dtype)
+    width = row_width(rows.shape[2], dtype)
+    pools = torch.zeros(2, 2, rows.shape[1], 4, width, dtype=dtype, device="cpu")
+    places = torch.arange(1, 1 + len(rows), device="cpu")
+    ops.store_rows(rows, pools[0], places // 4, places % 4)
+    stored = read_rows(pools[0].transpose(1, 2).flatten(0, 1)[1:-2], rows.shape[2], rows.dtype)
+    return all(
+        torch.allclose(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+        for found in (stored, rows)
+    )
 
 
 def _has_rows_side_by_side(x: torch.Tensor) -> bool:

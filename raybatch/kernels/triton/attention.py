@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
+from raybatch.kernels.kv_rows import is_quantised
 from raybatch.kernels.triton.context_attention import (
     PreparedContexts,
     merge_contexts_,
@@ -59,8 +61,14 @@ def prepare_attention(
         windows: the different windows of the model's layers.
 
     Raises:
+        ConfigError: the pool is quantised.
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
     """
+    if is_quantised(pool.dtype):
+        raise ConfigError(
+            "engine.kv_cache_dtype: Triton's kernels read no KV of 8 bits; leave it at 'auto', or "
+            "run the ops of torch, which do"
+        )
     block_size = pool.shape[2]
     walk = None
     if plan.decode is not None and plan.num_decode:

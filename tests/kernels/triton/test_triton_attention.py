@@ -3,10 +3,12 @@ import dataclasses
 import pytest
 import torch
 
+from raybatch.errors import ConfigError
 from raybatch.kernels import attention as reference
 from raybatch.kernels import context_attention as reference_contexts
 from raybatch.kernels import decode_attention as reference_decode
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.kv_rows import FP8, INT8
 from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import context_attention, decode_attention, prefill_attention
 from tests.kernels.triton.support import DTYPES, Step, assert_close, dtype_name
@@ -24,6 +26,19 @@ def heads_name(heads):
 def test_decode_tokens_attend_to_all_their_blocks(cached, heads, window, device):
     sequences = [(n, 1) for n in cached]
     Step(sequences, num_decode=len(cached), heads=heads, window=window, device=device).check()
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
+def test_a_pool_of_8_bits_is_refused_with_the_option_and_the_way_out(dtype, device):
+    places = torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype: .* leave it at 'auto'"):
+        kernels.prepare_attention(
+            AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=()),
+            positions=places,
+            slot_mapping=places,
+            pool=torch.zeros(2, 2, 4, 20, dtype=dtype, device=device),
+            windows=(None,),
+        )
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=heads_name)

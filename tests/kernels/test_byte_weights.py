@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from raybatch.kernels.quantized import BYTE_DTYPES, dequantize, quantize, quantized_scales
+from raybatch.kernels.byte_weights import BYTE_DTYPES, dequantize, quantize, quantized_scales
 
 
 @pytest.fixture(params=list(BYTE_DTYPES))
