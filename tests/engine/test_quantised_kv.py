@@ -19,6 +19,7 @@ from raybatch.engine.kv_cache import (
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
 from raybatch.engine.sampler import Sampler
+from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels import kv_rows
@@ -114,7 +115,7 @@ def tokens_of(done, prompts, sample_idx=0):
 
 def logits_of(path, kind, prompt):
     spec = read_model_spec(path)
-    decoder = Decoder(spec, load_weights(path, spec, dtype=torch.float32, device=CPU))
+    decoder = Decoder(spec, load_weights(path, spec, WeightForm(torch.float32), device=CPU))
     cache = allocate_kv_cache(
         spec,
         num_blocks=30,

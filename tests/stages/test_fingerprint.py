@@ -41,10 +41,11 @@ def test_what_decides_answers_is_there_by_name(model, changes, name):
     assert before[name] != after[name]
 
 
-def test_kv_of_8_bits_is_there_by_name_and_the_default_is_not(model):
-    changed = said(model, engine={"kv_cache_dtype": "int8"})
-    assert {**said(model), "engine.kv_cache_dtype": '"int8"'} == changed
-    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype"):
+@pytest.mark.parametrize("option", ["kv_cache_dtype", "quantization"])
+def test_8_bits_are_there_by_name_and_the_default_is_not(model, option):
+    changed = said(model, engine={option: "int8"})
+    assert {**said(model), f"engine.{option}": '"int8"'} == changed
+    with pytest.raises(ConfigError, match=rf"engine\.{option}"):
         check_same("out", stored=said(model), stored_files=[], now=changed, files=[])
 
 
