@@ -15,7 +15,17 @@ from raybatch.types import Task
 
 # by kind; the others take none
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
-_WITHOUT_KV_DTYPE = ("transformers", "openai")
+# kinds without an engine of their own, and what only the native one has
+_WITHOUT_ENGINE = ("transformers", "openai")
+_NATIVE_ONLY = (
+    "quantization",
+    "admission",
+    "device_weight_bytes",
+    "host_kv_bytes",
+    "kv_checkpoint_blocks",
+    "speculative_tokens",
+    "cuda_graphs",
+)
 # by kind; the others generate text alone
 _TASKS: Mapping[str, tuple[Task, ...]] = {
     "vllm": get_args(Task),
@@ -40,12 +50,9 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
     if backend.kind == "vllm":
         vllm_options(backend, engine)
         return
-    if engine.quantization is not None and backend.kind in _WITHOUT_KV_DTYPE:
-        raise ConfigError(
-            "engine.quantization is an option of the native engine, and the "
-            f"{backend.kind} backend has no such; leave it out"
-        )
-    if backend.kind in _WITHOUT_KV_DTYPE and engine.kv_cache_dtype != "auto":
+    if backend.kind in _WITHOUT_ENGINE:
+        _refuse_native_options(backend.kind, engine)
+    if backend.kind in _WITHOUT_ENGINE and engine.kv_cache_dtype != "auto":
         raise ConfigError(
             f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
             f"{backend.kind} backend keeps KV as its model does: leave it out"
@@ -65,6 +72,17 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
     elif backend.options:
         names = ", ".join(sorted(backend.options))
         raise ConfigError(f"backend.options: the {backend.kind} backend takes none, got {names}")
+
+
+def _refuse_native_options(kind: str, engine: EngineConfig) -> None:
+    defaults = EngineConfig()
+    for name in _NATIVE_ONLY:
+        # what is switched off is no different from what is not there
+        if getattr(engine, name) not in (getattr(defaults, name), False, 0):
+            raise ConfigError(
+                f"engine.{name} is an option of the native engine, and the {kind} backend has no "
+                "such; leave it out"
+            )
 
 
 def create_backend(

@@ -102,6 +102,34 @@ class VllmOptions:
         _check_parsers(self)
 
 
+# options of the native engine alone, and what there is with vLLM instead
+_NATIVE_ONLY = (
+    (("kv_admission_fraction",), "vLLM has engine_kwargs.watermark and max_num_active_seqs"),
+    (("admission",), "vLLM starts rows in the order in which they come"),
+    (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
+    (
+        ("host_kv_bytes", "kv_checkpoint_blocks"),
+        "vLLM has options of its own for KV in host memory, which go into engine_kwargs "
+        "(kv_offloading_size)",
+    ),
+    (
+        ("device_weight_bytes", "weight_buffers"),
+        "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
+    ),
+    (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
+    (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
+    (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
+)
+
+
+def _refuse_native_options(engine: EngineConfig) -> None:
+    for names, way_out in _NATIVE_ONLY:
+        if any(_is_changed(engine, name) for name in names):
+            told = " and ".join(f"engine.{name}" for name in names)
+            are = "are options" if len(names) > 1 else "is an option"
+            raise ConfigError(f"{told} {are} of the native engine; {way_out}")
+
+
 def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
     """Return the checked options of a vLLM backend.
 
@@ -123,47 +151,7 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
         raise ConfigError(
             f"parsers read text, and task {backend.task!r} makes none; leave them out"
         )
-    if engine.kv_admission_fraction is not None:
-        raise ConfigError(
-            "engine.kv_admission_fraction is an option of the native engine; vLLM has "
-            "engine_kwargs.watermark and max_num_active_seqs"
-        )
-    if _is_changed(engine, "admission"):
-        raise ConfigError(
-            "engine.admission is an option of the native engine; vLLM starts rows in the order "
-            "in which they come"
-        )
-    if any(_is_changed(engine, name) for name in ("attn_batch_tokens", "moe_batch_tokens")):
-        raise ConfigError(
-            "engine.attn_batch_tokens and engine.moe_batch_tokens are options of the native "
-            "engine; leave them out"
-        )
-    if any(_is_changed(engine, name) for name in ("host_kv_bytes", "kv_checkpoint_blocks")):
-        raise ConfigError(
-            "engine.host_kv_bytes and engine.kv_checkpoint_blocks are options of the native "
-            "engine; vLLM has options of its own for KV in host memory, which go into "
-            "engine_kwargs (kv_offloading_size)"
-        )
-    if any(_is_changed(engine, name) for name in ("device_weight_bytes", "weight_buffers")):
-        raise ConfigError(
-            "engine.device_weight_bytes and engine.weight_buffers are options of the native "
-            "engine; vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)"
-        )
-    if engine.quantization is not None:
-        raise ConfigError(
-            "engine.quantization is an option of the native engine; vLLM has methods of its own, "
-            "which engine_kwargs.quantization names"
-        )
-    if engine.speculative_tokens is not None:
-        raise ConfigError(
-            "engine.speculative_tokens is an option of the native engine; vLLM has "
-            "engine_kwargs.speculative_config"
-        )
-    if engine.cuda_graphs is not None:
-        raise ConfigError(
-            "engine.cuda_graphs is an option of the native engine; vLLM has "
-            "engine_kwargs.enforce_eager"
-        )
+    _refuse_native_options(engine)
     kv_dtype = options.engine_kwargs.get("kv_cache_dtype")
     if kv_dtype not in (None, _KV_CACHE_DTYPES.get(engine.kv_cache_dtype, kv_dtype)):
         raise ConfigError(

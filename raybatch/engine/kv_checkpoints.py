@@ -169,14 +169,16 @@ class KVCheckpoints:
             if self._holders[arrival] is not but:
                 self.drop(self._holders[arrival])
 
-    def check(self, records: Iterable[Sequence]) -> list[Int32s]:
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Int32s]:
         """Return the host blocks of all checkpoints.
 
         Raises:
-            RuntimeError: `records`, all there are, have other checkpoints than were made, or one
-                that waits has any.
+            RuntimeError: these sequences, all there are, have other checkpoints than were made, or
+                one that waits has any.
         """
-        holders = {r.arrival: r for r in records if r.checkpoint is not None}
+        if any(record.checkpoint is not None for record in waiting):
+            raise RuntimeError("checkpoints: a sequence that waits has one")
+        holders = {r.arrival: r for r in running if r.checkpoint is not None}
         if holders != self._holders:
             raise RuntimeError("checkpoints: sequences have others than were made")
         tables = []

@@ -99,11 +99,11 @@ def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
 
 
 def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
-    quantized = None if config.quantization is None else BYTE_DTYPES[config.quantization]
+    byte_dtype = None if config.quantization is None else BYTE_DTYPES[config.quantization]
     width = dense_panel_width(
-        dtype, device, may_compile=config.compiles_kernels, quantized=quantized
+        dtype, device, may_compile=config.compiles_kernels, byte_dtype=byte_dtype
     )
-    return WeightForm(dtype, panel_width=width, quantized=quantized)
+    return WeightForm(dtype, panel_width=width, byte_dtype=byte_dtype)
 
 
 def _set_up_process(config: EngineConfig, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from raybatch.engine.kv_cache import pick_kv_dtype
 from raybatch.engine.layer_bench import LayerBench, ProfileOptions, probe_decoder
 from raybatch.engine.layer_tensors import map_tensors, tensors_of
 from raybatch.engine.model_config import ModelSpec
-from raybatch.engine.pick_ops import pick_ops
+from raybatch.engine.pick_ops import byte_dtype_of, pick_ops
 from raybatch.engine.stopwatch import Clock, Run, Stopwatch, clock_of
 from raybatch.engine.weights import LayerWeights, ModelWeights
 from raybatch.kernels.kv_rows import row_width
@@ -70,6 +70,7 @@ def model_shape(
     dtype: torch.dtype,
     num_pieces: int = 1,
     kv_dtype: torch.dtype | None = None,
+    byte_dtype: torch.dtype | None = None,
 ) -> ModelShape:
     """Return a model as plans see it: layers like its sparse ones, or all dense.
 
@@ -81,6 +82,7 @@ def model_shape(
         dtype: of its weights.
         num_pieces: see `ModelShape`.
         kv_dtype: of the KV pool; None for that of the weights.
+        byte_dtype: of those weights that are bytes; their scales are not counted.
     """
     kv_dtype = kv_dtype or dtype
     moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
@@ -93,6 +95,7 @@ def model_shape(
         num_experts=moe.num_experts if moe else 1,
         top_k=moe.top_k if moe else 1,
         element_bytes=dtype.itemsize,
+        weight_bytes=(byte_dtype or dtype).itemsize,
         kv_row_bytes=row_width(spec.head_dim, kv_dtype) * kv_dtype.itemsize,
     )
     num_tables = 1 if spec.is_tied else 2
@@ -131,7 +134,13 @@ def profile_layer(
     device, dtype = weights.embed.device, weights.embed.dtype
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
-    model = model_shape(spec, dtype=dtype, num_pieces=num_pieces, kv_dtype=kv_dtype)
+    model = model_shape(
+        spec,
+        dtype=dtype,
+        num_pieces=num_pieces,
+        kv_dtype=kv_dtype,
+        byte_dtype=byte_dtype_of(weights),
+    )
     is_sparse = model.layer.num_experts > 1
     alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
     num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))

@@ -7,7 +7,7 @@ from raybatch.engine.weights import ModelWeights
 from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 
-__all__ = ["dense_panel_width", "pick_ops"]
+__all__ = ["byte_dtype_of", "dense_panel_width", "pick_ops"]
 
 
 def pick_ops(
@@ -35,7 +35,7 @@ def pick_ops(
         num_grouped=spec.num_heads // spec.num_kv_heads,
         block_size=block_size,
         panel_widths=_panel_widths(weights),
-        quantized=_quantized(weights),
+        byte_dtype=byte_dtype_of(weights),
         kv_dtype=kv_dtype or embed.dtype,
     )
 
@@ -45,7 +45,7 @@ def dense_panel_width(
     device: torch.device,
     *,
     may_compile: bool,
-    quantized: torch.dtype | None = None,
+    byte_dtype: torch.dtype | None = None,
 ) -> int | None:
     """Return the width of the panels in which dense linears are best; None for torch's layout.
 
@@ -55,18 +55,18 @@ def dense_panel_width(
         dtype: of the weights.
         device: where they will be.
         may_compile: see `pick_ops`.
-        quantized: dtype of those weights that are bytes.
+        byte_dtype: dtype of those weights that are bytes.
     """
     if not (may_compile and _is_for_compiled(dtype, device)):
         return None
-    return None if compiled_linears(quantized) is None else PANEL_WIDTH
+    return None if compiled_linears(byte_dtype) is None else PANEL_WIDTH
 
 
 def _is_for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu"
 
 
-def _quantized(weights: ModelWeights) -> torch.dtype | None:
+def byte_dtype_of(weights: ModelWeights) -> torch.dtype | None:
     """Return the dtype of the weights that are bytes; None where none are."""
     linear = weights.layers[0].qkv
     return None if linear.scales is None else linear.weight.dtype

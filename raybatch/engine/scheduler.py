@@ -206,9 +206,9 @@ class Scheduler:
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
         self.blocks.check([*tables, *self._groups.tables()])
-        records = [*self._queue, *(self.table.record(slot) for slot in running)]
-        self._groups.check(record.group for record in records)
-        self._swap.check(records)
+        waiting, records = list(self._queue), [self.table.record(slot) for slot in running]
+        self._groups.check(record.group for record in (*waiting, *records))
+        self._swap.check(records, waiting)
         if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
             raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
         self.table.users.check(self.table.block_table)

@@ -162,11 +162,11 @@ class SwapSpace:
             self.blocks.release(record.swapped.host_blocks)
             record.swapped = None
 
-    def check(self, records: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless `records`, all there are, hold the host's used blocks."""
-        records = list(records)
-        kept = [record.swapped for record in records if record.swapped is not None]
-        ahead = self.checkpoints.check(records)
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
+        running, waiting = list(running), list(waiting)
+        kept = [r.swapped for r in (*running, *waiting) if r.swapped is not None]
+        ahead = self.checkpoints.check(running, waiting)
         self.blocks.check([*ahead, *(swapped.host_blocks for swapped in kept)])
         for swapped in kept:
             num_blocks = swapped.first_block + len(swapped.host_blocks)

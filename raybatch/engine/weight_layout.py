@@ -38,13 +38,13 @@ class WeightForm:
         dtype: of all that are not bytes.
         panel_width: outputs of the panels of dense linears, for compiled ops on a CPU; None lays
             them out for torch.
-        quantized: dtype of the weights of all linears but head and routers, one of
+        byte_dtype: dtype of the weights of all linears but head and routers, one of
             `raybatch.kernels.byte_weights`; None leaves them in `dtype`.
     """
 
     dtype: torch.dtype
     panel_width: int | None = None
-    quantized: torch.dtype | None = None
+    byte_dtype: torch.dtype | None = None
 
 
 def lay_out(name: str, part: Part, panel_width: int | None = None) -> tuple[str, Part]:
@@ -101,7 +101,9 @@ def _in_panels(part: Part, width: int) -> Part:
     num_missing = -num_outputs % width
 
     def build_panels() -> torch.Tensor:
-        filled = functional.pad(build(), (0, 0, 0, num_missing))
+        filled = build()
+        if num_missing:
+            filled = functional.pad(filled, (0, 0, 0, num_missing))
         return filled.view(*panels, width, num_inputs).mT.contiguous()
 
     return (*panels, num_inputs, width), dtype, build_panels

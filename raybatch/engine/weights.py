@@ -21,7 +21,7 @@ from raybatch.engine.model_source import model_fingerprint
 from raybatch.engine.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
 from raybatch.engine.weight_layout import LAYER_LINEARS, WeightForm, lay_out, view_of
 from raybatch.engine.weight_recipes import recipes_of
-from raybatch.kernels.byte_weights import quantize, quantized_scales
+from raybatch.kernels.byte_weights import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.policy.residence import WeightSizes
 
@@ -96,7 +96,7 @@ def load_weights(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
             )
     with Checkpoint(model_path) as checkpoint:
-        parts = _parts(checkpoint, spec, form)
+        parts = _laid_out(checkpoint, spec, form, device)
         tensors = {}
         for name, (_, dtype, build) in parts.items():
             if device.type == "cuda" and _layer_of(name) in streamed:
@@ -111,9 +111,7 @@ def weight_sizes(
 ) -> WeightSizes:
     """Return the bytes that the weights will take, without loading any."""
     with Checkpoint(model_path) as checkpoint:
-        parts = _parts(checkpoint, spec, form)
-        if device.type == "cpu":
-            parts = dict(lay_out(*part, form.panel_width) for part in parts.items())
+        parts = _laid_out(checkpoint, spec, form, device)
     other_bytes, layer_bytes = 0, [0] * spec.num_layers
     for name, (shape, dtype, _) in parts.items():
         layer, num_bytes = _layer_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
@@ -145,8 +143,7 @@ def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path
     target.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(target.with_suffix(".lock")), Checkpoint(model_path) as checkpoint:
         if not target.exists():
-            parts = _parts(checkpoint, spec, form).items()
-            write_tensors(target, dict(lay_out(*part, form.panel_width) for part in parts))
+            write_tensors(target, _laid_out(checkpoint, spec, form, torch.device("cpu")))
             logger.info("prepared weights written to %s", target)
     return target
 
@@ -188,23 +185,43 @@ def _assemble_layer(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> Lay
     return LayerWeights(**parts)
 
 
+def _laid_out(
+    checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm, device: torch.device
+) -> dict[str, Part]:
+    """Return every tensor as it lies in memory."""
+    parts = _parts(checkpoint, spec, form)
+    if device.type != "cpu":
+        return parts
+    return dict(lay_out(*part, form.panel_width) for part in parts.items())
+
+
 def _parts(checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm) -> dict[str, Part]:
     """Return every tensor with its dtype; those that become bytes are followed by their scales."""
     parts: dict[str, Part] = {}
-    quantized = form.quantized
+    byte_dtype = form.byte_dtype
     for name, (shape, build) in recipes_of(checkpoint, spec).items():
-        if quantized is None or name.rpartition(".")[2] not in LAYER_LINEARS:
+        if byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
             parts[name] = shape, form.dtype, build
             continue
-        parts[name] = shape, quantized, _applied(quantize, build, quantized)
-        scales = _applied(quantized_scales, build, quantized)
-        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, scales
+        quantised = _Quantised(build, byte_dtype)
+        parts[name] = shape, byte_dtype, quantised.values
+        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, quantised.take_scales
     return parts
 
 
-def _applied(
-    change: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-    build: Callable[[], torch.Tensor],
-    dtype: torch.dtype,
-) -> Callable[[], torch.Tensor]:
-    return lambda: change(build(), dtype)
+class _Quantised:
+    """A weight as bytes, and its scales; built once where both are taken, the bytes first."""
+
+    def __init__(self, build: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
+        self._build = build
+        self._dtype = dtype
+        self._scales: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        weight = self._build()
+        self._scales = weight_scales(weight, self._dtype)
+        return quantise_weight(weight, self._scales, self._dtype)
+
+    def take_scales(self) -> torch.Tensor:
+        scales, self._scales = self._scales, None
+        return weight_scales(self._build(), self._dtype) if scales is None else scales

@@ -247,6 +247,11 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
     block_bytes = kv_bytes_per_token(model.spec, dtype) * config.block_size_tokens
     layer = shape.layer
     loaded = shape.other_bytes + shape.num_layers * (layer.attention_bytes + layer.ffn_bytes)
+    residence = model.residence
+    if residence.streamed:
+        # the ring is not there yet
+        free = max(0, free - residence.num_buffers * residence.buffer_bytes)
+        loaded = residence.device_bytes
     has_host = model.device.type != "cpu" and config.kv_cache_bytes is None
     return MemoryBudget(
         device_bytes=loaded + free,

@@ -9,35 +9,46 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-__all__ = ["BYTE_DTYPES", "dequantize", "quantize", "quantized_scales"]
+from raybatch.kernels.fp8 import read_fp8
+
+__all__ = ["BYTE_DTYPES", "dequantise_weight", "quantise_weight", "weight_scales"]
 
 # the options' names, and the largest number of each type
 BYTE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def quantized_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def weight_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the scale of each output of a weight [..., out, in], float32 [..., out].
 
     The largest weight of an output becomes the largest number of the type; where all are 0, the
     scale is 1.
     """
-    largest = weight.float().abs().amax(dim=-1)
+    if weight.dim() > 2:
+        # one expert after the other, as floats take several times the memory
+        return torch.stack([weight_scales(part, dtype) for part in weight])
+    largest = weight.abs().amax(dim=-1).float()
     return torch.where(largest == 0, 1.0, largest / _LARGEST[dtype])
 
 
-def quantize(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight [..., out, in] divided by its scales, as the nearest numbers of `dtype`."""
-    scaled = weight.float() / quantized_scales(weight, dtype).unsqueeze(-1)
-    return scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
+def quantise_weight(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight [..., out, in] over its scales [..., out], the nearest numbers of `dtype`."""
+    if weight.dim() > 2:
+        parts = zip(weight, scales, strict=True)
+        return torch.stack([quantise_weight(part, own, dtype) for part, own in parts])
+    scaled = weight / scales.unsqueeze(-1)
+    return scaled.round_().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
 
 
-def dequantize(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantise_weight(
+    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Return a linear's weight in `dtype`, [out, in] or in panels, with scales [out].
 
     Panels may hold more outputs than there are scales.
     """
-    floats = weight.to(torch.float32)
+    is_fp8 = weight.dtype == torch.float8_e4m3fn
+    floats = read_fp8(weight.view(torch.uint8)) if is_fp8 else weight.to(torch.float32)
     if weight.dim() == 2:
         return floats.mul_(scales.unsqueeze(1)).to(dtype)
     num_panels, _, width = weight.shape

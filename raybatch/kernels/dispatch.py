@@ -75,7 +75,7 @@ def compiled_ops(
     num_grouped: int,
     block_size: int,
     panel_widths: tuple[int, int] | None = None,
-    quantized: torch.dtype | None = None,
+    byte_dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype = torch.float32,
 ) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
@@ -86,10 +86,10 @@ def compiled_ops(
         block_size: positions of one cache block.
         panel_widths: of the experts' gate and up, and of their down; None where they have no
             panels.
-        quantized: dtype of the weights of linears and experts where they are bytes.
+        byte_dtype: dtype of the weights of linears and experts where they are bytes.
         kv_dtype: of the KV pool: float32, or of a quantised one.
     """
-    ops, small, linears = REFERENCE, small_ops(), compiled_linears(quantized)
+    ops, small, linears = REFERENCE, small_ops(), compiled_linears(byte_dtype)
     if small is not None:
         ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
     if linears is not None:
@@ -107,7 +107,7 @@ def compiled_ops(
         ops = replace(ops, prepare_attention=prepare)
     experts = None
     if panel_widths is not None:
-        experts = panelled_experts(*panel_widths, quantized or torch.float32)
+        experts = panelled_experts(*panel_widths, byte_dtype or torch.float32)
     if experts is not None:
         ops = replace(ops, moe_ffn=functools.partial(moe.moe_ffn, panelled=experts))
     return ops

@@ -11,6 +11,8 @@ index and copy in all ways on all devices. A row of zero bytes stands for zeros.
 
 import torch
 
+from raybatch.kernels.fp8 import read_fp8
+
 __all__ = ["FP8", "INT8", "dequantise", "is_quantised", "quantise", "read_rows", "row_width"]
 
 # types of the pools
@@ -19,8 +21,6 @@ INT8, FP8 = torch.int8, torch.uint8
 # how a byte reads, and what the largest number of a row becomes
 _FORMS = {INT8: (torch.int8, 127.0), FP8: (torch.float8_e4m3fn, 448.0)}
 _SCALE_BYTES = 4
-# 0x87f00000 as an int32
-_FP8_BITS = 0x87F00000 - (1 << 32)
 # rows that are smaller lose digits: the inverse of their scale would be infinite
 _LEAST = 1e-30
 
@@ -64,21 +64,10 @@ def dequantise(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.T
     """Return the rows [..., R] of a quantised pool as numbers of `dtype`, [..., D]."""
     scales = rows[..., -_SCALE_BYTES:].view(torch.float32)
     elements = rows[..., :head_dim]
-    numbers = elements.float() if rows.dtype is INT8 else _read_fp8(elements)
+    numbers = elements.float() if rows.dtype is INT8 else read_fp8(elements)
     return numbers.mul_(scales).to(dtype)
 
 
 def read_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return rows of any pool as numbers: quantised ones in `dtype`, others as they are."""
     return dequantise(rows, head_dim, dtype) if is_quantised(rows.dtype) else rows
-
-
-def _read_fp8(elements: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of the bits of float8_e4m3fn; a tenth of the time of torch on a CPU.
-
-    Put where float32 has sign, exponent and digits, they are a number whose exponent is too low by
-    120.
-    """
-    bits = elements.to(torch.int32)
-    bits.bitwise_left_shift_(24).bitwise_right_shift_(4).bitwise_and_(_FP8_BITS)
-    return bits.view(torch.float32).mul_(2.0**120)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.byte_weights import dequantize
+from raybatch.kernels.byte_weights import dequantise_weight
 from raybatch.kernels.panels import gated_linear, join_panels, times_panels
 
 __all__ = ["Linear", "add_linear_", "add_mlp_", "embed_tokens", "linear"]
@@ -61,7 +61,7 @@ class Linear:
         """Return the weight in the dtype of the rows that it is multiplied with."""
         if self.scales is None:
             return self.weight
-        return dequantize(self.weight, self.scales, rows.dtype)
+        return dequantise_weight(self.weight, self.scales, rows.dtype)
 
 
 def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
@@ -94,6 +94,7 @@ def add_mlp_(
 ) -> None:
     """Add down(silu(gate(hidden)) * up(hidden)) to `x`."""
     weight = gate_up.weight_for(hidden)
+    down = Linear(down.weight_for(hidden), down.num_outputs, down.bias)
     for start in range(0, x.shape[0], _MAX_ROWS):
         rows = slice(start, start + _MAX_ROWS)
         gated = gated_linear(hidden[rows], weight, gate_up.bias)

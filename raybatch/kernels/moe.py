@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.byte_weights import dequantize
+from raybatch.kernels.byte_weights import dequantise_weight
 from raybatch.kernels.panels import (
     gate_panels_,
     gated_linear,
@@ -74,8 +74,8 @@ def moe_ffn(
 
         def as_floats(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
             return (
-                dequantize(gate_up[expert], gate_up_scales[expert], x.dtype),
-                dequantize(down[expert], down_scales[expert], x.dtype),
+                dequantise_weight(gate_up[expert], gate_up_scales[expert], x.dtype),
+                dequantise_weight(down[expert], down_scales[expert], x.dtype),
             )
 
         outputs = _looped_experts(x, as_floats, tokens, order, counts)

@@ -53,6 +53,7 @@ class LayerShape:
         num_experts: of the layer.
         top_k: experts that one token visits.
         element_bytes: of weights and hidden states.
+        weight_bytes: of one weight of a linear or an expert; None for `element_bytes`.
         kv_row_bytes: of the keys or values of one token and KV head; None for `head_dim` elements.
 
     Raises:
@@ -67,6 +68,7 @@ class LayerShape:
     num_experts: int = 1
     top_k: int = 1
     element_bytes: int = 4
+    weight_bytes: int | None = None
     kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -81,15 +83,19 @@ class LayerShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
+    def _num_attention_weights(self) -> int:
+        return (self.projected_dim + self.num_heads * self.head_dim) * self.model_dim
+
+    @property
     def attention_bytes(self) -> int:
         """Return the bytes of the weights of attention."""
-        outputs = self.projected_dim + self.num_heads * self.head_dim
-        return outputs * self.model_dim * self.element_bytes
+        return self._num_attention_weights * (self.weight_bytes or self.element_bytes)
 
     @property
     def ffn_bytes(self) -> int:
         """Return the bytes of the weights of all experts."""
-        return 3 * self.num_experts * self.ffn_dim * self.model_dim * self.element_bytes
+        num_weights = 3 * self.num_experts * self.ffn_dim * self.model_dim
+        return num_weights * (self.weight_bytes or self.element_bytes)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -99,7 +105,7 @@ class LayerShape:
 
     def attention_work(self, tokens: int, workload: Workload) -> Work:
         """Return the work of one run of attention, with the linears before and after it."""
-        linear = 2 * tokens * self.attention_bytes // self.element_bytes
+        linear = 2 * tokens * self._num_attention_weights
         seen = workload.cached_tokens + (workload.tokens_per_sequence + 1) / 2
         scores = 4 * tokens * seen * self.num_heads * self.head_dim
         num_sequences = workload.num_sequences(tokens)

@@ -5,11 +5,27 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"admission": "shortest"},
+        {"device_weight_bytes": 1 << 30},
+        {"host_kv_bytes": 1 << 30},
+        {"speculative_tokens": 4},
+        {"cuda_graphs": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
 @pytest.mark.parametrize("kind", ["openai", "transformers"])
-def test_backends_that_have_no_quantization_refuse_it(kind):
-    backend = BackendConfig(kind=kind)
+def test_backends_refuse_what_only_the_native_engine_has(kind, options):
     with pytest.raises(ConfigError, match=f"the {kind} backend has no such; leave it out"):
-        check_options(backend, EngineConfig(quantization="int8"))
+        check_options(BackendConfig(kind=kind), EngineConfig(**options))
+
+
+def test_what_is_switched_off_is_no_reason_to_refuse():
+    options = EngineConfig(cuda_graphs=False, host_kv_bytes=0)
+    check_options(BackendConfig(kind="transformers"), options)
 
 
 def test_the_native_backend_takes_quantization():

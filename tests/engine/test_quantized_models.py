@@ -12,7 +12,12 @@ from raybatch.engine.layer_tensors import tensors_of
 from raybatch.engine.loaded_model import load_model
 from raybatch.engine.pick_ops import pick_ops
 from raybatch.errors import ConfigError
-from raybatch.kernels.byte_weights import BYTE_DTYPES, dequantize, quantize, quantized_scales
+from raybatch.kernels.byte_weights import (
+    BYTE_DTYPES,
+    dequantise_weight,
+    quantise_weight,
+    weight_scales,
+)
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.test_models_match_transformers import make_prompts, reference_tokens
 from tests.engine.tiny_models import save
@@ -45,7 +50,8 @@ def make_driver(path: Path | str, **options) -> GreedyDriver:
 def rounded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if weight.dim() == 3:
         return torch.stack([rounded(expert, dtype) for expert in weight])
-    return dequantize(quantize(weight, dtype), quantized_scales(weight, dtype), torch.float32)
+    scales = weight_scales(weight, dtype)
+    return dequantise_weight(quantise_weight(weight, scales, dtype), scales, torch.float32)
 
 
 def round_linears(model, dtype):

@@ -54,7 +54,7 @@ def test_each_dtype_has_its_own_prepared_file(path):
 def test_each_layout_has_its_own_prepared_file(path):
     spec = read_model_spec(path)
     forms = [WeightForm(torch.float32, panel_width=width) for width in (None, 16, 32)]
-    forms.append(WeightForm(torch.float32, panel_width=32, quantized=torch.int8))
+    forms.append(WeightForm(torch.float32, panel_width=32, byte_dtype=torch.int8))
     files = {prepare_weights(path, spec, form) for form in forms}
     assert len(files) == 4
 

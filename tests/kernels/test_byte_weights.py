@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from raybatch.kernels.byte_weights import BYTE_DTYPES, dequantize, quantize, quantized_scales
+from raybatch.kernels.byte_weights import (
+    BYTE_DTYPES,
+    dequantise_weight,
+    quantise_weight,
+    weight_scales,
+)
 
 
 @pytest.fixture(params=list(BYTE_DTYPES))
@@ -14,7 +19,8 @@ def made(*shape):
 
 
 def back(weight, dtype):
-    return dequantize(quantize(weight, dtype), quantized_scales(weight, dtype), torch.float32)
+    scales = weight_scales(weight, dtype)
+    return dequantise_weight(quantise_weight(weight, scales, dtype), scales, torch.float32)
 
 
 def test_the_largest_weight_of_each_output_is_kept(dtype):
@@ -37,15 +43,18 @@ def test_weights_are_off_by_half_a_step_at_most(dtype):
 def test_an_output_of_zeros_stays_one(dtype):
     weight = torch.zeros(2, 8)
     assert torch.equal(back(weight, dtype), weight)
-    assert torch.equal(quantized_scales(weight, dtype), torch.ones(2))
+    assert torch.equal(weight_scales(weight, dtype), torch.ones(2))
 
 
 def test_experts_have_scales_of_their_own(dtype):
     experts = made(3, 5, 40)
-    scales, values = quantized_scales(experts, dtype), quantize(experts, dtype)
+    scales = weight_scales(experts, dtype)
+    values = quantise_weight(experts, scales, dtype)
     assert scales.shape == (3, 5)
     for e in range(3):
-        assert torch.equal(dequantize(values[e], scales[e], torch.float32), back(experts[e], dtype))
+        assert torch.equal(
+            dequantise_weight(values[e], scales[e], torch.float32), back(experts[e], dtype)
+        )
 
 
 def test_broken_weights_stay_broken(dtype):
@@ -57,9 +66,10 @@ def test_broken_weights_stay_broken(dtype):
 
 def test_panels_may_hold_more_outputs_than_there_are(dtype):
     weight = made(5, 6)
-    values, scales = quantize(weight, dtype), quantized_scales(weight, dtype)
+    scales = weight_scales(weight, dtype)
+    values = quantise_weight(weight, scales, dtype)
     filled = torch.cat([values.float(), torch.zeros(3, 6)]).to(dtype)
     panels = filled.view(2, 4, 6).mT.contiguous()
-    floats = dequantize(panels, scales, torch.float32).mT.flatten(0, 1)
+    floats = dequantise_weight(panels, scales, torch.float32).mT.flatten(0, 1)
     assert torch.equal(floats[:5], back(weight, dtype))
     assert torch.equal(floats[5:], torch.zeros(3, 6))

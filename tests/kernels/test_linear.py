@@ -3,20 +3,22 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels import dispatch, linear
-from raybatch.kernels.byte_weights import quantize, quantized_scales
+from raybatch.kernels.byte_weights import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear, embed_tokens
 from raybatch.kernels.native import linears
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
+
+BYTES = [torch.int8, torch.float8_e4m3fn]
 
 
 @pytest.fixture(params=["torch", "compiled"])
 def ops_for(request):
     """Return the three ops of linears in one form, given the dtype of weights that are bytes."""
 
-    def find(quantized=None):
+    def find(byte_dtype=None):
         if request.param == "torch":
             return dispatch.REFERENCE
-        found = compiled_linears(quantized)
+        found = compiled_linears(byte_dtype)
         if found is None:
             pytest.skip("no C compiler here")
         return found
@@ -102,13 +104,32 @@ def test_mlp_adds_its_output_in_chunks_of_rows(ops, form, max_rows, has_bias, mo
     assert_close(x, expected)
 
 
-def test_a_row_is_the_same_in_any_company():
-    found = compiled_linears()
+@pytest.mark.parametrize("dtype", [torch.float32, *BYTES])
+def test_a_row_is_the_same_in_any_company(dtype):
+    found = compiled_linears(None if dtype == torch.float32 else dtype)
     if found is None:
         pytest.skip("no C compiler here")
-    x, layer = made(23, 130), in_panels(made(96, 130))
+    x, weight = made(23, 130), made(96, 130)
+    layer = in_panels(weight)
+    if dtype != torch.float32:
+        scales = weight_scales(weight, dtype)
+        layer = in_panels(quantise_weight(weight, scales, dtype), scales=scales)
     alone = torch.cat([found.linear(row, layer) for row in x.split(1)])
     assert torch.equal(found.linear(x, layer), alone)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e30])
+@pytest.mark.parametrize("dtype", BYTES)
+def test_large_rows_stay_finite(ops_for, dtype, size, num_rows):
+    weight = made(70, 13)
+    weight[:, 4] = 0.0
+    scales = weight_scales(weight, dtype)
+    values = quantise_weight(weight, scales, dtype)
+    x = made(num_rows, 13) * size
+    expected = functional.linear(x, values.float() * scales[:, None])
+    found = ops_for(dtype).linear(x, in_panels(values, scales=scales))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * size)
 
 
 @pytest.mark.parametrize("form", [as_matrix, in_panels])
@@ -141,16 +162,14 @@ def test_broken_weights_are_seen(ops):
     assert x.isnan().all()
 
 
-BYTES = [torch.int8, torch.float8_e4m3fn]
-
-
 @pytest.mark.parametrize("form", [as_matrix, in_panels])
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_weights_that_are_bytes_count_as_their_floats(ops_for, form, dtype, num_rows):
     x, bias = made(num_rows, 13), made(70)
     weight = made(70, 13)
-    scales, values = quantized_scales(weight, dtype), quantize(weight, dtype)
+    scales = weight_scales(weight, dtype)
+    values = quantise_weight(weight, scales, dtype)
     expected = functional.linear(x, values.float() * scales[:, None], bias)
     assert_close(ops_for(dtype).linear(x, form(values, bias, scales)), expected)
     taken = form(values, bias, scales).take(slice(32, 66))
@@ -164,7 +183,8 @@ def test_an_mlp_of_bytes_counts_as_its_floats(ops_for, form, dtype):
     x, hidden = made(9, 6), made(9, 6)
     layers, floats = [], []
     for weight, bias in zip(weights, biases, strict=True):
-        scales, values = quantized_scales(weight, dtype), quantize(weight, dtype)
+        scales = weight_scales(weight, dtype)
+        values = quantise_weight(weight, scales, dtype)
         layers.append(form(values, bias, scales))
         floats.append(as_matrix(values.float() * scales[:, None], bias))
     expected = x.clone()

@@ -8,7 +8,7 @@ import torch
 
 from raybatch.kernels import attention, dispatch, moe, norm, rotary
 from raybatch.kernels.attention_plan import DecodePart
-from raybatch.kernels.byte_weights import quantize, quantized_scales
+from raybatch.kernels.byte_weights import quantise_weight, weight_scales
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
 from raybatch.kernels.native import decode_attention, linears, moe_experts, small_ops
 from raybatch.kernels.native.compiler import compile_library
@@ -145,8 +145,9 @@ class SparseLayer:
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_experts_that_are_bytes_count_as_their_floats(num_tokens, form, dtype):
     layer = SparseLayer(48, 32)
-    scales = [quantized_scales(weight, dtype) for weight in (layer.gate_up, layer.down)]
-    values = [quantize(weight, dtype) for weight in (layer.gate_up, layer.down)]
+    scales = [weight_scales(weight, dtype) for weight in (layer.gate_up, layer.down)]
+    weights = zip((layer.gate_up, layer.down), scales, strict=True)
+    values = [quantise_weight(weight, own, dtype) for weight, own in weights]
     x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1))
     floats = [v.float() * s.unsqueeze(-1) for v, s in zip(values, scales, strict=True)]
     expected = moe_loop(x, layer.router, *floats, 2, True)

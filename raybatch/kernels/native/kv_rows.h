@@ -1,8 +1,8 @@
 /* Rows of 8-bit numbers with a float32 scale behind them, as raybatch/kernels/kv_rows.py has them.
    Plain C whose loops the compiler turns into vectors. */
 
-#ifndef RAYBATCH_QUANTISED_H
-#define RAYBATCH_QUANTISED_H
+#ifndef RAYBATCH_KV_ROWS_H
+#define RAYBATCH_KV_ROWS_H
 
 #include <math.h>
 #include <stdint.h>

@@ -100,14 +100,14 @@ class CompiledLinears:
 
 
 @functools.cache
-def compiled_linears(quantized: torch.dtype | None = None) -> CompiledLinears | None:
+def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears | None:
     """Return the compiled ops, once per process; None where there is no compiler.
 
     Args:
-        quantized: dtype of the weights that are bytes, beside those in float32.
+        byte_dtype: dtype of the weights that are bytes, beside those in float32.
     """
     libraries: dict[torch.dtype, ctypes.CDLL] = {}
-    for dtype in (torch.float32, *([] if quantized is None else [quantized])):
+    for dtype in (torch.float32, *([] if byte_dtype is None else [byte_dtype])):
         names = {"WIDTH": PANEL_WIDTH, "WEIGHT_FORM": WEIGHT_FORMS[dtype]}
         library = compile_library("linears.c", names)
         if library is None:

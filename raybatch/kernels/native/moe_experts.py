@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.byte_weights import dequantize
+from raybatch.kernels.byte_weights import dequantise_weight
 from raybatch.kernels.moe import PanelledExperts
 from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library
 
@@ -104,7 +104,7 @@ def _agrees_with_torch(
         rows = slice(int(starts[expert]), int(starts[expert + 1]))
         expert_scales = [None if part is None else part[expert] for part in scales]
         weights = [
-            (part if of is None else dequantize(part, of, torch.float32)).mT.flatten(0, 1)
+            (part if of is None else dequantise_weight(part, of, torch.float32)).mT.flatten(0, 1)
             for part, of in zip((gate_up[expert], down[expert]), expert_scales, strict=True)
         ]
         gate, up = functional.linear(x[tokens[rows]], weights[0]).chunk(2, dim=1)

@@ -66,11 +66,14 @@ typedef int8_t Weight;
 INLINE Lanes widen(const Weight *from) { return to_floats(widen_bytes(from)); }
 #else
 typedef uint8_t Weight;
-/* e4m3 without infinity: sign, 4 bits of exponent, 3 of mantissa go to their places in a float32,
-   and the product makes up for the other bias of the exponent, denormal numbers included */
+/* e4m3 without infinity: 4 bits of exponent and 3 of mantissa go to their places in a float32, and
+   the product makes up for the other bias of the exponent, denormal numbers included. The sign comes
+   last, so that a compiler which may change the order of products cannot draw the power of two to
+   the rows, where it would be too large. */
 INLINE Lanes widen(const Weight *from) {
     Whole bits = widen_bytes(from);
-    return (Lanes)((bits & INT32_MIN) | ((bits & 0x7f) << 20)) * 0x1p120f;
+    Lanes size = (Lanes)((bits & 0x7f) << 20) * 0x1p120f;
+    return (Lanes)((Whole)size | (bits & INT32_MIN));
 }
 #endif
 #endif
