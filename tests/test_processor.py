@@ -83,6 +83,13 @@ def test_vllm_reads_images_of_rows_with_and_without_a_stage_for_them(toggle):
     assert stage_of().config.conventional_images is None
 
 
+def test_the_native_engine_has_two_forms_of_quantization():
+    for form in ("int8", "fp8"):
+        assert stage_of(engine_kwargs={"quantization": form}).config.engine.quantization == form
+    with pytest.raises(ConfigError, match=r"quantization='awq' is not supported by the native"):
+        stage_of(engine_kwargs={"quantization": "awq"})
+
+
 def test_vllm_gets_all_options_of_the_engine():
     stage = stage_of(
         backend="vllm",

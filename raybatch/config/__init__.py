@@ -20,6 +20,7 @@ from raybatch.config.engine import (
     DType,
     EngineConfig,
     KVCacheDType,
+    Quantization,
 )
 from raybatch.config.environment import (
     armed_fault,
@@ -44,6 +45,7 @@ __all__ = [
     "OrderName",
     "PlanConfig",
     "PoolConfig",
+    "Quantization",
     "SpecialTokens",
     "Strategy",
     "WaveConfig",

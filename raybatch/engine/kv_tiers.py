@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.kv_cache import KVCache, allocate_memory
+from raybatch.errors import ConfigError
 
 __all__ = ["KVTiers"]
 
@@ -39,7 +40,14 @@ class KVTiers:
         self.block_bytes = 2 * num_layers * torch.Size(block).numel() * device.k.element_size()
         self._device = device
         shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, R]
-        self._memory = allocate_memory(shape, device.k.dtype, device.k.device)
+        try:
+            self._memory = allocate_memory(shape, device.k.dtype, device.k.device)
+        # torch has an error of its own for pinned memory
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"engine.host_kv_bytes asks for {num_host_blocks * self.block_bytes} bytes, which "
+                f"this host does not give ({error}); lower it"
+            ) from error
         self.host = KVCache(
             k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
         )

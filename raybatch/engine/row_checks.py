@@ -39,7 +39,10 @@ class RowLimits:
             error = f"BadTokenId: token ids must be in 0..{self.vocab_size - 1}"
         elif num_tokens > self.kv_tokens:
             reason = "capacity"
-            error = f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}"
+            error = (
+                f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}; raise "
+                "engine.kv_cache_bytes"
+            )
         elif refusal:
             error = f"InvalidSampling: {refusal}"
         else:

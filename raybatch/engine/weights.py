@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from raybatch.config import cache_dir
 from raybatch.engine.checkpoint import Checkpoint, stat_key
@@ -90,7 +90,7 @@ def load_weights(
     """
     if device.type == "cpu":
         try:
-            return _map_prepared(prepare_weights(model_path, spec, form), spec)
+            return _prepared_weights(model_path, spec, form)
         except OSError as error:
             logger.warning(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
@@ -104,6 +104,16 @@ def load_weights(
             else:
                 tensors[name] = build().to(device, dtype)
     return _assemble(tensors, spec)
+
+
+def _prepared_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> ModelWeights:
+    path = prepare_weights(model_path, spec, form)
+    try:
+        return _map_prepared(path, spec)
+    except SafetensorError as error:
+        logger.warning("%s is damaged and is made again: %s", path, error)
+        path.unlink(missing_ok=True)
+        return _map_prepared(prepare_weights(model_path, spec, form), spec)
 
 
 def weight_sizes(

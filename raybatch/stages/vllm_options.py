@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from raybatch.backends.create import check_options
 from raybatch.backends.vllm_args import DECIDED_BY_ENGINE
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, Quantization
 from raybatch.errors import ConfigError, did_you_mean
 
 _RENAMED = {
@@ -113,6 +113,8 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
         elif name == "kv_cache_dtype":
             if value is not None:
                 values[name] = _KV_CACHE_DTYPES.get(value, value)
+        elif name == "quantization" and value in get_args(Quantization):
+            values[name] = value
         elif name in _ONLY:
             if value is not None and value != _ONLY[name]:
                 raise ConfigError(

@@ -239,7 +239,8 @@ def test_a_prompt_larger_than_the_cache_ends_by_capacity():
     engine.add([make_request(0, range(17)), make_request(1, range(3), max_tokens=2)])
     done = run_all(engine)
     assert done[0, 0].finish_reason == "capacity"
-    assert done[0, 0].error == "CapacityError: 17 tokens, the KV cache holds 16"
+    message = "CapacityError: 17 tokens, the KV cache holds 16; raise engine.kv_cache_bytes"
+    assert done[0, 0].error == message
     assert done[1, 0].finish_reason == "length"
 
 

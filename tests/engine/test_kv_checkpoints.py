@@ -168,6 +168,33 @@ def test_books_that_miss_a_checkpoint_are_found(rng):
         engine.check()
 
 
+def test_a_sequence_that_starts_again_gives_its_checkpoint_up(rng):
+    engine, _ = make_ahead(50)
+    engine.add(rows(rng))
+    while not engine.stats().checkpoint_bytes:
+        engine.step()
+    scheduler = engine._scheduler
+    slots = enumerate(scheduler.table.records)
+    slot = next(slot for slot, r in slots if r is not None and r.checkpoint)
+    record = scheduler.restart(slot)
+    assert record.checkpoint is None
+    scheduler.check()
+
+
+def test_books_in_which_one_that_waits_has_a_checkpoint_are_found(rng):
+    engine, _ = make_ahead(50)
+    engine.add(rows(rng))
+    while not engine.stats().checkpoint_bytes:
+        engine.step()
+    scheduler = engine._scheduler
+    slots = enumerate(scheduler.table.records)
+    slot = next(slot for slot, r in slots if r is not None and r.checkpoint)
+    held = scheduler.table.record(slot).checkpoint
+    scheduler.restart(slot).checkpoint = held
+    with pytest.raises(RuntimeError, match="a sequence that waits has one"):
+        scheduler.check()
+
+
 def test_copies_ahead_without_host_memory_are_refused():
     with pytest.raises(ConfigError, match="kv_checkpoint_blocks needs host memory"):
         EngineConfig(kv_checkpoint_blocks=4)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raybatch.engine.layer_bench import ProfileOptions
+from raybatch.config import EngineConfig
+from raybatch.engine.layer_bench import ProfileOptions, profile_options
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.module_profile import profile_layer
 from raybatch.engine.profile_cache import load_profile, measured_profile, profile_path
@@ -117,6 +118,11 @@ def test_a_folder_that_cannot_be_written_costs_only_time(model, tmp_path, measur
     assert "could not be kept" in caplog.text
 
 
+def test_what_an_engine_keeps_as_bytes_is_measured_as_bytes():
+    options = profile_options(EngineConfig(quantization="int8", kv_cache_dtype="fp8"))
+    assert ("int8", "fp8") == (options.quantization, options.kv_cache_dtype)
+
+
 def test_what_decides_the_speed_of_a_layer_has_a_file_of_its_own(model, tmp_path):
     spec, _ = model
 
@@ -128,6 +134,7 @@ def test_what_decides_the_speed_of_a_layer_has_a_file_of_its_own(model, tmp_path
         name(spec=replace(spec, num_layers=4)),
         name(dtype=torch.bfloat16),
         name(options=replace(OPTIONS, num_repeats=2)),
+        name(options=replace(OPTIONS, quantization="int8")),
     ]
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

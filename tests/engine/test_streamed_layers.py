@@ -92,6 +92,20 @@ def test_greedy_tokens_are_those_of_the_resident_model(path, resident, buffers, 
     assert stats.num_weight_stalls == stats.num_weight_copies
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_weights_that_are_bytes_are_streamed_with_their_scales(path, form):
+    expected, _, _ = run(path, quantization=form)
+    config = EngineConfig(device="cpu", quantization=form)
+    sizes = load_model(str(path), config).sizes
+    least = sizes.other_bytes + 2 * max(sizes.layer_bytes)
+    found, stats, runner = run(path, quantization=form, device_weight_bytes=least)
+    assert expected == found
+    assert stats.num_weight_copies > 0
+    model = load_model(str(path), runner.config)
+    store = StreamedLayers(model.weights.layers, model.residence, CPU)
+    assert store.device_bytes + sizes.other_bytes == model.residence.device_bytes <= least
+
+
 @pytest.mark.parametrize("moe_batch", [0, 5, 40])
 def test_no_row_is_left_behind_in_a_layer_that_was_copied(path, resident, moe_batch):
     found, stats, _ = run(

@@ -9,6 +9,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
+from raybatch.engine.layer_tensors import tensors_of
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
 from raybatch.engine.weight_layout import WeightForm
@@ -82,20 +83,45 @@ def test_prepared_tensors_start_at_cache_lines(path):
     assert weights.layers[0].qkv.weight.data_ptr() % 64 == 0
 
 
+def test_a_damaged_prepared_file_is_made_again(path, caplog):
+    spec, form = read_model_spec(path), WeightForm(torch.float32, panel_width=32)
+    whole = load_weights(path, spec, form, device=CPU)
+    expected = [tensor.clone() for tensor in tensors_of(whole)]
+    file = prepare_weights(path, spec, form)
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[: len(content) // 2])
+    with caplog.at_level(logging.WARNING, "raybatch"):
+        again = tensors_of(load_weights(path, spec, form, device=CPU))
+    assert "is damaged and is made again" in caplog.text
+    assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+
+
 def test_no_temporary_file_stays_behind(path, own_cache):
     prepare_weights(path, read_model_spec(path), WeightForm(torch.float32))
     assert not list((own_cache / "weights").glob("*.tmp"))
 
 
-def test_an_unusable_cache_folder_falls_back_to_private_weights(path, own_cache, caplog):
+@pytest.mark.parametrize(
+    "form",
+    [
+        WeightForm(torch.float32),
+        WeightForm(torch.float32, panel_width=32),
+        WeightForm(torch.float32, panel_width=32, byte_dtype=torch.int8),
+    ],
+    ids=["matrices", "panels", "bytes"],
+)
+def test_an_unusable_cache_folder_falls_back_to_private_weights(path, form, own_cache, caplog):
     own_cache.write_text("a file where the folder should be")
     spec = read_model_spec(path)
-    with caplog.at_level(logging.WARNING):
-        private = load_weights(path, spec, WeightForm(torch.float32), device=CPU)
+    with caplog.at_level(logging.WARNING, "raybatch"):
+        private = load_weights(path, spec, form, device=CPU)
     own_cache.unlink()
-    mapped = load_weights(path, spec, WeightForm(torch.float32), device=CPU)
-    assert torch.equal(private.layers[1].qkv.weight, mapped.layers[1].qkv.weight)
-    assert len(caplog.records) == 1
+    mapped = load_weights(path, spec, form, device=CPU)
+    for one, other in zip(tensors_of(private), tensors_of(mapped), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    assert "loaded privately" in caplog.text
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(path):

@@ -142,13 +142,14 @@ class SparseLayer:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("form", ["compiled", "panels", "matrices"])
-@pytest.mark.parametrize("num_tokens", [1, 40])
-def test_experts_that_are_bytes_count_as_their_floats(num_tokens, form, dtype):
+@pytest.mark.parametrize("size", [1.0, 1e3])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_experts_that_are_bytes_count_as_their_floats(num_tokens, size, form, dtype):
     layer = SparseLayer(48, 32)
     scales = [weight_scales(weight, dtype) for weight in (layer.gate_up, layer.down)]
     weights = zip((layer.gate_up, layer.down), scales, strict=True)
     values = [quantise_weight(weight, own, dtype) for weight, own in weights]
-    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1))
+    x = size * torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1))
     floats = [v.float() * s.unsqueeze(-1) for v, s in zip(values, scales, strict=True)]
     expected = moe_loop(x, layer.router, *floats, 2, True)
     if form != "matrices":
@@ -166,7 +167,7 @@ def test_experts_that_are_bytes_count_as_their_floats(num_tokens, form, dtype):
         down_scales=scales[1],
         panelled=panelled_experts(48, 32, dtype) if form == "compiled" else None,
     )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("widths", [(48, 32), (32, 16), (96, 64)], ids=str)
