@@ -182,14 +182,7 @@ def plan_report(
     """
     tell(f"loading {source}")
     model = load_model(source, config)
-    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
-    row = row or RowShape.within(most)
-    if row.prompt_tokens + row.output_tokens > most:
-        raise ConfigError(
-            f"rows of {row.prompt_tokens} prompt and {row.output_tokens} output tokens are longer "
-            f"than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
-            "--output-tokens)"
-        )
+    row = _row_within(row, model, config)
     began, cpu_began = time.perf_counter(), time.process_time()
     profile, was_read = measured_profile(
         model.spec,
@@ -232,6 +225,18 @@ def plan_report(
         steps=plan_steps(profile.layers, row),
         weights=streamed_weights(model.residence, model.sizes, costs, layer_s),
     )
+
+
+def _row_within(row: RowShape | None, model: LoadedModel, config: EngineConfig) -> RowShape:
+    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
+    row = row or RowShape.within(most)
+    if row.prompt_tokens + row.output_tokens > most:
+        raise ConfigError(
+            f"rows of {row.prompt_tokens} prompt and {row.output_tokens} output tokens are longer "
+            f"than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
+            "--output-tokens)"
+        )
+    return row
 
 
 def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> MemoryBudget:
