@@ -142,13 +142,7 @@ def profile_layer(
         byte_dtype=byte_dtype_of(weights),
     )
     is_sparse = model.layer.num_experts > 1
-    alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
-    num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
-    # those that do not stay on the device are measured there all the same
-    layers = [
-        map_tensors(layer, lambda tensor: tensor.to(device))
-        for layer in alike[: max(num_layers, 2)]
-    ]
+    layers = _layers_beyond_cache(spec, weights, model.layer)
     ops = pick_ops(
         spec,
         weights,
@@ -182,6 +176,21 @@ def profile_layer(
         layers=tuple(in_parts),
         copies_overlap=device.type == "cuda",
     )
+
+
+def _layers_beyond_cache(
+    spec: ModelSpec, weights: ModelWeights, shape: LayerShape
+) -> list[LayerWeights]:
+    """Return so many layers of the representative kind that no cache holds them, on the device."""
+    is_sparse = shape.num_experts > 1
+    alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
+    num_layers = -(-_BEYOND_CACHE_BYTES // (shape.attention_bytes + shape.ffn_bytes))
+    device = weights.embed.device
+    # those that do not stay on the device are measured there all the same
+    return [
+        map_tensors(layer, lambda tensor: tensor.to(device))
+        for layer in alike[: max(num_layers, 2)]
+    ]
 
 
 def _read(layer: LayerWeights) -> None:
