@@ -35,6 +35,16 @@ def saves_of(engine, runner):
     return done, [(n, after > before) for (n, before), after in zip(found, counts, strict=True)]
 
 
+def with_a_checkpoint(rng):
+    """Return an engine with copies ahead, and the slot of a sequence that has some."""
+    engine, _ = make_ahead(50)
+    engine.add(rows(rng))
+    while not engine.stats().checkpoint_bytes:
+        engine.step()
+    slots = enumerate(engine._scheduler.table.records)
+    return engine, next(slot for slot, r in slots if r is not None and r.checkpoint)
+
+
 def test_only_the_tail_is_copied_when_a_sequence_yields(rng):
     requests = rows(rng)
     engine, runner = make_ahead(50, enable_prefix_caching=False)
@@ -157,38 +167,24 @@ def test_running_rows_that_leave_give_their_checkpoints_up(rng, leave):
 
 
 def test_books_that_miss_a_checkpoint_are_found(rng):
-    engine, _ = make_ahead(50)
-    engine.add(rows(rng))
-    while not engine.stats().checkpoint_bytes:
-        engine.step()
+    engine, slot = with_a_checkpoint(rng)
     engine.check()
-    held = next(r for r in engine._scheduler.table.records if r is not None and r.checkpoint)
-    held.checkpoint = None
+    engine._scheduler.table.record(slot).checkpoint = None
     with pytest.raises(RuntimeError, match="checkpoints: "):
         engine.check()
 
 
 def test_a_sequence_that_starts_again_gives_its_checkpoint_up(rng):
-    engine, _ = make_ahead(50)
-    engine.add(rows(rng))
-    while not engine.stats().checkpoint_bytes:
-        engine.step()
+    engine, slot = with_a_checkpoint(rng)
     scheduler = engine._scheduler
-    slots = enumerate(scheduler.table.records)
-    slot = next(slot for slot, r in slots if r is not None and r.checkpoint)
     record = scheduler.restart(slot)
     assert record.checkpoint is None
     scheduler.check()
 
 
 def test_books_in_which_one_that_waits_has_a_checkpoint_are_found(rng):
-    engine, _ = make_ahead(50)
-    engine.add(rows(rng))
-    while not engine.stats().checkpoint_bytes:
-        engine.step()
+    engine, slot = with_a_checkpoint(rng)
     scheduler = engine._scheduler
-    slots = enumerate(scheduler.table.records)
-    slot = next(slot for slot, r in slots if r is not None and r.checkpoint)
     held = scheduler.table.record(slot).checkpoint
     scheduler.restart(slot).checkpoint = held
     with pytest.raises(RuntimeError, match="a sequence that waits has one"):
