@@ -1,8 +1,10 @@
 """Models with captured decode steps, and random steps for them."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from raybatch.config import EngineConfig
@@ -16,6 +18,7 @@ from raybatch.engine.step_graph import CudaGraphs, RecordedGraphs
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.fixed_ops import FIXED
+from tests.engine.tiny_models import save
 
 BLOCK, NUM_BLOCKS = 4, 60
 
@@ -30,6 +33,16 @@ class Captured:
     @property
     def device(self):
         return self.cache.k.device
+
+
+@contextmanager
+def saved(variants, folder):
+    """Yield the folder with checkpoints of these variants, and a cache folder of their own."""
+    for variant in variants:
+        save(variant, folder / variant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
+        yield folder
 
 
 def shape(sizes=(1, 2, 4, 8), *, most_blocks=12, max_entries=1000):

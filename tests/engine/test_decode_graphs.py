@@ -18,9 +18,9 @@ from tests.engine.graph_cases import (
     capture,
     fill_randomly,
     random_step,
+    saved,
     shape,
 )
-from tests.engine.tiny_models import save
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VARIANTS = ["llama-biases-tied", "qwen2-window-in-upper-layers", "qwen3-moe"]
@@ -28,11 +28,7 @@ VARIANTS = ["llama-biases-tied", "qwen2-window-in-upper-layers", "qwen3-moe"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for variant in VARIANTS:
-        save(variant, folder / variant)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
+    with saved(VARIANTS, tmp_path_factory.mktemp("models")) as folder:
         yield folder
 
 

@@ -23,7 +23,7 @@ from raybatch.kernels.dispatch import REFERENCE
 from raybatch.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
-from tests.engine.tiny_models import save
+from tests.engine.graph_cases import saved
 
 BLOCK = 4
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -32,11 +32,7 @@ VARIANTS = ["llama", "mistral-window", "qwen3-moe"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for variant in VARIANTS:
-        save(variant, folder / variant)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
+    with saved(VARIANTS, tmp_path_factory.mktemp("models")) as folder:
         yield folder
 
 
