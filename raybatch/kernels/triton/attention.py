@@ -101,13 +101,7 @@ def prepare_fixed(
     pool: torch.Tensor,  # [N, G, B, D]
     windows: tuple[int | None, ...],
 ) -> PreparedAttention:
-    """Do what `prepare_attention` does for decode rows, by operations of fixed shapes.
-
-    Args:
-        part: the rows.
-        pool: keys of any layer; only its shape and dtype are read.
-        windows: the different windows of the model's layers.
-    """
+    """See `raybatch.kernels.attention`."""
     block_size = pool.shape[2]
     return PreparedAttention(
         num_decode=len(part.positions),
