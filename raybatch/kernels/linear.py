@@ -47,6 +47,8 @@ class Linear:
             ValueError: it cannot start at the first of them.
         """
         start, stop, _ = outputs.indices(self.num_outputs)
+        if stop - start == self.num_outputs:
+            return self
         bias = None if self.bias is None else self.bias[start:stop]
         scales = None if self.scales is None else self.scales[start:stop]
         if not self.is_panelled:
