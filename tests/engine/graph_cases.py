@@ -14,10 +14,11 @@ from raybatch.engine.decoder import Decoder
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import KVCache, allocate_kv_cache
 from raybatch.engine.loaded_model import LoadedModel, load_model
-from raybatch.engine.step_graph import CudaGraphs, RecordedGraphs
+from raybatch.engine.step_graph import CudaGraphs
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.fixed_ops import FIXED
+from tests.engine.recorded_graphs import RecordedGraphs
 from tests.engine.tiny_models import save
 
 BLOCK, NUM_BLOCKS = 4, 60

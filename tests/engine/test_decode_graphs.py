@@ -8,7 +8,6 @@ import torch
 
 from raybatch.engine.decode_buffers import DecodeBuffers
 from raybatch.engine.decode_graphs import GraphMismatchError, step_sizes
-from raybatch.engine.step_graph import CaptureError
 from raybatch.kernels.attention_plan import ContextPart, PrefillPart
 from raybatch.kernels.dispatch import REFERENCE
 from tests.engine.fixed_ops import FIXED
@@ -21,6 +20,7 @@ from tests.engine.graph_cases import (
     saved,
     shape,
 )
+from tests.engine.recorded_graphs import CaptureError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VARIANTS = ["llama-biases-tied", "qwen2-window-in-upper-layers", "qwen3-moe"]

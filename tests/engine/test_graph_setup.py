@@ -17,13 +17,13 @@ from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
 from raybatch.engine.sampler import Sampler
 from raybatch.engine.sequences import DECODE
-from raybatch.engine.step_graph import RecordedGraphs
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
 from tests.engine.graph_cases import saved
+from tests.engine.recorded_graphs import RecordedGraphs
 
 BLOCK = 4
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raybatch.engine.step_graph import CaptureError, RecordedGraphs
+from tests.engine.recorded_graphs import CaptureError, RecordedGraphs
 
 
 def test_a_graph_repeats_operations_on_the_values_that_are_there_now():
