@@ -9,6 +9,7 @@ import torch
 
 from raybatch.engine.decode_graphs import GraphCounts
 from raybatch.engine.forward_batch import ForwardBatch
+from raybatch.engine.kv_checkpoints import BlockCopier
 from raybatch.engine.layer_store import WeightCounters
 from raybatch.engine.runtime import PartBatch, StepResult
 from raybatch.types import Sampling, TokenIds
@@ -35,7 +36,7 @@ class ModelLimits(Protocol):
         """Longest prompt plus output, in tokens."""
 
 
-class Runner(Protocol):
+class Runner(BlockCopier, Protocol):
     """A model with its KV pool. KV of all rows is written before any row attends, layer by layer.
 
     So a row may attend to blocks that another row of the same forward batch fills.
@@ -70,20 +71,6 @@ class Runner(Protocol):
     @property
     def weight_counters(self) -> WeightCounters:
         """Weights that were copied to the device."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of KV in host memory; 0 where there are none."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers."""
-
-    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        """Copy blocks of the pool into as many of host memory."""
-
-    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        """Copy blocks of host memory into as many of the pool."""
 
     def copy_bytes_per_s(self) -> float:
         """Measure copies between both pools while no sequence is there."""
