@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FLOATS", "WEIGHT_FORMS", "address", "compile_library", "has_compiler"]
+__all__ = ["FLOATS", "WEIGHT_FORMS", "address", "compile_library", "has_compiler", "whole"]
 
 # the kernels' tensors, whatever the process takes by default
 FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -84,6 +84,11 @@ def has_compiler() -> bool:
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     """Return where a tensor's first element lies, null for None."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def whole(*values: int) -> tuple[ctypes.c_int64, ...]:
+    """Return whole numbers as a library takes them."""
+    return tuple(ctypes.c_int64(value) for value in values)
 
 
 def _compiler() -> list[str]:

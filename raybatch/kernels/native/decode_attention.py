@@ -16,7 +16,7 @@ import torch
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows, row_width
-from raybatch.kernels.native.compiler import FLOATS, address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, address, compile_library, whole
 
 __all__ = ["decode_form"]
 
@@ -138,7 +138,7 @@ def _attend(
     output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
     kernel(
         address(q),
-        ctypes.c_int64(q.stride(0)),
+        *whole(q.stride(0)),
         address(k_pool),
         address(v_pool),
         address(output),
@@ -147,8 +147,8 @@ def _attend(
         address(lists.firsts[window]),
         address(lists.stops),
         address(lists.offsets),
-        ctypes.c_int64(len(q)),
-        ctypes.c_int64(k_pool.shape[1]),
+        *whole(len(q)),
+        *whole(k_pool.shape[1]),
         ctypes.c_float(1.0 / math.sqrt(q.shape[2])),
     )
     return output, lse

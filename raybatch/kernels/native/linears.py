@@ -13,7 +13,7 @@ import torch
 
 from raybatch.kernels import linear as reference
 from raybatch.kernels.linear import Linear
-from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library, whole
 
 __all__ = ["PANEL_WIDTH", "CompiledLinears", "compiled_linears"]
 
@@ -81,10 +81,10 @@ class CompiledLinears:
         hidden = x.new_empty(len(x), gate_up.num_outputs // 2)
         self.libraries[gate_up.weight.dtype].gated_linear(
             address(x),
-            *_whole(x.stride(0)),
+            *whole(x.stride(0)),
             *(address(part) for part in (gate_up.weight, gate_up.scales, gate_up.bias)),
             address(hidden),
-            *_whole(len(x), x.shape[1], hidden.shape[1]),
+            *whole(len(x), x.shape[1], hidden.shape[1]),
         )
         return hidden
 
@@ -93,9 +93,9 @@ class CompiledLinears:
     ) -> None:
         self.libraries[layer.weight.dtype].linear(
             address(x),
-            *_whole(x.stride(0)),
+            *whole(x.stride(0)),
             *(address(part) for part in (layer.weight, layer.scales, layer.bias, outputs)),
-            *_whole(outputs.stride(0), len(x), x.shape[1], layer.num_outputs, adds),
+            *whole(outputs.stride(0), len(x), x.shape[1], layer.num_outputs, adds),
         )
 
 
@@ -118,10 +118,6 @@ def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears |
         _logger.warning("the compiled linears are wrong on this host, so torch computes them")
         return None
     return ops
-
-
-def _whole(*values: int) -> tuple[ctypes.c_int64, ...]:
-    return tuple(ctypes.c_int64(value) for value in values)
 
 
 def _agree_with_torch(ops: CompiledLinears, dtype: torch.dtype) -> bool:

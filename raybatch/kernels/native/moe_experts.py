@@ -4,7 +4,6 @@ On a CPU about twice as fast as products of torch, which start anew for every ex
 expert has few rows.
 """
 
-import ctypes
 import functools
 import logging
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from raybatch.kernels.byte_weights import dequantise_weight
 from raybatch.kernels.moe import PanelledExperts
-from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library, whole
 
 __all__ = ["panelled_experts"]
 
@@ -71,10 +70,10 @@ def _compute(
     outputs = x.new_empty(len(tokens), model_dim)
     kernel(
         address(x),
-        ctypes.c_int64(x.stride(0)),
+        *whole(x.stride(0)),
         *(address(tensor) for tensor in (gate_up, down, up_scales, down_scales)),
         *(address(tensor) for tensor in (tokens, targets, starts)),
-        *(ctypes.c_int64(size) for size in (num_experts, model_dim, ffn_dim)),
+        *whole(num_experts, model_dim, ffn_dim),
         address(hidden),
         address(outputs),
     )

@@ -13,7 +13,7 @@ import torch
 from raybatch.kernels import attention, norm, rotary
 from raybatch.kernels.attention import PreparedAttention
 from raybatch.kernels.kv_rows import FP8, INT8, quantise, read_rows, row_width
-from raybatch.kernels.native.compiler import FLOATS, address, compile_library
+from raybatch.kernels.native.compiler import FLOATS, address, compile_library, whole
 
 __all__ = ["SmallOps", "small_ops"]
 
@@ -46,12 +46,12 @@ class SmallOps:
         output = x.new_empty(x.shape)  # whatever the process takes by default
         self.library.rms_norm(
             address(x),
-            *_whole(heads.stride(0), heads.stride(1)),
+            *whole(heads.stride(0), heads.stride(1)),
             address(weight),
-            *_whole(x.shape[-1] if is_per_head else 0),
+            *whole(x.shape[-1] if is_per_head else 0),
             ctypes.c_float(eps),
             address(output),
-            *_whole(*heads.shape),
+            *whole(*heads.shape),
         )
         return output
 
@@ -61,7 +61,7 @@ class SmallOps:
             rotary.rotate_(x, table)
             return
         table = table.contiguous()
-        self.library.rotate(address(x), *_whole(x.stride(0)), address(table), *_whole(*x.shape))
+        self.library.rotate(address(x), *whole(x.stride(0)), address(table), *whole(*x.shape))
 
     def store_kv(
         self,
@@ -92,11 +92,11 @@ class SmallOps:
         num_tokens, num_kv_heads, dim = rows.shape
         stores.get(pool.dtype, library.store_rows)(
             address(rows),
-            *_whole(rows.stride(0)),
+            *whole(rows.stride(0)),
             address(pool),
             address(block_ids),
             address(block_offsets),
-            *_whole(num_tokens, num_kv_heads, pool.shape[2], dim),
+            *whole(num_tokens, num_kv_heads, pool.shape[2], dim),
         )
 
 
@@ -111,10 +111,6 @@ def small_ops() -> SmallOps | None:
         _logger.warning("the compiled small ops are wrong on this host, so torch computes them")
         return None
     return ops
-
-
-def _whole(*values: int) -> tuple[ctypes.c_int64, ...]:
-    return tuple(ctypes.c_int64(value) for value in values)
 
 
 def _agree_with_torch(ops: SmallOps) -> bool:
