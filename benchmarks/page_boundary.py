@@ -19,7 +19,8 @@ import numpy as np
 from page_simulator import Lengths, Machine, Outcome, simulate
 from step_simulator import Device
 
-from raybatch.policy.boundary_records import BoundaryOptions, VictimOrder
+from raybatch.config import VictimOrder
+from raybatch.policy.boundary_records import BoundaryOptions
 from raybatch.policy.host_chunk import AdaptiveHostChunk
 
 PAGE_TOKENS = 64

@@ -42,7 +42,7 @@ WORKLOADS = {
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),
 }
-WAYS = ("recompute", "swap", "ahead", "ample")
+WAYS = ("recompute", "swap", "ahead", "offload", "ample")
 # blocks that a step copies to the host ahead of a preemption
 AHEAD_BLOCKS = 4
 
@@ -109,6 +109,7 @@ def measure(
             "host_kv_bytes": need,
             "kv_checkpoint_blocks": AHEAD_BLOCKS,
         },
+        "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
         "ample": {"kv_cache_bytes": need},
     }
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}

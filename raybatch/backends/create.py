@@ -23,6 +23,11 @@ _NATIVE_ONLY = (
     "device_weight_bytes",
     "host_kv_bytes",
     "kv_checkpoint_blocks",
+    "kv_offload",
+    "offload_initial_blocks",
+    "offload_extension_blocks",
+    "offload_interval_blocks",
+    "offload_victims",
     "speculative_tokens",
     "cuda_graphs",
 )

@@ -108,13 +108,22 @@ _NATIVE_ONLY = (
     (("admission",), "vLLM starts rows in the order in which they come"),
     (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
     (
-        ("host_kv_bytes", "kv_checkpoint_blocks"),
+        ("host_kv_bytes", "kv_checkpoint_blocks", "kv_offload"),
         "vLLM has options of its own for KV in host memory, which go into engine_kwargs "
         "(kv_offloading_size)",
     ),
     (
         ("device_weight_bytes", "weight_buffers"),
         "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
+    ),
+    (
+        (
+            "offload_initial_blocks",
+            "offload_extension_blocks",
+            "offload_interval_blocks",
+            "offload_victims",
+        ),
+        "leave them out",
     ),
     (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),

@@ -21,6 +21,7 @@ from raybatch.config.engine import (
     EngineConfig,
     KVCacheDType,
     Quantization,
+    VictimOrder,
 )
 from raybatch.config.environment import (
     armed_fault,
@@ -48,6 +49,7 @@ __all__ = [
     "Quantization",
     "SpecialTokens",
     "Strategy",
+    "VictimOrder",
     "WaveConfig",
     "armed_fault",
     "cache_dir",

@@ -10,6 +10,7 @@ from raybatch.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
+VictimOrder = Literal["least", "most", "lifo"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
@@ -37,6 +38,14 @@ class EngineConfig:
             None or 0 has none, and what they lose is computed again.
         kv_checkpoint_blocks: blocks of KV that a step copies there ahead, of sequences that are
             about to give theirs up, so that less is copied when they do; None or 0 copies none.
+        kv_offload: keep the KV of all sequences in host memory, and on the device that of those
+            that decode; prompts are computed in rounds, with two layers of their KV on the device.
+            Prefixes are not shared.
+        offload_initial_blocks: blocks of the device beyond its context that a sequence starts with.
+        offload_extension_blocks: blocks that it gets when these end.
+        offload_interval_blocks: blocks of tokens that sequences decode from one stop to the next.
+        offload_victims: who yields first where the device is short of blocks: the sequence with the
+            least progress, the most, or the one that came last.
         block_size_tokens: positions of one cache block.
         max_batched_tokens: token budget of one step.
         max_num_seqs: upper bound of running sequences; the KV memory usually binds first.
@@ -75,6 +84,11 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
     kv_checkpoint_blocks: int | None = None
+    kv_offload: bool = False
+    offload_initial_blocks: int = 2
+    offload_extension_blocks: int = 2
+    offload_interval_blocks: int = 1
+    offload_victims: VictimOrder = "least"
     block_size_tokens: int = 64
     max_batched_tokens: int = 2048
     max_num_seqs: int = 1024
@@ -124,6 +138,7 @@ class EngineConfig:
                     "attn_batch_tokens makes them coroutines; leave one of them out"
                 )
         self._check_graphs()
+        self._check_offload()
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
             if self.admission in ("static", "multi_bin"):
@@ -147,6 +162,36 @@ class EngineConfig:
                 "EngineConfig.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
+
+    def _check_offload(self) -> None:
+        check_choice(self, "offload_victims", get_args(VictimOrder))
+        check_whole(self, "offload_interval_blocks", 1)
+        for name in ("offload_initial_blocks", "offload_extension_blocks"):
+            # what a sequence may fill before the next stop
+            check_whole(self, name, self.offload_interval_blocks)
+        if not isinstance(self.kv_offload, bool):
+            raise ConfigError(
+                f"EngineConfig.kv_offload must be true or false, got {self.kv_offload!r}"
+            )
+        if not self.kv_offload:
+            return
+        if not self.host_kv_bytes:
+            raise ConfigError(
+                "EngineConfig.kv_offload needs host memory for KV; set host_kv_bytes as well"
+            )
+        defaults = EngineConfig()
+        for name, why in (
+            ("speculative_tokens", "computes no drafts"),
+            ("kv_checkpoint_blocks", "copies all KV to host memory anyway"),
+            ("admission", "starts rows in the order in which they come"),
+            ("kv_admission_fraction", "starts rows in rounds"),
+            ("cuda_graphs", "uses the pool in two shapes, and graphs know one"),
+        ):
+            if getattr(self, name) not in (getattr(defaults, name), False, 0):
+                raise ConfigError(
+                    f"EngineConfig.{name} cannot be set with kv_offload, which {why}; leave one of "
+                    "them out"
+                )
 
     @property
     def compiles_kernels(self) -> bool:

@@ -14,12 +14,12 @@ from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, Sto
 from raybatch.engine.recovery_costs import learned_recovery
 from raybatch.engine.row_checks import RowLimits
 from raybatch.engine.schedule import Schedule
-from raybatch.engine.scheduler import Scheduler
 from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
 from raybatch.engine.speculation import Drafter, LookupDrafter
 from raybatch.engine.step_forward import StepForward
+from raybatch.engine.step_scheduler import make_scheduler
 from raybatch.engine.stopwatch import clock_of
-from raybatch.engine.swap import RecoveryChoice, SwapSpace
+from raybatch.engine.swap import RecoveryChoice
 from raybatch.engine.verification import accepted_rows, slots_to_restart
 from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
@@ -59,31 +59,20 @@ class Engine:
         self._limits = RowLimits(
             vocab_size=spec.vocab_size,
             max_model_len=self._max_model_len,
-            kv_tokens=runner.num_blocks * block_size,
+            kv_tokens=_row_blocks(runner, config) * block_size,
         )
         self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
         self._table = SequenceTable(
             max_slots=self._max_slots,
-            num_blocks=runner.num_blocks,
+            num_blocks=max(runner.num_blocks, runner.num_window_blocks),
             block_size=block_size,
             max_model_len=self._max_model_len,
         )
         self._blocks = BlockManager(runner.num_blocks, block_size)
-        self._recovery = recovery or learned_recovery(runner, config)
-        checkpoint_blocks = config.kv_checkpoint_blocks or 0
-        self._swap = SwapSpace(
-            block_size, runner, self._recovery, has_checkpoints=checkpoint_blocks > 0
-        )
-        self._scheduler = Scheduler(
-            self._blocks,
-            self._table,
-            max_batched_tokens=config.max_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            admission=config.admission,
-            kv_admission_fraction=config.kv_admission_fraction,
-            swap=self._swap,
-            checkpoint_blocks=checkpoint_blocks,
-        )
+        self._recovery = recovery
+        if self._recovery is None and not config.kv_offload:
+            self._recovery = learned_recovery(runner, config)
+        self._scheduler = make_scheduler(config, runner, self._blocks, self._table, self._recovery)
         self._forward = StepForward(runner, self._table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         # of steps, in which other work on the same host must not count
@@ -199,8 +188,8 @@ class Engine:
 
     def stats(self) -> ReplicaStats:
         """Return the counters."""
-        counters, swapped = self._scheduler.counters, self._swap.counters
-        weights, ahead = self._runner.weight_counters, self._swap.checkpoints.counters
+        counters, swapped = self._scheduler.counters, self._scheduler.moves
+        weights, ahead_bytes = self._runner.weight_counters, self._scheduler.ahead_bytes
         graphs = self._runner.graph_counts
         return ReplicaStats(
             num_running=self._table.num_running,
@@ -213,8 +202,8 @@ class Engine:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_swapped_tokens=swapped.num_tokens,
-            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
-            checkpoint_bytes=ahead.num_bytes,
+            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead_bytes,
+            checkpoint_bytes=ahead_bytes,
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,
@@ -335,15 +324,14 @@ class Engine:
 
     def _restart(self, slot: int) -> None:
         self._clear_slot(slot)
-        blocks = self._table.blocks(slot).astype(np.int64)
-        self._scheduler.restart(slot).may_draft = False
-        self._runner.clear_blocks(blocks[self._blocks.num_refs[blocks] == 0])
+        record, blocks = self._scheduler.restart(slot)
+        record.may_draft = False
+        self._runner.clear_blocks(blocks)
 
     def _fail(self, slot: int, error: str | None = None) -> Completion:
         self._clear_slot(slot)
-        blocks = self._table.blocks(slot).astype(np.int64)
-        record = self._scheduler.remove(slot, is_trusted=False)
-        self._runner.clear_blocks(blocks[self._blocks.num_refs[blocks] == 0])
+        record, blocks = self._scheduler.discard(slot)
+        self._runner.clear_blocks(blocks)
         if error is None:
             places = f"after {record.num_tokens} tokens"
             error = f"NonFiniteLogits: the model gave no finite logits {places}"
@@ -389,3 +377,10 @@ def _expected_len(request: Request, max_len: int) -> int | None:
 
 def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
     return num_samples[request.request_id] == request.sampling.n
+
+
+def _row_blocks(runner: Runner, config: EngineConfig) -> int:
+    """Return the blocks that one row can have at most."""
+    if config.kv_offload:
+        return min(runner.num_blocks, runner.num_host_blocks)
+    return runner.num_blocks

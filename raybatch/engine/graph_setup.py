@@ -121,6 +121,8 @@ def plan_graphs(
         reason = "steps run as coroutines (attn_batch_tokens)"
     elif is_streamed:
         reason = "layers pass through a ring of buffers (device_weight_bytes)"
+    elif config.kv_offload:
+        reason = "the pool has two shapes (kv_offload)"
     elif config.kv_cache_dtype != "auto":
         reason = "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"
     elif config.quantization is not None:

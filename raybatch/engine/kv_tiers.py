@@ -7,6 +7,7 @@ one gather and one scatter, whatever the number of layers, and on a GPU one tran
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,15 @@ Int64s = npt.NDArray[np.int64]
 
 # blocks of a trial copy, and trials of which the quickest counts
 _TRIAL_BLOCKS, _NUM_TRIALS = 4, 3
+
+
+class _Arriving(NamedTuple):
+    """A layer of some blocks on its way to pinned memory; `rows` are [n, 2, G, B, R]."""
+
+    layer_idx: int
+    host_ids: Int64s
+    rows: torch.Tensor
+    arrived: torch.cuda.Event
 
 
 class KVTiers:
@@ -52,6 +62,7 @@ class KVTiers:
             k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
         )
         self._stream: torch.cuda.Stream | None = None
+        self._arriving: list[_Arriving] = []
         if device.k.device.type == "cuda":
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
@@ -77,6 +88,46 @@ class KVTiers:
             self._device.k.index_copy_(1, ids, self.host.k[:, first:last])
             self._device.v.index_copy_(1, ids, self.host.v[:, first:last])
 
+    def save_layer(
+        self, layer_idx: int, half: KVCache, block_ids: Int64s, host_ids: Int64s
+    ) -> None:
+        """Copy one layer of blocks to the host; `finish_layers` waits until it is there.
+
+        Args:
+            layer_idx: in the host's pool.
+            half: where the layer is, [W, G, B, R].
+            block_ids: blocks of `half`.
+            host_ids: as many blocks of the host.
+        """
+        if self._stream is not None:
+            # at most the layer before is still on its way, so pinned memory is for two
+            self._scatter(keep=1)
+            self._save_layer_async(self._stream, layer_idx, half, block_ids, host_ids)
+            return
+        ids, targets = torch.from_numpy(block_ids), torch.from_numpy(host_ids)
+        self.host.k[layer_idx].index_copy_(0, targets, half.k.index_select(0, ids))
+        self.host.v[layer_idx].index_copy_(0, targets, half.v.index_select(0, ids))
+
+    def load_layer(
+        self, layer_idx: int, host_ids: Int64s, half: KVCache, block_ids: Int64s
+    ) -> None:
+        """Copy one layer of blocks of the host into `half`, [W, G, B, R], ids one by one."""
+        sources, ids = torch.from_numpy(host_ids), torch.from_numpy(block_ids)
+        if self._stream is None:
+            half.k.index_copy_(0, ids, self.host.k[layer_idx].index_select(0, sources))
+            half.v.index_copy_(0, ids, self.host.v[layer_idx].index_select(0, sources))
+            return
+        device = half.k.device
+        # [n, 2, G, B, R]; queued behind the kernels that read this half before
+        staged = self._memory[sources, :, layer_idx].to(device)
+        ids = ids.to(device)
+        half.k.index_copy_(0, ids, staged[:, 0])
+        half.v.index_copy_(0, ids, staged[:, 1])
+
+    def finish_layers(self) -> None:
+        """Wait until the host has all that `save_layer` was asked for."""
+        self._scatter(keep=0)
+
     def bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
         count = min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1])
@@ -91,6 +142,34 @@ class KVTiers:
             seconds.append(time.perf_counter() - began)
         # the first one takes the pages of the host's pool from the system
         return 2 * count * self.block_bytes / max(min(seconds[1:]), 1e-9)
+
+    def _save_layer_async(
+        self,
+        stream: torch.cuda.Stream,
+        layer_idx: int,
+        half: KVCache,
+        block_ids: Int64s,
+        host_ids: Int64s,
+    ) -> None:
+        device = half.k.device
+        ids = torch.from_numpy(block_ids).to(device)
+        # gathered in the order of kernels, so a later layer may write the half
+        staged = torch.stack((half.k.index_select(0, ids), half.v.index_select(0, ids)), dim=1)
+        rows = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            rows.copy_(staged, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(stream)
+        staged.record_stream(stream)
+        self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
+
+    def _scatter(self, *, keep: int) -> None:
+        """Put layers that have arrived into the host's pool, but for the last ones."""
+        while len(self._arriving) > keep:
+            layer = self._arriving.pop(0)
+            layer.arrived.synchronize()
+            self._memory[torch.from_numpy(layer.host_ids), :, layer.layer_idx] = layer.rows
 
     def _save_async(self, stream: torch.cuda.Stream, block_ids: Int64s, host_ids: Int64s) -> None:
         device = self._device.k.device

@@ -12,6 +12,7 @@ from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_checkpoints import BlockCopier
 from raybatch.engine.layer_store import WeightCounters
 from raybatch.engine.runtime import PartBatch, StepResult
+from raybatch.engine.schedule import LayerMoves
 from raybatch.types import Sampling, TokenIds
 
 __all__ = ["ModelLimits", "Runner", "SampleResultLike", "SamplerLike", "StopCheckerLike"]
@@ -51,6 +52,10 @@ class Runner(BlockCopier, Protocol):
         """Blocks of the KV pool."""
 
     @property
+    def num_window_blocks(self) -> int:
+        """Blocks of the pool in steps whose KV goes to host memory; 0 where there are none."""
+
+    @property
     def device(self) -> torch.device:
         """Where the index tensors of a forward batch are expected."""
 
@@ -67,6 +72,12 @@ class Runner(BlockCopier, Protocol):
 
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Return the logits of parts of a step that do not read what another one writes."""
+
+    def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
+        """Return the logits of prompts whose KV goes to host memory, layer by layer.
+
+        Blocks of the batch are those of the window; what was in the pool is lost.
+        """
 
     @property
     def weight_counters(self) -> WeightCounters:

@@ -23,6 +23,7 @@ from raybatch.engine.kv_cache import (
 from raybatch.engine.kv_tiers import KVTiers
 from raybatch.engine.layer_placing import place_layers
 from raybatch.engine.layer_store import WeightCounters
+from raybatch.engine.layer_window import LayerWindow
 from raybatch.engine.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory import free_memory_bytes
 from raybatch.engine.model_config import ModelSpec
@@ -35,6 +36,7 @@ from raybatch.engine.runtime import (
     PartBatch,
     StepResult,
 )
+from raybatch.engine.schedule import LayerMoves
 from raybatch.engine.step_choice import planned_attn_batch
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class ModelRunner:
         if decoder.layers.is_streamed:
             policy = LayerByLayer(policy)
         self.runtime = CoroutineRuntime(decoder, cache, policy)
+        self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
 
     @classmethod
     def load(
@@ -139,6 +142,11 @@ class ModelRunner:
         return int(self.cache.k.shape[1]) - self._num_scrap_blocks
 
     @property
+    def num_window_blocks(self) -> int:
+        """Return the blocks of the pool while it holds two layers, 0 where it never does."""
+        return 0 if self._window is None else self._window.num_blocks
+
+    @property
     def num_host_blocks(self) -> int:
         """Return the number of blocks in host memory."""
         return self.tiers.num_host_blocks
@@ -176,6 +184,30 @@ class ModelRunner:
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
         """Run one step as coroutines; parts must not read what another one writes."""
         return self.runtime.forward(parts)
+
+    @torch.inference_mode()
+    def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
+        """Run one step of prompts whose KV goes to host memory, layer by layer.
+
+        Args:
+            batch: its blocks are those of the window; the pool's content is lost.
+            moves: of each layer.
+
+        Returns:
+            float32 logits [S, V], once host memory has all of the KV.
+        """
+        window, decoder = self._window, self.decoder
+        assert window is not None, "a pool that no prompts pass through"
+        prepared = decoder.prepare(batch, window.cache(0))
+        x = decoder.embed(batch)
+        for layer_idx in range(decoder.num_layers):
+            window.load(layer_idx, moves)
+            x = decoder.attention(layer_idx, x, prepared, window.cache(layer_idx))
+            window.save(layer_idx, moves)
+            decoder.ffn_(layer_idx, x)
+        logits = decoder.logits(x)
+        window.finish()
+        return logits
 
     def save_blocks(
         self, block_ids: npt.NDArray[np.int64], host_ids: npt.NDArray[np.int64]

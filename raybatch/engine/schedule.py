@@ -5,15 +5,32 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.sequences import Sequence
+from raybatch.engine.sequences import DECODE, Sequence, SequenceTable
 
-__all__ = ["Schedule", "SchedulerCounters"]
+__all__ = ["LayerMoves", "Schedule", "SchedulerCounters", "note_computed"]
 
 Int64s = npt.NDArray[np.int64]
 
 
 def _none() -> Int64s:
     return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMoves:
+    """What goes between the window and host memory in each layer of a step; blocks one by one.
+
+    Args:
+        load_host: int64 [X], host blocks that the step reads.
+        load_blocks: int64 [X], blocks of the window that they come into, before a layer.
+        save_blocks: int64 [Y], blocks of the window that the step writes into.
+        save_host: int64 [Y], host blocks that they go to, after the attention of a layer.
+    """
+
+    load_host: Int64s
+    load_blocks: Int64s
+    save_blocks: Int64s
+    save_host: Int64s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +50,8 @@ class Schedule:
         admitted: slots filled for this step.
         preempted: slots emptied for this step.
         ended: sequences that cannot fit even alone.
+        moves: of a step whose KV goes to host memory layer by layer; its blocks are those of the
+            window. None for any other step.
     """
 
     decode_slots: Int64s
@@ -44,6 +63,7 @@ class Schedule:
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
+    moves: LayerMoves | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -74,3 +94,16 @@ class SchedulerCounters:
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0
     num_drafted_tokens: int = 0
+
+
+def note_computed(table: SequenceTable, schedule: Schedule) -> Int64s:
+    """Note in the table that a step is computed, and return the slots of its logits, in row order.
+
+    A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+    """
+    table.num_computed[schedule.decode_slots] += 1
+    chunk_slots = schedule.chunk_slots
+    table.num_computed[chunk_slots] += schedule.chunk_lens
+    done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
+    table.phase[done] = DECODE
+    return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))

@@ -20,9 +20,9 @@ from raybatch.engine.copies_ahead import CopiesAhead
 from raybatch.engine.draft_room import DraftRoom, spread
 from raybatch.engine.groups import PrefixGroups
 from raybatch.engine.needs import Need, Needs
-from raybatch.engine.schedule import Schedule, SchedulerCounters
+from raybatch.engine.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
-from raybatch.engine.swap import SwapSpace
+from raybatch.engine.swap import SwapCounters, SwapSpace
 from raybatch.engine.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -97,6 +97,16 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def moves(self) -> SwapCounters:
+        """KV of preempted sequences that was copied to host memory and back."""
+        return self._swap.counters
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of KV that were copied to host memory ahead of a preemption."""
+        return self._swap.checkpoints.counters.num_bytes
+
+    @property
     def num_pinned(self) -> int:
         """Blocks held for prefix groups."""
         return self._groups.num_pinned
@@ -158,17 +168,8 @@ class Scheduler:
         )
 
     def advance(self, schedule: Schedule) -> Int64s:
-        """Note that `schedule` is computed, and return the slots of its logits, in row order.
-
-        A decoding slot occurs once for each of its rows; its drafts do not count as computed.
-        """
-        table = self.table
-        table.num_computed[schedule.decode_slots] += 1
-        chunk_slots = schedule.chunk_slots
-        table.num_computed[chunk_slots] += schedule.chunk_lens
-        done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
-        table.phase[done] = DECODE
-        return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))
+        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
+        return note_computed(self.table, schedule)
 
     def finish(self, slot: int) -> Sequence:
         """Take out a running sequence that has ended by itself."""
@@ -176,30 +177,34 @@ class Scheduler:
         self._admission.lengths.note(int(length))
         return self.remove(slot)
 
-    def remove(self, slot: int, *, is_trusted: bool = True) -> Sequence:
-        """Take a running sequence out for good and give its blocks back.
-
-        Args:
-            slot: a running sequence's.
-            is_trusted: whether others may go on using the KV that it computed.
-        """
-        if not is_trusted:
-            self.blocks.forget(self.table.blocks(slot).tolist())
-            self._groups.unpin(self.table.record(slot).group)
+    def remove(self, slot: int) -> Sequence:
+        """Take a running sequence out for good and give its blocks back."""
         record = self._vacate(slot)
         self._leave(record)
         return record
 
-    def restart(self, slot: int) -> Sequence:
-        """Take a running sequence out and queue it again, so that its KV is computed anew."""
+    def discard(self, slot: int) -> tuple[Sequence, Int64s]:
+        """Take a sequence with broken KV out; return also its blocks, which have to be cleared.
+
+        Others do not find that KV any more, and blocks that some of them use are left out.
+        """
+        blocks = self.table.blocks(slot).astype(np.int64)
+        self.blocks.forget(blocks.tolist())
+        self._groups.unpin(self.table.record(slot).group)
+        record = self.remove(slot)
+        return record, blocks[self.blocks.num_refs[blocks] == 0]
+
+    def restart(self, slot: int) -> tuple[Sequence, Int64s]:
+        """Queue a running sequence again, so that its KV is computed anew; as `discard`."""
+        blocks = self.table.blocks(slot).astype(np.int64)
         # whoever found its blocks would find them cleared
-        self.blocks.forget(self.table.blocks(slot).tolist())
+        self.blocks.forget(blocks.tolist())
         num_computed = int(self.table.num_computed[slot])
         record = self._vacate(slot)
         self._swap.checkpoints.drop(record)
         record.num_computed_before = num_computed
         self._queue.add(record)
-        return record
+        return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def check(self) -> None:
         """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pool."""

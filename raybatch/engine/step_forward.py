@@ -28,11 +28,14 @@ class StepForward:
     def __init__(self, runner: Runner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
-        self._builder = BatchBuilder(table, runner.num_blocks, runner.device)
+        self._builder = BatchBuilder(table, len(table.users.count), runner.device)
         self._max_tokens = runner.attn_batch_tokens
 
     def run(self, schedule: Schedule) -> tuple[torch.Tensor, Mapping[int, str]]:
         """Return the logits of a step [S, V], and by slot why a sequence failed in it."""
+        if schedule.moves is not None:
+            batch = self._builder.build(schedule)
+            return self._runner.forward_offloaded(batch, schedule.moves), _NONE
         if self._max_tokens is None:
             return self._runner.forward(self._builder.build(schedule)), _NONE
         parts = split_schedule(schedule, self._table, self._max_tokens)

@@ -7,6 +7,7 @@ any, also while the device has it: at a boundary, before the snapshot is taken, 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from raybatch.config import VictimOrder
 from raybatch.errors import ConfigError
 
 __all__ = [
@@ -16,11 +17,9 @@ __all__ = [
     "PageGrant",
     "SequencePages",
     "Status",
-    "VictimOrder",
 ]
 
 Status = Literal["active", "suspended", "prefilled", "evicted", "waiting"]
-VictimOrder = Literal["least", "most", "lifo"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,6 +79,7 @@ class FakeRunner:
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
     forgets_loaded: bool = True  # what was brought back is never read from the host again
+    num_window_blocks: int = 0  # as many as the pool has, with two layers
     num_moves: int = 0
     num_moved_blocks: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -120,6 +121,26 @@ class FakeRunner:
             raise RuntimeError("the copy engine is on strike")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._forward(batch, lambda layer: None, lambda layer: None)
+
+    def forward_offloaded(self, batch, moves):
+        assert len(set(moves.save_host.tolist())) == len(moves.save_host)
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        positions = self._host[NUM_LAYERS]
+        # a window keeps nothing from one step to the next
+        pages[:], self._positions[:] = 5, -1
+        self._positions[moves.load_blocks] = positions[moves.load_host].astype(np.int64)
+
+        def load(layer):
+            pages[layer, moves.load_blocks] = self._host[layer, moves.load_host]
+
+        def save(layer):
+            self._host[layer, moves.save_host] = pages[layer, moves.save_blocks]
+            positions[moves.save_host] = self._positions[moves.save_blocks].astype(np.uint64)
+
+        return self._forward(batch, load, save)
+
+    def _forward(self, batch, before_layer, after_layer):
         plan = batch.attention
         lens = plan.prefill.lens if plan.prefill else ()
         self.steps.append(
@@ -136,9 +157,11 @@ class FakeRunner:
         self._positions.reshape(-1)[slots] = batch.positions.numpy()
         hidden = embed(batch.token_ids.numpy(), batch.positions.numpy())
         for layer in range(NUM_LAYERS):
+            before_layer(layer)
             own = mix(hidden, 100 + layer)
             self._kv[layer][slots] = own
             hidden = mix(hidden + self._attend(plan, own, self._kv[layer]), layer)
+            after_layer(layer)
         rows = batch.logits_idx.numpy()
         assert (np.diff(rows) > 0).all()
         logits = torch.zeros(len(rows), self.spec.vocab_size)

@@ -22,7 +22,7 @@ def make_ahead(ahead=2, **options):
 def saves_of(engine, runner):
     """Run to the end; per save the number of blocks, and whether a sequence yielded in it."""
     found, save_blocks = [], runner.save_blocks
-    swap = engine._swap
+    swap = engine._scheduler._swap
 
     def save(block_ids, host_ids):
         save_blocks(block_ids, host_ids)
@@ -55,7 +55,7 @@ def test_only_the_tail_is_copied_when_a_sequence_yields(rng):
     # all full blocks were there; the one that is being filled, and one filled in the last step
     assert len(at_yield) > 3
     assert max(at_yield) <= 2
-    assert engine._swap.checkpoints.counters.num_used_blocks > 10
+    assert engine._scheduler._swap.checkpoints.counters.num_used_blocks > 10
 
 
 def test_without_copies_ahead_all_blocks_are_copied_when_a_sequence_yields(rng):
@@ -91,7 +91,7 @@ def test_what_came_back_is_not_copied_again_when_its_sequence_yields_again(rng):
     moved = {}
     for keeps in (False, True):
         engine, _ = make_ahead(1, num_blocks=28, enable_prefix_caching=False)
-        engine._swap.checkpoints._keeps_loaded = keeps
+        engine._scheduler._swap.checkpoints._keeps_loaded = keeps
         engine.add(requests)
         assert expected(requests) == tokens_of(run_all(engine))
         assert engine.stats().num_preemptions > 8
@@ -127,8 +127,8 @@ def test_failed_copies_ahead_change_no_token(rng, failing):
     engine.add(requests)
     assert expected(requests) == tokens_of(run_all(engine))
     engine.check()
-    assert engine._swap.blocks.num_used == 0
-    assert engine._swap.checkpoints.counters.num_failures > 0
+    assert engine._scheduler._swap.blocks.num_used == 0
+    assert engine._scheduler._swap.checkpoints.counters.num_failures > 0
 
 
 def test_a_choice_for_computing_gives_the_checkpoint_up(rng):
@@ -140,7 +140,7 @@ def test_a_choice_for_computing_gives_the_checkpoint_up(rng):
         engine.step()
     choice.copies = False
     assert expected(requests) == tokens_of(run_all(engine))
-    assert (engine.stats().num_swapped_tokens, engine._swap.blocks.num_used) == (0, 0)
+    assert (engine.stats().num_swapped_tokens, engine._scheduler._swap.blocks.num_used) == (0, 0)
 
 
 def test_the_choice_counts_only_what_is_still_to_copy(rng):
@@ -163,7 +163,7 @@ def test_running_rows_that_leave_give_their_checkpoints_up(rng, leave):
     run_to_preemption(engine)
     getattr(engine, leave)([r.request_id for r in requests])
     engine.check()
-    assert engine._swap.blocks.num_used == 0
+    assert engine._scheduler._swap.blocks.num_used == 0
 
 
 def test_books_that_miss_a_checkpoint_are_found(rng):
@@ -177,7 +177,7 @@ def test_books_that_miss_a_checkpoint_are_found(rng):
 def test_a_sequence_that_starts_again_gives_its_checkpoint_up(rng):
     engine, slot = with_a_checkpoint(rng)
     scheduler = engine._scheduler
-    record = scheduler.restart(slot)
+    record, _ = scheduler.restart(slot)
     assert record.checkpoint is None
     scheduler.check()
 
@@ -186,7 +186,7 @@ def test_books_in_which_one_that_waits_has_a_checkpoint_are_found(rng):
     engine, slot = with_a_checkpoint(rng)
     scheduler = engine._scheduler
     held = scheduler.table.record(slot).checkpoint
-    scheduler.restart(slot).checkpoint = held
+    scheduler.restart(slot)[0].checkpoint = held
     with pytest.raises(RuntimeError, match="a sequence that waits has one"):
         scheduler.check()
 

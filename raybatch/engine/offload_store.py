@@ -1,0 +1,142 @@
+"""Host memory as the store of all KV: what each sequence has there, and the copies from and to it.
+
+A copy that fails costs its sequence what host memory has of it, and no other anything.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raybatch.engine.host_pool import HostBlocks
+from raybatch.engine.kv_checkpoints import COPY_ERRORS, BlockCopier
+from raybatch.engine.sequences import Sequence, SequenceTable
+from raybatch.engine.swap import SwapCounters
+from raybatch.policy.boundary_records import Status
+
+__all__ = ["OffloadStore", "StoredSequence"]
+
+logger = logging.getLogger(__name__)
+
+# a sequence whose KV did not come back so often in a row ends the engine, which says why
+_MAX_FAILURES = 3
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StoredSequence:
+    """A sequence of an engine whose KV lives in host memory.
+
+    Args:
+        record: of the sequence; its arrival is its id.
+        status: as `raybatch.policy.boundary_records.SequencePages` has it.
+        host_blocks: that it holds, in order of position.
+        num_stored: tokens whose KV is in them.
+        slot: where it runs, -1 where it does not.
+        waited: boundaries since it came into its status.
+        num_failures: times in a row that its KV did not come back.
+    """
+
+    record: Sequence
+    status: Status
+    host_blocks: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    slot: int = -1
+    waited: int = 0
+    num_failures: int = 0
+
+    @property
+    def id(self) -> int:
+        """The same for as long as the engine has the sequence."""
+        return self.record.arrival
+
+
+class OffloadStore:
+    """Owns the host's blocks.
+
+    Args:
+        block_size: tokens of one block.
+        copier: with the pools.
+    """
+
+    def __init__(self, block_size: int, copier: BlockCopier) -> None:
+        self.counters = SwapCounters()
+        self.blocks = HostBlocks(copier.num_host_blocks)
+        self._block_size = block_size
+        self._copier = copier
+
+    def grow(self, stored: StoredSequence, count: int) -> None:
+        """Give a sequence more host blocks."""
+        stored.host_blocks += self.blocks.allocate(count)
+
+    def drop(self, stored: StoredSequence) -> None:
+        """Give up what host memory has of a sequence."""
+        self.blocks.release(stored.host_blocks)
+        stored.host_blocks, stored.num_stored = [], 0
+
+    def sync(self, running: Iterable[StoredSequence], table: SequenceTable) -> None:
+        """Let host memory catch up with what sequences have decoded.
+
+        Where the copy fails, host memory has as much of them as before.
+        """
+        running = list(running)
+        sources, targets = [], []
+        for stored in running:
+            first = stored.num_stored // self._block_size
+            stop = -(-int(table.num_computed[stored.slot]) // self._block_size)
+            sources.append(table.blocks(stored.slot)[first:stop].astype(np.int64))
+            targets.append(np.array(stored.host_blocks[first:stop], np.int64))
+        if not sum(map(len, sources)):
+            return
+        try:
+            self._copier.save_blocks(np.concatenate(sources), np.concatenate(targets))
+        except COPY_ERRORS as error:
+            self.counters.num_failures += 1
+            logger.warning("KV of this step did not go to host memory: %s", error)
+            return
+        for stored, blocks in zip(running, sources, strict=True):
+            stored.num_stored = int(table.num_computed[stored.slot])
+            self._count_saved(len(blocks))
+
+    def note_saved(self, stored: StoredSequence, num_tokens: int, num_blocks: int) -> None:
+        """Note that the KV of so many tokens is in host memory, after a copy of some blocks."""
+        stored.num_stored = num_tokens
+        self._count_saved(num_blocks)
+
+    def load(self, stored: StoredSequence, blocks: list[int]) -> bool:
+        """Copy the KV of a sequence into blocks of the device; False if that failed.
+
+        Raises:
+            Exception: of the copy, where it failed several times in a row for this sequence.
+        """
+        host_ids = np.array(stored.host_blocks[: len(blocks)], np.int64)
+        try:
+            self._copier.load_blocks(host_ids, np.array(blocks, np.int64))
+        except COPY_ERRORS as error:
+            self.counters.num_failures += 1
+            stored.num_failures += 1
+            if stored.num_failures >= _MAX_FAILURES:
+                raise
+            logger.warning("KV of a sequence is computed again, because a copy failed: %s", error)
+            return False
+        stored.num_failures = 0
+        self.counters.num_loads += 1
+        self.counters.loaded_bytes += len(blocks) * self._copier.block_bytes
+        self.counters.num_tokens += stored.num_stored
+        return True
+
+    def check(self, sequences: Iterable[StoredSequence]) -> None:
+        """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
+        sequences = list(sequences)
+        self.blocks.check([np.array(stored.host_blocks, np.int32) for stored in sequences])
+        for stored in sequences:
+            if stored.num_stored > len(stored.host_blocks) * self._block_size:
+                raise RuntimeError(
+                    f"host memory has {len(stored.host_blocks)} blocks for {stored.num_stored} "
+                    f"tokens of sequence {stored.id}"
+                )
+
+    def _count_saved(self, num_blocks: int) -> None:
+        if num_blocks:
+            self.counters.num_saves += 1
+            self.counters.saved_bytes += num_blocks * self._copier.block_bytes

@@ -1,0 +1,167 @@
+"""A round of prompts that are computed while nothing decodes; their KV goes to host memory."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.host_pool import HostBlocks
+from raybatch.engine.offload_store import OffloadStore, StoredSequence
+from raybatch.engine.schedule import LayerMoves, Schedule, SchedulerCounters
+from raybatch.engine.sequences import PREFILL, SequenceTable
+
+__all__ = ["PrefillRound"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+class PrefillRound:
+    """Fills steps with prompts, first come, first served, and says which blocks move in each layer.
+
+    Every step but the last one has all the tokens that its budget allows, as long as the window
+    holds them: a prompt may be cut, and its next chunk reads the one before from host memory.
+
+    Args:
+        table: running sequences; those of a round have blocks of the window there.
+        store: host memory.
+        num_window_blocks: blocks of the window.
+        max_batched_tokens: of one step.
+        counters: of the scheduler.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        store: OffloadStore,
+        *,
+        num_window_blocks: int,
+        max_batched_tokens: int,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._window = HostBlocks(num_window_blocks)
+        self._budget = max_batched_tokens
+        self._counters = counters
+        self._waiting: deque[StoredSequence] = deque()
+        self._running: dict[int, StoredSequence] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are prompts to compute."""
+        return bool(self._waiting or self._running)
+
+    def begin(self, sequences: Iterable[StoredSequence]) -> None:
+        """Take sequences that have host blocks for all their tokens and some more."""
+        self._waiting += sorted(sequences, key=lambda stored: stored.id)
+
+    def schedule(self, preempted: Iterable[int] = (), ended: Iterable = ()) -> Schedule:
+        """Return the next step of the round."""
+        chunks: list[tuple[int, int, int]] = []
+        admitted: list[int] = []
+        budget = self._budget
+        for slot in sorted(self._running, key=lambda slot: self._running[slot].id):
+            budget -= self._take(slot, budget, chunks)
+        while budget > 0 and self._waiting and self._table.has_free_slot:
+            num_blocks = self._num_blocks(self._waiting[0])
+            if num_blocks > self._window.num_available:
+                break
+            slot = self._place(self._waiting.popleft(), num_blocks)
+            admitted.append(slot)
+            budget -= self._take(slot, budget, chunks)
+        columns = np.array(chunks, np.int64).reshape(-1, 3)
+        return Schedule(
+            decode_slots=np.empty(0, np.int64),
+            chunk_slots=columns[:, 0],
+            chunk_starts=columns[:, 1],
+            chunk_lens=columns[:, 2],
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+            ended=tuple(ended),
+            moves=self._moves(columns),
+        )
+
+    def note_computed(self, schedule: Schedule) -> None:
+        """Note that the chunks of a step are in host memory."""
+        block_size = self._table.block_size
+        columns = (schedule.chunk_slots, schedule.chunk_starts, schedule.chunk_lens)
+        for slot, start, length in zip(*(c.tolist() for c in columns), strict=True):
+            num_blocks = -(-(start + length) // block_size) - start // block_size
+            self._store.note_saved(self._running[slot], start + length, num_blocks)
+
+    def leave(self) -> list[int]:
+        """Let sequences whose prompts are computed go; return the slots that they had."""
+        done = [slot for slot in self._running if self._table.phase[slot] != PREFILL]
+        for slot in done:
+            self.vacate(slot).status = "prefilled"
+        return done
+
+    def has(self, slot: int) -> bool:
+        """Return whether a sequence of the round runs in `slot`."""
+        return slot in self._running
+
+    def vacate(self, slot: int) -> StoredSequence:
+        """Take a sequence of the round out of its slot."""
+        stored = self._running.pop(slot)
+        self._window.release(self._table.blocks(slot))
+        self._table.remove(slot)
+        stored.slot = -1
+        return stored
+
+    def discard(self, stored: StoredSequence) -> None:
+        """Take out a sequence that has no slot; one that is not in the round changes nothing."""
+        if stored in self._waiting:
+            self._waiting.remove(stored)
+
+    def check(self) -> None:
+        """Raise RuntimeError unless the blocks of the window are those of the round's sequences."""
+        self._window.check([self._table.blocks(slot) for slot in self._running])
+
+    def _num_blocks(self, stored: StoredSequence) -> int:
+        return -(-stored.record.num_tokens // self._table.block_size)
+
+    def _place(self, stored: StoredSequence, num_blocks: int) -> int:
+        record = stored.record
+        if record.has_started:
+            lost = min(record.num_computed_before, record.num_tokens)
+            self._counters.num_recomputed_tokens += lost
+        else:
+            record.has_started = True
+            self._counters.num_prompt_tokens += len(record.request.prompt_token_ids)
+        stored.slot = self._table.place(record, [])
+        self._table.add_blocks(stored.slot, self._window.allocate(num_blocks))
+        self._running[stored.slot] = stored
+        return stored.slot
+
+    def _take(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        start = int(self._table.num_computed[slot])
+        length = min(budget, int(self._table.num_tokens[slot]) - start)
+        if length > 0:
+            chunks.append((slot, start, length))
+        return max(0, length)
+
+    def _moves(self, chunks: Int64s) -> LayerMoves:
+        block_size = self._table.block_size
+        loads, saves = [], []
+        for slot, start, length in chunks.tolist():
+            loads.append((slot, 0, -(-start // block_size)))
+            saves.append((slot, start // block_size, -(-(start + length) // block_size)))
+        load_blocks, load_host = self._pairs(loads)
+        save_blocks, save_host = self._pairs(saves)
+        return LayerMoves(
+            load_host=load_host,
+            load_blocks=load_blocks,
+            save_blocks=save_blocks,
+            save_host=save_host,
+        )
+
+    def _pairs(self, ranges: list[tuple[int, int, int]]) -> tuple[Int64s, Int64s]:
+        """Return blocks of the window and of the host for ranges of blocks of some slots."""
+        window = [self._table.blocks(slot)[first:stop] for slot, first, stop in ranges]
+        host = [self._running[slot].host_blocks[first:stop] for slot, first, stop in ranges]
+        none = np.empty(0, np.int64)
+        return (
+            np.concatenate((none, *window)).astype(np.int64),
+            np.concatenate((none, *host)).astype(np.int64),
+        )

@@ -1,0 +1,290 @@
+"""KV that lives in host memory: rounds of prompts, page boundaries, failures, and moved rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.config import EngineConfig
+from raybatch.engine.engine import Engine
+from raybatch.errors import ConfigError
+from tests.engine.fakes import (
+    FakeRunner,
+    FakeSampler,
+    FakeSpec,
+    FakeStopChecker,
+    generate,
+    make_request,
+    run_all,
+)
+from tests.engine.test_engine import VOCAB, shared_prompts, tokens_of
+from tests.engine.test_groups import expected
+
+BLOCK = 4
+
+
+def make(*, num_blocks=20, host=100, nan_after=None, failing=(), **config):
+    options = {"max_batched_tokens": 32, "max_num_seqs": 16} | config
+    runner = FakeRunner(
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        spec=FakeSpec(VOCAB, (), 512),
+        nan_after=nan_after,
+        num_host_blocks=host,
+        num_window_blocks=num_blocks,
+        forgets_loaded=False,
+        failing_moves=set(failing),
+    )
+    config = EngineConfig(kv_offload=True, host_kv_bytes=1, block_size_tokens=BLOCK, **options)
+    return Engine(runner, FakeSampler(), FakeStopChecker(), config), runner
+
+
+def rows(rng, count=12, prompt=10, max_tokens=20):
+    return [
+        make_request(i, rng.integers(0, VOCAB, prompt), max_tokens=max_tokens) for i in range(count)
+    ]
+
+
+def is_empty(engine):
+    store = engine._scheduler.store
+    return (store.blocks.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_blocks=st.integers(20, 60),
+    host=st.integers(20, 150),
+    budget=st.integers(3, 70),
+    slots=st.integers(1, 16),
+    interval=st.integers(1, 3),
+    extra=st.integers(0, 2),
+    victims=st.sampled_from(["least", "most", "lifo"]),
+)
+def test_tokens_are_those_of_one_by_one_generation(
+    seed, num_blocks, host, budget, slots, interval, extra, victims
+):
+    rng = np.random.default_rng(seed)
+    engine, _ = make(
+        num_blocks=num_blocks,
+        host=host,
+        max_batched_tokens=budget,
+        max_num_seqs=slots,
+        offload_initial_blocks=interval + extra,
+        offload_extension_blocks=interval + extra,
+        offload_interval_blocks=interval,
+        offload_victims=victims,
+    )
+    requests = [
+        make_request(i, prompt, max_tokens=int(rng.integers(1, 24)), n=int(rng.integers(1, 3)))
+        for i, prompt in enumerate(shared_prompts(rng, 20))
+    ]
+    engine.add(requests[:12])
+    done = {}
+    for _ in range(int(rng.integers(1, 30))):
+        done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
+        engine.check()
+    engine.add(requests[12:])
+    done |= run_all(engine)
+    assert tokens_of(done) == expected(requests)
+    assert is_empty(engine)
+
+
+def test_prompts_run_in_rounds_and_never_beside_decodes(rng):
+    engine, runner = make()
+    engine.add(rows(rng, count=30))
+    run_all(engine)
+    assert all(not step.num_decode for step in runner.steps if step.chunk_lens)
+    rounds = [bool(step.chunk_lens) for step in runner.steps]
+    num_rounds = sum(
+        now and not before for before, now in zip([False, *rounds[:-1]], rounds, strict=True)
+    )
+    assert 2 <= num_rounds < 10
+
+
+def test_a_round_computes_more_prompts_than_the_device_can_decode(rng):
+    engine, runner = make(num_blocks=12, host=200)
+    engine.add(rows(rng, count=16))
+    done = {}
+    while not any(step.num_decode for step in runner.steps):
+        done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
+    assert sum(map(len, (step.chunk_lens for step in runner.steps))) >= 16
+    # 10 tokens are 3 blocks, and two more are set aside for each
+    assert runner.steps[-1].num_decode == 2
+    run_all(engine)
+
+
+def test_long_prompts_are_cut_and_steps_of_a_round_are_full(rng):
+    engine, runner = make(num_blocks=60, max_batched_tokens=16)
+    requests = rows(rng, count=6, prompt=41)
+    engine.add(requests)
+    assert tokens_of(run_all(engine)) == expected(requests)
+    prompts = [step.num_tokens for step in runner.steps if step.chunk_lens]
+    assert prompts[:-1] == [16] * (len(prompts) - 1)
+    assert sum(prompts) == 6 * 41
+
+
+def test_nothing_is_computed_twice_while_the_host_has_room(rng):
+    engine, runner = make(host=300)
+    requests = rows(rng, count=30)
+    engine.add(requests)
+    run_all(engine)
+    stats = engine.stats()
+    computed = sum(step.num_tokens for step in runner.steps)
+    assert computed == stats.num_prompt_tokens + stats.num_generated_tokens - len(requests)
+    assert stats.num_recomputed_tokens == 0
+    assert stats.num_swapped_tokens > 0
+
+
+def test_a_small_host_evicts_and_what_was_evicted_is_computed_again(rng):
+    engine, _ = make(num_blocks=60, host=40)
+    requests = rows(rng, count=20, max_tokens=60)
+    engine.add(requests)
+    assert tokens_of(run_all(engine)) == expected(requests)
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("victims", ["least", "most", "lifo"])
+def test_a_short_device_suspends_in_every_order_of_victims(rng, victims):
+    engine, _ = make(num_blocks=24, host=300, offload_victims=victims)
+    requests = rows(rng, count=16, max_tokens=60)
+    engine.add(requests)
+    assert tokens_of(run_all(engine)) == expected(requests)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "host"), [(8, 100), (100, 8)])
+def test_a_row_that_fills_all_memory_ends_with_what_it_has(rng, num_blocks, host):
+    engine, _ = make(num_blocks=num_blocks, host=host)
+    requests = rows(rng, count=3, max_tokens=60)
+    engine.add(requests)
+    done = run_all(engine)
+    assert {completion.finish_reason for completion in done.values()} == {"capacity"}
+    for request in requests:
+        found = done[request.request_id, 0].token_ids.tolist()
+        assert found == generate(request.prompt_token_ids.tolist(), len(found), VOCAB)
+        # 8 blocks hold 32 tokens, and the last one is not among them
+        assert len(found) == 32 - 10 + 1
+    assert is_empty(engine)
+
+
+def test_a_prompt_beyond_either_memory_is_refused_by_name(rng):
+    engine, _ = make(num_blocks=100, host=8)
+    engine.add(rows(rng, count=1, prompt=40))
+    (completion,) = engine.step()
+    assert completion.finish_reason == "capacity"
+    assert "40 tokens, the KV cache holds 32" in completion.error
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_failing_copies_cost_time_and_no_token(seed):
+    rng = np.random.default_rng(seed)
+    # a third time in a row would end the engine
+    failing = rng.choice(40, 2, replace=False).tolist()
+    engine, runner = make(num_blocks=24, host=60, failing=failing)
+    requests = rows(rng, count=12, max_tokens=30)
+    engine.add(requests)
+    assert tokens_of(run_all(engine)) == expected(requests)
+    assert is_empty(engine)
+    assert runner.num_moves > max(failing)
+
+
+def test_a_host_that_gives_nothing_back_ends_the_engine_with_its_reason(rng):
+    engine, _ = make(failing=range(10_000))
+    engine.add(rows(rng))
+    with pytest.raises(RuntimeError, match="on strike"):
+        run_all(engine)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_that_are_taken_out_at_any_step_go_on_elsewhere(seed):
+    rng = np.random.default_rng(seed)
+    first, _ = make(num_blocks=24, host=60)
+    second, _ = make(num_blocks=24, host=60)
+    requests = rows(rng, count=12, max_tokens=30)
+    first.add(requests)
+    done, moved = {}, set()
+    while first.num_unfinished():
+        done |= {(c.request_id, c.sample_idx): c for c in first.step()}
+        first.check()
+        if rng.random() < 0.2:
+            ids = {int(i) for i in rng.integers(0, len(requests), 2)} - moved
+            second.restore(first.export(ids))
+            moved |= ids
+            first.check()
+    done |= run_all(second)
+    assert tokens_of(done) == expected(requests)
+    assert is_empty(first)
+    assert is_empty(second)
+
+
+def test_what_has_not_started_can_be_given_back(rng):
+    engine, _ = make(max_num_seqs=4)
+    requests = rows(rng, count=10)
+    engine.add(requests)
+    engine.step()
+    given_back = engine.drain()
+    assert [request.request_id for request in given_back] == [4, 5, 6, 7, 8, 9][-len(given_back) :]
+    assert 6 <= len(given_back) < 10
+    engine.check()
+    done = run_all(engine)
+    assert len(done) == 10 - len(given_back)
+
+
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_a_row_with_broken_logits_fails_alone(rng, is_prompt):
+    requests = rows(rng)
+    prompt = requests[3].prompt_token_ids.tolist()
+    broken = prompt[-1] if is_prompt else generate(prompt, 5, VOCAB)[4]
+    others = [r for i, r in enumerate(requests) if i != 3]
+    assert all(broken not in tokens for tokens in expected(others).values())
+    engine, runner = make(nan_after=broken)
+    engine.add(requests)
+    done = run_all(engine)
+    assert done.pop((3, 0)).finish_reason == "error"
+    assert tokens_of(done) == expected(others)
+    # the window of a prompt may lie anywhere in the pool
+    assert (sorted(runner.cleared) == list(range(20))) == is_prompt
+    assert is_empty(engine)
+
+
+def test_books_that_do_not_add_up_are_found(rng):
+    engine, _ = make()
+    engine.add(rows(rng))
+    for _ in range(12):
+        engine.step()
+    scheduler = engine._scheduler
+    stored = next(s for s in scheduler._sequences.values() if s.host_blocks)
+    lost = stored.host_blocks.pop()
+    with pytest.raises(RuntimeError, match="host blocks"):
+        engine.check()
+    stored.host_blocks.append(lost)
+    engine.check()
+    stored.num_stored += 100
+    with pytest.raises(RuntimeError, match="host memory has"):
+        engine.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"host_kv_bytes": None}, "kv_offload needs host memory for KV"),
+        ({"speculative_tokens": 4}, "speculative_tokens cannot be set with kv_offload"),
+        ({"kv_checkpoint_blocks": 4}, "kv_checkpoint_blocks cannot be set"),
+        ({"admission": "shortest"}, "admission cannot be set"),
+        ({"kv_admission_fraction": 0.9}, "kv_admission_fraction cannot be set"),
+        ({"cuda_graphs": True}, "cuda_graphs cannot be set"),
+        ({"kv_offload": "yes"}, "kv_offload must be true or false"),
+        ({"offload_victims": "oldest"}, "offload_victims"),
+        ({"offload_initial_blocks": 1, "offload_interval_blocks": 2}, "offload_initial_blocks"),
+        ({"offload_extension_blocks": 0}, "offload_extension_blocks"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig(**({"kv_offload": True, "host_kv_bytes": 1 << 20} | options))
