@@ -22,6 +22,7 @@ from raybatch.policy.boundary_records import (
     BoundaryPlan,
     BoundarySnapshot,
     SequencePages,
+    Status,
 )
 from raybatch.policy.page_boundary import plan_boundary
 
@@ -98,7 +99,7 @@ class OffloadScheduler:
 
     def add(self, record: Sequence) -> None:
         """Take a sequence in, whose tokens have to be computed."""
-        status = "evicted" if record.has_started else "waiting"
+        status: Status = "evicted" if record.has_started else "waiting"
         self._sequences[record.arrival] = StoredSequence(record=record, status=status)
 
     def waiting(self) -> list[Sequence]:
@@ -171,7 +172,7 @@ class OffloadScheduler:
         """Return whether the steps between two boundaries are over."""
         if not self._sequences:
             return False
-        if not self._active or self._steps_left <= 0 or len(self._starved()):
+        if not self._active or self._steps_left <= 0 or self._has_starved():
             return True
         num_ended = self._num_begun - len(self._active)
         is_worth_it = num_ended >= max(1, _ENDED_SHARE * self._num_begun)
@@ -183,9 +184,9 @@ class OffloadScheduler:
         slots = np.flatnonzero(table.phase == DECODE)
         return slots[table.num_computed[slots] >= table.num_blocks[slots] * table.block_size]
 
-    def _starved(self) -> Int64s:
-        slots = self._full()
-        return slots[self.table.num_reserved[slots] == 0]
+    def _has_starved(self) -> bool:
+        """Return whether a sequence needs a block and has none set aside."""
+        return not self.table.num_reserved[self._full()].all()
 
     def _grow_decodes(self) -> Int64s:
         for slot in self._full().tolist():
@@ -291,7 +292,8 @@ class OffloadScheduler:
         self.table.num_reserved[slot] += num_pages
 
     def _evict(self, stored: StoredSequence) -> None:
-        stored.record.num_computed_before = stored.record.num_tokens
+        # the last token of a sequence that decodes has no KV
+        stored.record.num_computed_before = stored.record.num_tokens - 1
         self.store.drop(stored)
         stored.status = "evicted"
 

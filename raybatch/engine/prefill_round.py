@@ -9,7 +9,7 @@ import numpy.typing as npt
 from raybatch.engine.host_pool import HostBlocks
 from raybatch.engine.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.schedule import LayerMoves, Schedule, SchedulerCounters
-from raybatch.engine.sequences import PREFILL, SequenceTable
+from raybatch.engine.sequences import PREFILL, Sequence, SequenceTable
 
 __all__ = ["PrefillRound"]
 
@@ -56,7 +56,7 @@ class PrefillRound:
         """Take sequences that have host blocks for all their tokens and some more."""
         self._waiting += sorted(sequences, key=lambda stored: stored.id)
 
-    def schedule(self, preempted: Iterable[int] = (), ended: Iterable = ()) -> Schedule:
+    def schedule(self, preempted: Iterable[int] = (), ended: Iterable[Sequence] = ()) -> Schedule:
         """Return the next step of the round."""
         chunks: list[tuple[int, int, int]] = []
         admitted: list[int] = []
@@ -94,7 +94,8 @@ class PrefillRound:
         """Let sequences whose prompts are computed go; return the slots that they had."""
         done = [slot for slot in self._running if self._table.phase[slot] != PREFILL]
         for slot in done:
-            self.vacate(slot).status = "prefilled"
+            stored = self.vacate(slot)
+            stored.status, stored.waited = "prefilled", 0
         return done
 
     def has(self, slot: int) -> bool:

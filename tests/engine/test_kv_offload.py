@@ -1,5 +1,7 @@
 """KV that lives in host memory: rounds of prompts, page boundaries, failures, and moved rows."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -96,9 +98,7 @@ def test_prompts_run_in_rounds_and_never_beside_decodes(rng):
     run_all(engine)
     assert all(not step.num_decode for step in runner.steps if step.chunk_lens)
     rounds = [bool(step.chunk_lens) for step in runner.steps]
-    num_rounds = sum(
-        now and not before for before, now in zip([False, *rounds[:-1]], rounds, strict=True)
-    )
+    num_rounds = sum(now and not was for was, now in itertools.pairwise([False, *rounds]))
     assert 2 <= num_rounds < 10
 
 
@@ -137,12 +137,16 @@ def test_nothing_is_computed_twice_while_the_host_has_room(rng):
 
 
 def test_a_small_host_evicts_and_what_was_evicted_is_computed_again(rng):
-    engine, _ = make(num_blocks=60, host=40)
+    engine, runner = make(num_blocks=60, host=40)
     requests = rows(rng, count=20, max_tokens=60)
     engine.add(requests)
     assert tokens_of(run_all(engine)) == expected(requests)
-    assert engine.stats().num_preemptions > 0
-    assert engine.stats().num_recomputed_tokens > 0
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_recomputed_tokens > 0
+    computed = sum(step.num_tokens for step in runner.steps)
+    once = stats.num_prompt_tokens + stats.num_generated_tokens - len(requests)
+    assert computed == once + stats.num_recomputed_tokens
 
 
 @pytest.mark.parametrize("victims", ["least", "most", "lifo"])

@@ -53,11 +53,10 @@ def make(path, *, num_blocks, host=300, **options):
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "host", "budget"),
-    [(18, 300, 64), (18, 300, 17), (60, 40, 64)],
-    ids=["short-device", "cut-prompts", "short-host"],
+    ("num_blocks", "host", "budget", "attn"),
+    [(18, 300, 64, None), (18, 300, 17, None), (60, 40, 64, None), (18, 300, 17, 3)],
+    ids=["short-device", "cut-prompts", "short-host", "coroutines"],
 )
-@pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
 def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, host, budget, attn):
     path, model = checkpoint
     prompts = shared_prompts(rng)
@@ -86,25 +85,23 @@ def test_random_tokens_do_not_depend_on_where_kv_lives(checkpoint, rng):
 def test_a_round_leaves_the_kv_of_a_plain_prefill_in_host_memory(checkpoint, rng, budget):
     path, _ = checkpoint
     prompts = [prompt for prompt in shared_prompts(rng) if len(prompt) > 9][:4]
+    requests = [make_request(i, prompt, max_tokens=20) for i, prompt in enumerate(prompts)]
     kv = {}
-    for offload in (False, True):
-        backend, runner = make(
-            path, num_blocks=60, kv_offload=offload, max_batched_tokens=budget, max_num_seqs=4
-        )
+    for offload, most in ((False, 512), (True, budget)):
+        backend, runner = make(path, num_blocks=60, kv_offload=offload, max_batched_tokens=most)
         engine = backend._open()
-        engine.add([make_request(i, p, max_tokens=20) for i, p in enumerate(prompts)])
-        scheduler, table = engine._scheduler, engine._table
+        engine.add(requests)
         while engine.stats().num_generated_tokens < len(prompts):
             engine.step()
+        if offload:
+            found = engine._scheduler._sequences.values()
+            tables = {s.record.request.request_id: s.host_blocks for s in found}
+        else:
+            found = enumerate(engine._table.records)
+            tables = {r.request.request_id: engine._table.blocks(s) for s, r in found if r}
+        cache = runner.tiers.host if offload else runner.cache
         for i, prompt in enumerate(prompts):
-            if offload:
-                stored = next(
-                    s for s in scheduler._sequences.values() if s.record.request.request_id == i
-                )
-                cache, blocks = runner.tiers.host, np.array(stored.host_blocks)
-            else:
-                slot = next(s for s in range(4) if table.record(s).request.request_id == i)
-                cache, blocks = runner.cache, table.blocks(slot).astype(np.int64)
+            blocks = np.array(tables[i], np.int64)
             pools = [pool[:, blocks].transpose(1, 2).flatten(2, 3) for pool in (cache.k, cache.v)]
             kv[offload, i] = torch.stack([pool[:, :, : len(prompt)] for pool in pools])
     for i in range(len(prompts)):
