@@ -160,6 +160,25 @@ def test_a_short_device_suspends_in_every_order_of_victims(rng, victims):
     assert stats.num_recomputed_tokens == 0
 
 
+def test_places_of_short_rows_are_filled_before_the_interval_is_over(rng):
+    # memory for four rows at a time, of which one is long
+    engine, runner = make(
+        num_blocks=26,
+        offload_initial_blocks=3,
+        offload_extension_blocks=3,
+        offload_interval_blocks=3,
+    )
+    lengths = [60, *[2] * 15]
+    engine.add(
+        make_request(i, rng.integers(0, VOCAB, 10), max_tokens=length)
+        for i, length in enumerate(lengths)
+    )
+    num_done = 0
+    while sum(bool(step.num_decode) for step in runner.steps) < 12:
+        num_done += len(engine.step())
+    assert num_done >= 12
+
+
 @pytest.mark.parametrize(("num_blocks", "host"), [(8, 100), (100, 8)])
 def test_a_row_that_fills_all_memory_ends_with_what_it_has(rng, num_blocks, host):
     engine, _ = make(num_blocks=num_blocks, host=host)
