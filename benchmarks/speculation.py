@@ -142,7 +142,12 @@ def main() -> None:
             for num_rows in args.rows:
                 results.append(measure(backends, kind, num_rows, args))
                 print(json.dumps({k: v for k, v in results[-1].items() if k != "cpu_s"}))
-    conditions.write_result(args.out, "speculation.py", shape=vars(args), results=results)
+    conditions.write_result(
+        args.out,
+        "speculation.py",
+        shape={k: v for k, v in vars(args).items() if k != "out"},
+        results=results,
+    )
 
 
 if __name__ == "__main__":
