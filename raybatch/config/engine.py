@@ -40,7 +40,6 @@ class EngineConfig:
             about to give theirs up, so that less is copied when they do; None or 0 copies none.
         kv_offload: keep the KV of all sequences in host memory, and on the device that of those
             that decode; prompts are computed in rounds, with two layers of their KV on the device.
-            Prefixes are not shared.
         offload_initial_blocks: blocks of the device beyond its context that a sequence starts with.
         offload_extension_blocks: blocks that it gets when these end.
         offload_interval_blocks: blocks of tokens that sequences decode from one stop to the next.

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.types import TokenIds
+from raybatch.types import Request, TokenIds
 
-__all__ = ["BlockManager", "hash_blocks"]
+__all__ = ["BlockManager", "hash_blocks", "hash_prompt"]
 
 
 def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> list[bytes]:
@@ -37,6 +37,22 @@ def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> l
         parent = hashlib.blake2b(block.data, digest_size=16, key=parent).digest()
         hashes.append(parent)
     return hashes
+
+
+def hash_prompt(request: Request, block_size: int, *, has_cache: bool) -> list[bytes]:
+    """Return the hashes by which the full blocks of a prompt are found, as `hash_blocks`.
+
+    Args:
+        request: with the prompt.
+        block_size: tokens of one block.
+        has_cache: requests share equal leading blocks; samples of one request always do.
+    """
+    if has_cache:
+        return hash_blocks(request.prompt_token_ids, block_size)
+    if request.sampling.n == 1:
+        return []
+    root = request.request_id.to_bytes(16, "little", signed=True)
+    return hash_blocks(request.prompt_token_ids, block_size, root=root)
 
 
 class BlockManager:

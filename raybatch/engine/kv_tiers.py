@@ -88,6 +88,13 @@ class KVTiers:
             self._device.k.index_copy_(1, ids, self.host.k[:, first:last])
             self._device.v.index_copy_(1, ids, self.host.v[:, first:last])
 
+    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
+        """Copy blocks of the host into as many others, ids one by one."""
+        if self._stream is not None:
+            # a block may still be on its way to the host
+            self._stream.synchronize()
+        self._memory[torch.from_numpy(target_ids)] = self._memory[torch.from_numpy(source_ids)]
+
     def save_layer(
         self, layer_idx: int, half: KVCache, block_ids: Int64s, host_ids: Int64s
     ) -> None:

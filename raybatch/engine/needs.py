@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.block_manager import BlockManager, hash_prompt
 from raybatch.engine.sequences import Sequence
 
 __all__ = ["Need", "Needs"]
@@ -55,17 +55,10 @@ class Needs:
     def hits(self, record: Sequence) -> list[int]:
         """Return the blocks of a sequence's prefix that are there; hashes its prompt once."""
         if record.block_hashes is None:
-            record.block_hashes = self._hash(record)
+            record.block_hashes = hash_prompt(
+                record.request, self._blocks.block_size, has_cache=self._has_cache
+            )
         # the last known token is always computed, because its logits are needed
         max_hits = (record.num_tokens - 1) // self._blocks.block_size
         pinned = record.group.blocks[:max_hits] if record.group else []
         return pinned + self._blocks.find_prefix(record.block_hashes[len(pinned) : max_hits])
-
-    def _hash(self, record: Sequence) -> list[bytes]:
-        request, block_size = record.request, self._blocks.block_size
-        if self._has_cache:
-            return hash_blocks(request.prompt_token_ids, block_size)
-        if request.sampling.n == 1:
-            return []
-        root = request.request_id.to_bytes(16, "little", signed=True)
-        return hash_blocks(request.prompt_token_ids, block_size, root=root)

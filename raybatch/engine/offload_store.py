@@ -6,21 +6,33 @@ A copy that fails costs its sequence what host memory has of it, and no other an
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.engine.host_pool import HostBlocks
 from raybatch.engine.kv_checkpoints import COPY_ERRORS, BlockCopier
 from raybatch.engine.sequences import Sequence, SequenceTable
+from raybatch.engine.stored_prefixes import StoredPrefixes
 from raybatch.engine.swap import SwapCounters
 from raybatch.policy.boundary_records import Status
 
-__all__ = ["OffloadStore", "StoredSequence"]
+__all__ = ["OffloadCopier", "OffloadStore", "StoredSequence"]
+
+Int64s = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
 # a sequence whose KV did not come back so often in a row ends the engine, which says why
 _MAX_FAILURES = 3
+
+
+class OffloadCopier(BlockCopier, Protocol):
+    """Copies blocks inside of host memory as well."""
+
+    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
+        """Copy blocks of the host into as many others."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -57,10 +69,14 @@ class OffloadStore:
     Args:
         block_size: tokens of one block.
         copier: with the pools.
+        has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
-    def __init__(self, block_size: int, copier: BlockCopier) -> None:
+    def __init__(self, block_size: int, copier: OffloadCopier, *, has_cache: bool) -> None:
         self.counters = SwapCounters()
+        self.prefixes: StoredPrefixes[StoredSequence] = StoredPrefixes(
+            block_size, has_cache=has_cache
+        )
         self.blocks = HostBlocks(copier.num_host_blocks)
         self._block_size = block_size
         self._copier = copier
@@ -71,6 +87,7 @@ class OffloadStore:
 
     def drop(self, stored: StoredSequence) -> None:
         """Give up what host memory has of a sequence."""
+        self.prefixes.drop(stored)
         self.blocks.release(stored.host_blocks)
         stored.host_blocks, stored.num_stored = [], 0
 
@@ -101,7 +118,27 @@ class OffloadStore:
     def note_saved(self, stored: StoredSequence, num_tokens: int, num_blocks: int) -> None:
         """Note that the KV of so many tokens is in host memory, after a copy of some blocks."""
         stored.num_stored = num_tokens
+        self.prefixes.add(stored)
         self._count_saved(num_blocks)
+
+    def take_prefix(self, stored: StoredSequence) -> int:
+        """Copy leading blocks that another sequence has into a sequence's own; return how many.
+
+        Pages have one owner each, so a prefix is computed once and kept by each that has it.
+        """
+        count, holder = self.prefixes.find(stored.record)
+        if holder is None:
+            return 0
+        sources = np.array(holder.host_blocks[:count], np.int64)
+        try:
+            self._copier.copy_host_blocks(sources, np.array(stored.host_blocks[:count], np.int64))
+        except COPY_ERRORS as error:
+            self.counters.num_failures += 1
+            logger.warning("a prefix is computed again, because a copy failed: %s", error)
+            return 0
+        stored.num_stored = count * self._block_size
+        self.prefixes.add(stored)
+        return count
 
     def load(self, stored: StoredSequence, blocks: list[int]) -> bool:
         """Copy the KV of a sequence into blocks of the device; False if that failed.
@@ -128,6 +165,7 @@ class OffloadStore:
     def check(self, sequences: Iterable[StoredSequence]) -> None:
         """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
         sequences = list(sequences)
+        self.prefixes.check(sequences)
         self.blocks.check([np.array(stored.host_blocks, np.int32) for stored in sequences])
         for stored in sequences:
             if stored.num_stored > len(stored.host_blocks) * self._block_size:

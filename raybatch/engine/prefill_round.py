@@ -19,8 +19,9 @@ Int64s = npt.NDArray[np.int64]
 class PrefillRound:
     """Fills steps with prompts, first come, first served, and says which blocks move in each layer.
 
-    Every step but the last one has all the tokens that its budget allows, as long as the window
-    holds them: a prompt may be cut, and its next chunk reads the one before from host memory.
+    A prompt may be cut where the budget of a step ends; its next chunk reads the one before from
+    host memory. So does one whose beginning another sequence has there. A prompt waits for others
+    that are computing blocks which it lacks, and lets those behind it pass.
 
     Args:
         table: running sequences; those of a round have blocks of the window there.
@@ -59,17 +60,10 @@ class PrefillRound:
     def schedule(self, preempted: Iterable[int] = (), ended: Iterable[Sequence] = ()) -> Schedule:
         """Return the next step of the round."""
         chunks: list[tuple[int, int, int]] = []
-        admitted: list[int] = []
         budget = self._budget
         for slot in sorted(self._running, key=lambda slot: self._running[slot].id):
             budget -= self._take(slot, budget, chunks)
-        while budget > 0 and self._waiting and self._table.has_free_slot:
-            num_blocks = self._num_blocks(self._waiting[0])
-            if num_blocks > self._window.num_available:
-                break
-            slot = self._place(self._waiting.popleft(), num_blocks)
-            admitted.append(slot)
-            budget -= self._take(slot, budget, chunks)
+        admitted = self._admit(budget, chunks)
         columns = np.array(chunks, np.int64).reshape(-1, 3)
         return Schedule(
             decode_slots=np.empty(0, np.int64),
@@ -119,19 +113,44 @@ class PrefillRound:
         """Raise RuntimeError unless the blocks of the window are those of the round's sequences."""
         self._window.check([self._table.blocks(slot) for slot in self._running])
 
+    def _admit(self, budget: int, chunks: list[tuple[int, int, int]]) -> list[int]:
+        """Give waiting sequences slots, as long as the step has tokens left; return the slots."""
+        prefixes, admitted = self._store.prefixes, list[int]()
+        running = {h for s in self._running.values() for h in prefixes.hashes(s.record)}
+        kept: list[StoredSequence] = []
+        while budget > 0 and self._waiting and self._table.has_free_slot:
+            stored = self._waiting[0]
+            num_blocks = self._num_blocks(stored)
+            if num_blocks > self._window.num_available:
+                break
+            self._waiting.popleft()
+            if prefixes.will_find_more(stored.record, running):
+                kept.append(stored)
+                continue
+            running.update(prefixes.hashes(stored.record))
+            slot = self._place(stored, num_blocks)
+            admitted.append(slot)
+            budget -= self._take(slot, budget, chunks)
+        self._waiting.extendleft(reversed(kept))
+        return admitted
+
     def _num_blocks(self, stored: StoredSequence) -> int:
         return -(-stored.record.num_tokens // self._table.block_size)
 
     def _place(self, stored: StoredSequence, num_blocks: int) -> int:
-        record = stored.record
+        record, num_hits = stored.record, self._store.take_prefix(stored)
+        num_hit_tokens = num_hits * self._table.block_size
         if record.has_started:
-            lost = min(record.num_computed_before, record.num_tokens)
-            self._counters.num_recomputed_tokens += lost
+            lost = min(record.num_computed_before, record.num_tokens) - num_hit_tokens
+            self._counters.num_recomputed_tokens += max(0, lost)
         else:
             record.has_started = True
+            record.num_cached_tokens = num_hit_tokens
             self._counters.num_prompt_tokens += len(record.request.prompt_token_ids)
-        stored.slot = self._table.place(record, [])
-        self._table.add_blocks(stored.slot, self._window.allocate(num_blocks))
+            self._counters.num_cached_tokens += num_hit_tokens
+        blocks = self._window.allocate(num_blocks)
+        stored.slot = self._table.place(record, blocks[:num_hits])
+        self._table.add_blocks(stored.slot, blocks[num_hits:])
         self._running[stored.slot] = stored
         return stored.slot
 

@@ -221,6 +221,12 @@ class ModelRunner:
         """Copy blocks of host memory into as many of the pool."""
         self.tiers.load(host_ids, block_ids)
 
+    def copy_host_blocks(
+        self, source_ids: npt.NDArray[np.int64], target_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy blocks of host memory into as many others."""
+        self.tiers.copy_host_blocks(source_ids, target_ids)
+
     def copy_bytes_per_s(self) -> float:
         """Measure copies between both pools, which must be idle."""
         return self.tiers.bytes_per_s()

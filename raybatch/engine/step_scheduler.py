@@ -96,7 +96,7 @@ def make_scheduler(
         return OffloadScheduler(
             blocks,
             table,
-            OffloadStore(table.block_size, runner),
+            OffloadStore(table.block_size, runner, has_cache=config.enable_prefix_caching),
             num_window_blocks=runner.num_window_blocks,
             max_batched_tokens=config.max_batched_tokens,
             options=BoundaryOptions(

@@ -110,6 +110,10 @@ class FakeRunner:
         if self.forgets_loaded:
             self._host[:, host_ids] = 3
 
+    def copy_host_blocks(self, source_ids, target_ids):
+        self._count_move(source_ids, target_ids)
+        self._host[:, target_ids] = self._host[:, source_ids]
+
     def copy_bytes_per_s(self):
         return 1e9
 

@@ -136,6 +136,44 @@ def test_nothing_is_computed_twice_while_the_host_has_room(rng):
     assert stats.num_swapped_tokens > 0
 
 
+def test_a_prefix_is_computed_once_and_copied_to_all_that_have_it(rng):
+    engine, runner = make(num_blocks=60, host=300)
+    prefix = rng.integers(0, VOCAB, 24)
+    requests = [
+        make_request(i, np.r_[prefix, rng.integers(0, VOCAB, 5)], max_tokens=4) for i in range(9)
+    ]
+    engine.add(requests)
+    done = run_all(engine)
+    assert tokens_of(done) == expected(requests)
+    # the others wait for the first, though the budget of its step has three tokens left
+    prompts = [step.chunk_lens for step in runner.steps if step.chunk_lens]
+    assert prompts == [(29,), (5, 5, 5, 5, 5, 5, 2), (3, 5)]
+    stats = engine.stats()
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (9 * 29, 8 * 24)
+    assert sorted(done[i, 0].num_cached_tokens for i in range(9)) == [0, *[24] * 8]
+
+
+def test_who_waits_for_a_prefix_lets_others_pass(rng):
+    engine, runner = make(num_blocks=60, host=300, max_batched_tokens=16)
+    shared = rng.integers(0, VOCAB, 20)
+    prompts = [shared, np.r_[shared, 7, 7], rng.integers(0, VOCAB, 9), rng.integers(0, VOCAB, 3)]
+    requests = [make_request(i, prompt, max_tokens=2) for i, prompt in enumerate(prompts)]
+    engine.add(requests)
+    assert tokens_of(run_all(engine)) == expected(requests)
+    # the second has all but two tokens from the first, in the step after its end
+    assert [s.chunk_lens for s in runner.steps if s.chunk_lens] == [(16,), (4, 9, 3), (2,)]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_without_prefix_caching_only_samples_of_a_request_share(rng, caching):
+    engine, _ = make(num_blocks=60, host=300, enable_prefix_caching=caching)
+    prompt = rng.integers(0, VOCAB, 21)
+    requests = [make_request(i, prompt, max_tokens=3, n=2) for i in range(2)]
+    engine.add(requests)
+    assert tokens_of(run_all(engine)) == expected(requests)
+    assert engine.stats().num_cached_tokens == (3 if caching else 2) * 20
+
+
 def test_a_small_host_evicts_and_what_was_evicted_is_computed_again(rng):
     engine, runner = make(num_blocks=60, host=40)
     requests = rows(rng, count=20, max_tokens=60)
@@ -290,6 +328,13 @@ def test_books_that_do_not_add_up_are_found(rng):
     engine.check()
     stored.num_stored += 100
     with pytest.raises(RuntimeError, match="host memory has"):
+        engine.check()
+    stored.num_stored -= 100
+    scheduler.store.prefixes.drop(stored)
+    engine.check()
+    scheduler.store.prefixes.add(stored)
+    stored.num_stored = 0
+    with pytest.raises(RuntimeError, match="blocks that it has not stored"):
         engine.check()
 
 
