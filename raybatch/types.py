@@ -105,7 +105,7 @@ class Sampling:
         for name, is_valid, allowed in ranges:
             if not is_valid:
                 value = getattr(self, name)
-                raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+                raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
 
         self._check_structured_outputs()
 
@@ -116,7 +116,7 @@ class Sampling:
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"Sampling.{name} has no meaning beside structured_outputs, which say where an "
+                    f"sampling.{name} has no meaning beside structured_outputs, which say where an "
                     "answer ends; leave one of them out"
                 )
 
@@ -129,7 +129,7 @@ class Sampling:
         ):
             if not isinstance(value, list | tuple) or not all(isinstance(i, kind) for i in value):
                 raise ConfigError(
-                    f"Sampling.{name} must be a list of {kind.__name__}, got {value!r}"
+                    f"sampling.{name} must be a list of {kind.__name__}, got {value!r}"
                 )
             object.__setattr__(self, name, tuple(value))
         for names, kinds, allowed in (
@@ -140,11 +140,11 @@ class Sampling:
                 value = getattr(self, name)
                 is_absent = value is None and name in OPTIONAL_OPTIONS
                 if not is_absent and (isinstance(value, bool) or not isinstance(value, kinds)):
-                    raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+                    raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
         for name in FLAG_OPTIONS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    f"Sampling.{name} must be true or false, got {getattr(self, name)!r}"
+                    f"sampling.{name} must be true or false, got {getattr(self, name)!r}"
                 )
 
 

@@ -116,7 +116,7 @@ def test_a_wrong_admission_is_told_by_the_name_of_the_option(monkeypatch, capsys
     code = run_main(monkeypatch, "run", "--input", "a", "--output", "b", "--set", setting)
     message = capsys.readouterr().err
     assert code == 1
-    assert "EngineConfig.admission must be one of fcfs, shortest, multi_bin, static" in message
+    assert "engine.admission must be one of fcfs, shortest, multi_bin, static" in message
     assert "did you mean 'shortest'" in message
 
 

@@ -34,13 +34,21 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
         raise ConfigError(f"{where}: {error}") from error
 
 
+def option_name(config: object, name: str) -> str:
+    """Return an option as users write it in job files, flags and mappings: "engine.dtype".
+
+    A config says in `WHERE` below which name its options stand; those without stand alone.
+    """
+    return f"{getattr(config, 'WHERE', '')}{name}"
+
+
 def check_min(config: object, name: str, minimum: float) -> None:
     """Raise ConfigError unless the field is a number of at least `minimum`."""
     value = getattr(config, name)
     # also NaN, of which nothing is true
     if not is_number(value) or not value >= minimum:
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}"
+            f"{option_name(config, name)} must be a number of at least {minimum}, got {value!r}"
         )
 
 
@@ -57,7 +65,7 @@ def check_whole(config: object, name: str, minimum: int, *, others: str = "") ->
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         told = f", {others}" if others else ""
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}{told}, "
+            f"{option_name(config, name)} must be a whole number of at least {minimum}{told}, "
             f"got {value!r}"
         )
 
@@ -68,7 +76,7 @@ def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -
     if not is_number(value) or not 0 <= value <= 1 or not (value or is_zero_allowed):
         lowest = "from 0 to 1" if is_zero_allowed else "above 0 and at most 1"
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a number {lowest}, such as 0.01, got {value!r}"
+            f"{option_name(config, name)} must be a number {lowest}, such as 0.01, got {value!r}"
         )
 
 
@@ -78,8 +86,7 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         hint = did_you_mean(str(value), choices)
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be one of {', '.join(choices)}, "
-            f"got {value!r}{hint}"
+            f"{option_name(config, name)} must be one of {', '.join(choices)}, got {value!r}{hint}"
         )
 
 

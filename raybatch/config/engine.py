@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_min, check_whole
 from raybatch.errors import ConfigError
@@ -66,6 +66,8 @@ class EngineConfig:
             of rows, and repeat those; None does so on CUDA wherever it can be done.
     """
 
+    WHERE: ClassVar[str] = "engine."
+
     dtype: DType = "auto"
     quantization: Quantization | None = None
     device: str = "auto"
@@ -113,14 +115,14 @@ class EngineConfig:
                 check_whole(self, name, 0)
         if self.kv_checkpoint_blocks and not self.host_kv_bytes:
             raise ConfigError(
-                "EngineConfig.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
+                "engine.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
                 "well, or leave it out"
             )
         if self.speculative_tokens is not None:
             check_whole(self, "speculative_tokens", 1)
             if self.attn_batch_tokens not in (None, "auto"):
                 raise ConfigError(
-                    "EngineConfig.speculative_tokens needs steps that are one forward pass, and "
+                    "engine.speculative_tokens needs steps that are one forward pass, and "
                     "attn_batch_tokens makes them coroutines; leave one of them out"
                 )
         self._check_graphs()
@@ -128,23 +130,23 @@ class EngineConfig:
             check_min(self, "kv_admission_fraction", 0.01)
             if self.admission in ("static", "multi_bin"):
                 raise ConfigError(
-                    "EngineConfig.kv_admission_fraction spreads starts over time, and with "
+                    "engine.kv_admission_fraction spreads starts over time, and with "
                     f"admission={self.admission!r} a batch starts at once; leave one of them out"
                 )
 
     def _check_graphs(self) -> None:
         if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
             raise ConfigError(
-                f"EngineConfig.cuda_graphs must be true, false or none, got {self.cuda_graphs!r}"
+                f"engine.cuda_graphs must be true, false or none, got {self.cuda_graphs!r}"
             )
         if self.cuda_graphs and self.attn_batch_tokens not in (None, "auto"):
             raise ConfigError(
-                "EngineConfig.cuda_graphs needs steps that are one forward pass, and "
+                "engine.cuda_graphs needs steps that are one forward pass, and "
                 "attn_batch_tokens makes them coroutines; leave one of them out"
             )
         if self.cuda_graphs and self.device == "cpu":
             raise ConfigError(
-                "EngineConfig.cuda_graphs is true, but device is 'cpu', which has none; leave it "
+                "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
 
@@ -165,6 +167,8 @@ class BackendConfig:
         options: of the backend itself, for example the address of an endpoint.
         task: what its engines make of a prompt; that of the stage.
     """
+
+    WHERE: ClassVar[str] = "backend."
 
     kind: BackendKind = "native"
     options: Mapping[str, Any] = field(default_factory=dict)
