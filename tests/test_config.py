@@ -2,12 +2,14 @@
 
 import math
 import re
+from typing import get_args
 
 import pytest
 
 from raybatch.backends.openai_options import OpenAIOptions
 from raybatch.config import (
     BackendConfig,
+    BackendKind,
     EngineConfig,
     LimitConfig,
     PlanConfig,
@@ -103,3 +105,15 @@ def test_what_engines_reserve_is_checked(options, message):
 def test_options_are_named_as_job_files_and_flags_name_them(make, name):
     with pytest.raises(ConfigError, match=f"^{re.escape(name)}"):
         make()
+
+
+@pytest.mark.parametrize("kind", get_args(BackendKind))
+def test_options_of_a_backend_that_are_null_are_none(kind):
+    backend = from_mapping(BackendConfig, {"kind": kind, "options": None}, where="backend")
+    assert backend == BackendConfig(kind=kind)
+    assert backend.options == {}
+
+
+def test_options_of_a_backend_that_are_no_mapping_are_refused_without_what_they_say():
+    with pytest.raises(ConfigError, match=r"^backend\.options must be a mapping, got a str$"):
+        BackendConfig(kind="openai", options="api_key: sesame")

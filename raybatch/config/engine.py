@@ -164,7 +164,7 @@ class BackendConfig:
         kind: "native", "vllm", "transformers" (slow, for models that the native engine has not),
             "openai" (an endpoint that speaks OpenAI's API), or "fake" (no model: answers are
             derived from the prompt; for tests).
-        options: of the backend itself, for example the address of an endpoint.
+        options: of the backend itself, for example the address of an endpoint; None has none.
         task: what its engines make of a prompt; that of the stage.
     """
 
@@ -177,3 +177,9 @@ class BackendConfig:
     def __post_init__(self) -> None:
         check_choice(self, "kind", get_args(BackendKind))
         check_choice(self, "task", get_args(Task))
+        given: object = self.options
+        if given is None:
+            object.__setattr__(self, "options", {})
+        elif not isinstance(given, Mapping):
+            # it may hold a secret, so it is not repeated
+            raise ConfigError(f"backend.options must be a mapping, got a {type(given).__name__}")
