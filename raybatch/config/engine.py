@@ -56,7 +56,7 @@ class EngineConfig:
             None waits for all that come, 0 for none.
         speculative_tokens: drafts of one sequence and step at most: tokens guessed from its prompt
             and from other answers, computed together with the known one and kept where they are
-            right. Answers stay the same; drafts are made while they pay. None makes none.
+            right. Answers stay the same; drafts are made while they pay. None or 0 makes none.
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
@@ -119,12 +119,12 @@ class EngineConfig:
                 "well, or leave it out"
             )
         if self.speculative_tokens is not None:
-            check_whole(self, "speculative_tokens", 1)
-            if self.attn_batch_tokens not in (None, "auto"):
-                raise ConfigError(
-                    "engine.speculative_tokens needs steps that are one forward pass, and "
-                    "attn_batch_tokens makes them coroutines; leave one of them out"
-                )
+            check_whole(self, "speculative_tokens", 0)
+        if self.speculative_tokens and self.attn_batch_tokens not in (None, "auto"):
+            raise ConfigError(
+                "engine.speculative_tokens needs steps that are one forward pass, and "
+                "attn_batch_tokens makes them coroutines; leave one of them out"
+            )
         self._check_graphs()
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)

@@ -91,7 +91,7 @@ class Engine:
         self._drafter: Drafter | None = None
         if make_drafter is not None:
             self._drafter = make_drafter(self._table)
-        elif config.speculative_tokens is not None:
+        elif config.speculative_tokens:
             self._drafter = LookupDrafter(self._table, config.speculative_tokens)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []

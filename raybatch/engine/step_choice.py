@@ -23,7 +23,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
-    if config.speculative_tokens is not None or config.cuda_graphs:
+    if config.speculative_tokens or config.cuda_graphs:
         # rows of drafts are part of one forward pass, and a graph is one
         return None
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):

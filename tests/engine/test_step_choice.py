@@ -83,6 +83,12 @@ def test_a_sparse_model_runs_plain_where_parts_are_slower(folder, says, caplog):
     assert "20 % more time than plain ones" in caplog.text
 
 
+def test_no_drafts_leave_the_plan_as_it_is(folder, says):
+    says(plain=100, parts=80)
+    assert 64 == loaded(folder, speculative_tokens=0).attn_batch_tokens
+    assert loaded(folder, speculative_tokens=4).attn_batch_tokens is None
+
+
 @pytest.mark.parametrize("given", [None, 5])
 def test_what_the_options_say_holds_against_the_plan(folder, says, given):
     says(plain=100, parts=50)
