@@ -14,6 +14,8 @@ AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
 
+_WEIGHT_BUFFERS = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -28,7 +30,7 @@ class EngineConfig:
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
         device_weight_bytes: memory of the device for weights; layers beyond it stay in host memory
             and are copied to the device in every step. None keeps all on the device.
-        weight_buffers: layers of the ring through which these pass.
+        weight_buffers: layers of the ring through which these pass; needs `device_weight_bytes`.
         kv_cache_dtype: "auto" keeps KV in `dtype`; "int8" and "fp8" (float8_e4m3fn) round it to 8
             bits with a scale for each token and KV head, so that almost four times as many tokens
             fit as in float32. Answers change.
@@ -72,7 +74,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     device: str = "auto"
     device_weight_bytes: int | None = None
-    weight_buffers: int = 2
+    weight_buffers: int = _WEIGHT_BUFFERS
     kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
@@ -113,6 +115,11 @@ class EngineConfig:
         for name in ("host_kv_bytes", "kv_checkpoint_blocks", "device_weight_bytes"):
             if getattr(self, name) is not None:
                 check_whole(self, name, 0)
+        if self.device_weight_bytes is None and self.weight_buffers != _WEIGHT_BUFFERS:
+            raise ConfigError(
+                "engine.weight_buffers is for layers that do not stay on the device; set "
+                "device_weight_bytes as well, or leave it out"
+            )
         if self.kv_checkpoint_blocks and not self.host_kv_bytes:
             raise ConfigError(
                 "engine.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
