@@ -117,3 +117,39 @@ def test_options_of_a_backend_that_are_null_are_none(kind):
 def test_options_of_a_backend_that_are_no_mapping_are_refused_without_what_they_say():
     with pytest.raises(ConfigError, match=r"^backend\.options must be a mapping, got a str$"):
         BackendConfig(kind="openai", options="api_key: sesame")
+
+
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [
+        ("8MB", 8_000_000),
+        ("8GiB", 8 << 30),
+        ("1.5 gb", 1_500_000_000),
+        ("64k", 64_000),
+        ("1e9", 10**9),
+        (" 512 ", 512),
+        (2.0e16, 2 * 10**16),
+    ],
+)
+@pytest.mark.parametrize("name", ["kv_cache_bytes", "host_kv_bytes", "device_weight_bytes"])
+def test_a_size_with_a_unit_is_refused_with_the_number_to_write(name, size, number):
+    with pytest.raises(ConfigError, match=rf"got {re.escape(repr(size))}; it .* write {number}$"):
+        EngineConfig(**{name: size})
+
+
+def test_other_options_that_count_bytes_tell_the_number_as_well():
+    with pytest.raises(ConfigError, match=r"write 33554432$"):
+        PlanConfig(max_driver_bytes="32MiB")
+    with pytest.raises(ConfigError, match=r"^max_row_bytes must be .* write 8000000$"):
+        build_stage_config("demo", {"max_row_bytes": "8MB"}, where="w")
+
+
+@pytest.mark.parametrize("value", ["lots", "8MW", "1,5GB", "-8MB", 0.5, "0.3k3", None, True])
+def test_what_is_no_size_gets_no_number_to_write(value):
+    with pytest.raises(ConfigError, match=rf"got {re.escape(repr(value))}$"):
+        PlanConfig(max_driver_bytes=value)
+
+
+def test_only_options_that_count_bytes_tell_a_number():
+    with pytest.raises(ConfigError, match=r"got '8k'$"):
+        EngineConfig(max_num_seqs="8k")

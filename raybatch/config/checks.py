@@ -1,12 +1,17 @@
 """Checks of options that all configs share, and configs from plain mappings."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from raybatch.errors import ConfigError, did_you_mean
 
 _T = TypeVar("_T")
+
+# such as 8GiB, 8 MB, 1.5g or 1e9
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
@@ -49,6 +54,7 @@ def check_min(config: object, name: str, minimum: float) -> None:
     if not is_number(value) or not value >= minimum:
         raise ConfigError(
             f"{option_name(config, name)} must be a number of at least {minimum}, got {value!r}"
+            f"{_bytes_hint(name, value)}"
         )
 
 
@@ -66,7 +72,7 @@ def check_whole(config: object, name: str, minimum: int, *, others: str = "") ->
         told = f", {others}" if others else ""
         raise ConfigError(
             f"{option_name(config, name)} must be a whole number of at least {minimum}{told}, "
-            f"got {value!r}"
+            f"got {value!r}{_bytes_hint(name, value)}"
         )
 
 
@@ -93,3 +99,16 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
 def is_number(value: object) -> bool:
     """Return whether a value is a number, which truth values are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bytes_hint(name: str, value: object) -> str:
+    """Return what to write for a size with a unit, where an option counts bytes; else ""."""
+    if not name.endswith("_bytes") or not isinstance(value, str | float):
+        return ""
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        return ""
+    number, unit, is_binary = match.groups()
+    factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
+    size = Decimal(number) * factor
+    return f"; it counts bytes: write {int(size)}" if size >= 1 and size == int(size) else ""

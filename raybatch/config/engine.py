@@ -103,8 +103,9 @@ class EngineConfig:
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         check_whole(self, "weight_buffers", 1)
+        if self.kv_cache_bytes is not None:
+            check_whole(self, "kv_cache_bytes", 1)
         for name, least in (
-            ("kv_cache_bytes", 1),
             ("max_model_len", 1),
             ("moe_batch_tokens", 0),
         ):
