@@ -102,6 +102,7 @@ class PlanReport:
                     costs=self.costs,
                     memory=self.memory,
                     target=planned.target if has_experts else None,
+                    residence=None if self.weights is None else self.weights.residence,
                 )
             )
         return to_text(f"Batch plan of {self.model}", sections)
