@@ -215,6 +215,8 @@ class Engine:
             num_swapped_tokens=swapped.num_tokens,
             swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
             checkpoint_bytes=ahead.num_bytes,
+            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.block_bytes,
+            num_failed_copies=swapped.num_failures + ahead.num_failures + weights.num_failures,
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,
