@@ -99,7 +99,6 @@ def main() -> None:
         device="cpu",
         kv_cache_bytes=1 << 28,
         attn_batch_tokens=None,
-        weight_buffers=args.buffers,
     )
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +110,11 @@ def main() -> None:
             for repetition in range(args.repetitions):
                 # no way always comes first
                 for way in list(WAYS)[:: 1 if repetition % 2 == 0 else -1]:
-                    options = dataclasses.replace(config, device_weight_bytes=given[way])
+                    options = config
+                    if given[way] is not None:
+                        options = dataclasses.replace(
+                            config, device_weight_bytes=given[way], weight_buffers=args.buffers
+                        )
                     result, tokens = run(folder, options, num_rows)
                     expected = expected or tokens
                     if tokens != expected:

@@ -17,10 +17,11 @@ import raybatch
 from raybatch.batch_commands import BatchFlags, add_batch_commands, run_batch_file
 from raybatch.bench_commands import add_bench_commands
 from raybatch.cluster_commands import add_cluster_commands
+from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
 from raybatch.output_commands import add_output_commands
-from raybatch.redaction import redacted
+from raybatch.redaction import DiscreetFormatter, redacted
 
 if TYPE_CHECKING:
     from raybatch.report import RunReport
@@ -72,13 +73,6 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise _Terminated(1)
 
 
-class _Discreet(logging.Formatter):
-    """Writes no secrets, tracebacks included."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
-
-
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"raybatch {raybatch.__version__}")
@@ -93,9 +87,9 @@ def _set_up(
     ] = False,
 ) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(_Discreet("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(DiscreetFormatter())
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("raybatch").setLevel(logging.INFO)
+    logging.getLogger("raybatch").setLevel(log_level() or logging.INFO)
 
 
 @app.command()

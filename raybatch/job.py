@@ -213,6 +213,7 @@ class Job:
 
         Raises:
             ConfigError: found before any work starts, where it can be.
+            CapacityError: `kv_cache_bytes` of the engine does not hold a block.
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
@@ -307,6 +308,7 @@ class Job:
 
         Raises:
             ConfigError: found before any work starts, where it can be.
+            CapacityError: `kv_cache_bytes` of the engine does not hold a block.
         """
         source = self._scan()
         self._check(source, self.config.stage.output)

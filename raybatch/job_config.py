@@ -93,19 +93,16 @@ class JobConfig:
         check_min(self, "max_row_group_bytes", 1)
         self._check_task()
         if not isinstance(self.skip_bad_files, bool):
-            raise ConfigError(
-                f"JobConfig.skip_bad_files must be true or false, got {self.skip_bad_files!r}"
-            )
+            raise ConfigError(f"skip_bad_files must be true or false, got {self.skip_bad_files!r}")
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ConfigError(
-                "JobConfig.partition_by must name each column once, got "
-                f"{list(self.partition_by)!r}"
+                f"partition_by must name each column once, got {list(self.partition_by)!r}"
             )
         if self.columns is not None and not (
             self.columns and len(set(self.columns)) == len(self.columns)
         ):
             raise ConfigError(
-                f"JobConfig.columns must name each column once, and at least one, got "
+                f"columns must name each column once, and at least one, got "
                 f"{list(self.columns)!r}; leave it out to take all"
             )
 

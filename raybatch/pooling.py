@@ -31,13 +31,13 @@ class Pooling:
     def __post_init__(self) -> None:
         if self.use_activation is not None and not isinstance(self.use_activation, bool):
             raise ConfigError(
-                f"Pooling.use_activation must be true, false or none, got {self.use_activation!r}"
+                f"pooling.use_activation must be true, false or none, got {self.use_activation!r}"
             )
         if self.dimensions is not None and (
             type(self.dimensions) is not int or self.dimensions < 1
         ):
             raise ConfigError(
-                "Pooling.dimensions must be none or a whole number of at least 1, got "
+                "pooling.dimensions must be none or a whole number of at least 1, got "
                 f"{self.dimensions!r}"
             )
 

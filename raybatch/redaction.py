@@ -1,8 +1,9 @@
 """Takes secrets out of texts that people and files get to see: logs, errors, reports."""
 
+import logging
 import re
 
-__all__ = ["redacted"]
+__all__ = ["DiscreetFormatter", "redacted"]
 
 _HIDDEN = "***"
 # longer texts are cut first, so that hostile input costs little
@@ -60,3 +61,14 @@ def _hide_value(match: re.Match[str]) -> str:
     if is_prose or _HARMLESS.match(value.strip("\\\"'")) or _TYPE.match(value):
         return match[0]
     return name + _HIDDEN
+
+
+class DiscreetFormatter(logging.Formatter):
+    """Writes log lines without secrets, tracebacks included."""
+
+    def __init__(self) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return redacted(super().format(record))

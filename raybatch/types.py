@@ -105,7 +105,7 @@ class Sampling:
         for name, is_valid, allowed in ranges:
             if not is_valid:
                 value = getattr(self, name)
-                raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+                raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
 
         self._check_structured_outputs()
 
@@ -116,7 +116,7 @@ class Sampling:
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"Sampling.{name} has no meaning beside structured_outputs, which say where an "
+                    f"sampling.{name} has no meaning beside structured_outputs, which say where an "
                     "answer ends; leave one of them out"
                 )
 
@@ -129,7 +129,7 @@ class Sampling:
         ):
             if not isinstance(value, list | tuple) or not all(isinstance(i, kind) for i in value):
                 raise ConfigError(
-                    f"Sampling.{name} must be a list of {kind.__name__}, got {value!r}"
+                    f"sampling.{name} must be a list of {kind.__name__}, got {value!r}"
                 )
             object.__setattr__(self, name, tuple(value))
         for names, kinds, allowed in (
@@ -140,11 +140,11 @@ class Sampling:
                 value = getattr(self, name)
                 is_absent = value is None and name in OPTIONAL_OPTIONS
                 if not is_absent and (isinstance(value, bool) or not isinstance(value, kinds)):
-                    raise ConfigError(f"Sampling.{name} must be {allowed}, got {value!r}")
+                    raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
         for name in FLAG_OPTIONS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    f"Sampling.{name} must be true or false, got {getattr(self, name)!r}"
+                    f"sampling.{name} must be true or false, got {getattr(self, name)!r}"
                 )
 
 
@@ -257,9 +257,11 @@ class ReplicaStats:
 
     `num_swapped_tokens` are those whose KV came back from host memory after a preemption, in place
     of being computed again, and `swapped_bytes` what was copied for that, there and back; of these,
-    `checkpoint_bytes` went to the host ahead of a preemption.
+    `checkpoint_bytes` went to the host ahead of a preemption. `checkpoint_used_bytes` were there
+    when a sequence yielded, so that they were not copied then.
     `num_weight_copies` layers whose weights do not stay on the device were copied there,
-    `weight_copy_bytes` in all, and `num_weight_stalls` of them were waited for.
+    `weight_copy_bytes` in all, and `num_weight_stalls` of them were waited for;
+    `num_failed_copies` of KV and weights failed, and the engine went on.
     `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
     memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
     `num_drafted_tokens` were guessed ahead and computed, and `num_accepted_tokens` of them were
@@ -282,9 +284,11 @@ class ReplicaStats:
     num_swapped_tokens: int = 0
     swapped_bytes: int = 0
     checkpoint_bytes: int = 0
+    checkpoint_used_bytes: int = 0
     num_weight_copies: int = 0
     weight_copy_bytes: int = 0
     num_weight_stalls: int = 0
+    num_failed_copies: int = 0
     num_held_steps: int = 0
     num_pinned_blocks: int = 0
     num_drafted_tokens: int = 0

@@ -69,6 +69,9 @@ def test_a_plan_says_what_streamed_layers_cost(folder):
         assert 0 < streamed["plain_s"][phase] < streamed["pass_s"][phase]
     told = bench_plan(model, "--set", setting.format(least)).stdout
     assert "0 of 3 layers stay on the device; a pass copies" in told
+    parameters = [line for line in told.splitlines() if line.startswith("parameters")]
+    where = "parameters  0 of 3 layers on the device, the others streamed through 2 buffers"
+    assert [where] * 2 == parameters
 
 
 def test_options_of_a_plan_are_those_that_its_phases_and_steps_come_to(folder):

@@ -38,6 +38,13 @@ def test_version_is_printed():
     assert result.output == f"raybatch {raybatch.__version__}\n"
 
 
+def test_a_level_of_the_log_that_is_none_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("RAYBATCH_LOG_LEVEL", "loud")
+    assert 1 == run_main(monkeypatch, "report", "nowhere")
+    message = "error: RAYBATCH_LOG_LEVEL must be one of DEBUG, INFO, WARNING, ERROR, got 'loud'\n"
+    assert message == capsys.readouterr().err
+
+
 def test_settings_are_read_as_yaml():
     settings = ["stage.a=[1, 2]", "stage.b=0.5", "sink=x=y", "source=null"]
     expected = {"stage.a": [1, 2], "stage.b": 0.5, "sink": "x=y", "source": None}
@@ -116,7 +123,7 @@ def test_a_wrong_admission_is_told_by_the_name_of_the_option(monkeypatch, capsys
     code = run_main(monkeypatch, "run", "--input", "a", "--output", "b", "--set", setting)
     message = capsys.readouterr().err
     assert code == 1
-    assert "EngineConfig.admission must be one of fcfs, shortest, multi_bin, static" in message
+    assert "engine.admission must be one of fcfs, shortest, multi_bin, static" in message
     assert "did you mean 'shortest'" in message
 
 

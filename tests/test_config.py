@@ -1,10 +1,15 @@
 """Options out of their range are refused when a config is built, by name."""
 
 import math
+import re
+from typing import get_args
 
 import pytest
 
+from raybatch.backends.openai_options import OpenAIOptions
 from raybatch.config import (
+    BackendConfig,
+    BackendKind,
     EngineConfig,
     LimitConfig,
     PlanConfig,
@@ -13,19 +18,22 @@ from raybatch.config import (
     from_mapping,
 )
 from raybatch.errors import ConfigError
+from raybatch.pooling import Pooling
+from raybatch.stages.options import build_stage_config
+from raybatch.types import Sampling
 
 
 @pytest.mark.parametrize("name", ["unit_rows", "max_unit_rows", "max_driver_bytes", "seed"])
 @pytest.mark.parametrize("value", [2.5, math.inf, math.nan, "9", None, True, -1], ids=repr)
 def test_numbers_of_a_plan_that_are_not_whole_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"PlanConfig\.{name} must be a whole number of at"):
+    with pytest.raises(ConfigError, match=rf"plan\.{name} must be a whole number of at"):
         PlanConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["probe_fraction", "min_saved_fraction"])
 @pytest.mark.parametrize("value", ["abc", math.nan, math.inf, None, True, 1.5, -0.1], ids=repr)
 def test_shares_that_are_none_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"PlanConfig\.{name} must be a number .* got"):
+    with pytest.raises(ConfigError, match=rf"plan\.{name} must be a number .* got"):
         PlanConfig(**{name: value})
 
 
@@ -42,12 +50,12 @@ def test_a_largest_unit_below_the_default_of_units_names_both_and_the_way_out():
 
 @pytest.mark.parametrize("name", ["block_size_tokens", "max_batched_tokens", "num_threads"])
 def test_engines_take_whole_numbers(name):
-    with pytest.raises(ConfigError, match=rf"EngineConfig\.{name} must be a whole number"):
+    with pytest.raises(ConfigError, match=rf"engine\.{name} must be a whole number"):
         EngineConfig(**{name: 2.5})
 
 
 def test_a_limit_that_is_no_number_is_none():
-    with pytest.raises(ConfigError, match=r"PoolConfig\.feeder_timeout_s must be a number"):
+    with pytest.raises(ConfigError, match=r"pool\.feeder_timeout_s must be a number"):
         PoolConfig(feeder_timeout_s=math.nan)
 
 
@@ -74,3 +82,74 @@ def test_limits_that_count_are_whole_numbers(limit):
 def test_what_engines_reserve_is_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         PoolConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: EngineConfig(dtype="f"), "engine.dtype"),
+        (lambda: EngineConfig(kv_checkpoint_blocks=1), "engine.kv_checkpoint_blocks"),
+        (lambda: BackendConfig(kind="f"), "backend.kind"),
+        (lambda: OpenAIOptions(base_url="http://h/v1", max_retries=-1), "backend.options.max_re"),
+        (lambda: OpenAIOptions(base_url="h"), "backend.options.base_url"),
+        (lambda: PoolConfig(strategy="f"), "pool.strategy"),
+        (lambda: PlanConfig(order="f"), "plan.order"),
+        (lambda: LimitConfig(max_error_rate=2), "limits.max_error_rate"),
+        (lambda: WaveConfig(on=("ok",), sampling={}), "waves.on"),
+        (lambda: Sampling(temperature=-1), "sampling.temperature"),
+        (lambda: Pooling(dimensions=0), "pooling.dimensions"),
+        (lambda: build_stage_config("demo", {"on_error": "f"}, where="w"), "on_error"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_are_named_as_job_files_and_flags_name_them(make, name):
+    with pytest.raises(ConfigError, match=f"^{re.escape(name)}"):
+        make()
+
+
+@pytest.mark.parametrize("kind", get_args(BackendKind))
+def test_options_of_a_backend_that_are_null_are_none(kind):
+    backend = from_mapping(BackendConfig, {"kind": kind, "options": None}, where="backend")
+    assert backend == BackendConfig(kind=kind)
+    assert backend.options == {}
+
+
+def test_options_of_a_backend_that_are_no_mapping_are_refused_without_what_they_say():
+    with pytest.raises(ConfigError, match=r"^backend\.options must be a mapping, got a str$"):
+        BackendConfig(kind="openai", options="api_key: sesame")
+
+
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [
+        ("8MB", 8_000_000),
+        ("8GiB", 8 << 30),
+        ("1.5 gb", 1_500_000_000),
+        ("64k", 64_000),
+        ("1e9", 10**9),
+        (" 512 ", 512),
+        (2.0e16, 2 * 10**16),
+    ],
+)
+@pytest.mark.parametrize("name", ["kv_cache_bytes", "host_kv_bytes", "device_weight_bytes"])
+def test_a_size_with_a_unit_is_refused_with_the_number_to_write(name, size, number):
+    with pytest.raises(ConfigError, match=rf"got {re.escape(repr(size))}; it .* write {number}$"):
+        EngineConfig(**{name: size})
+
+
+def test_other_options_that_count_bytes_tell_the_number_as_well():
+    with pytest.raises(ConfigError, match=r"write 33554432$"):
+        PlanConfig(max_driver_bytes="32MiB")
+    with pytest.raises(ConfigError, match=r"^max_row_bytes must be .* write 8000000$"):
+        build_stage_config("demo", {"max_row_bytes": "8MB"}, where="w")
+
+
+@pytest.mark.parametrize("value", ["lots", "8MW", "1,5GB", "-8MB", 0.5, "0.3k3", None, True])
+def test_what_is_no_size_gets_no_number_to_write(value):
+    with pytest.raises(ConfigError, match=rf"got {re.escape(repr(value))}$"):
+        PlanConfig(max_driver_bytes=value)
+
+
+def test_only_options_that_count_bytes_tell_a_number():
+    with pytest.raises(ConfigError, match=r"got '8k'$"):
+        EngineConfig(max_num_seqs="8k")

@@ -20,7 +20,7 @@ from raybatch.types import Sampling
     ids=str,
 )
 def test_a_wrong_option_is_named(options):
-    with pytest.raises(ConfigError, match=f"Sampling.{next(iter(options))} must be"):
+    with pytest.raises(ConfigError, match=f"sampling.{next(iter(options))} must be"):
         Sampling(**options)
 
 

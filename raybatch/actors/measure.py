@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from raybatch.actors.crew_plan import CrewPlan, asked_of_ray, plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.actors.reserving import reserve
+from raybatch.actors.worker_log import obey_log_level
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
 from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost_model import CostModel
@@ -131,6 +132,7 @@ class _Measurer:
     def __init__(self, spec: PoolSpec) -> None:
         os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
         self._spec = spec
+        obey_log_level()
 
     def measure(self, num_engines_on_host: int, folder: Path | None) -> CostModel | str:
         """Return the cost model, or as text why there is none: exceptions need not travel."""

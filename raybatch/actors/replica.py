@@ -16,6 +16,7 @@ from raybatch.actors.engine_thread import EngineThread
 from raybatch.actors.metrics import ReplicaMetrics
 from raybatch.actors.records import Assignment, FailedStart, PoolSpec, RowGroups
 from raybatch.actors.wire import RequestReader, encode_completions
+from raybatch.actors.worker_log import obey_log_level
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
 from raybatch.errors import (
@@ -141,6 +142,8 @@ class Replica:
             await asyncio.wrap_future(self._engine.abort(first_id, first_id + _ROW_MASK))
 
     def _build(self, num_engines_on_host: int) -> Backend:
+        # before anything is chosen
+        obey_log_level()
         spec = self._spec
         return create_backend(
             spec.model,

@@ -50,7 +50,7 @@ class FakeOptions:
     def __post_init__(self) -> None:
         if self.marks_dir is None and (self.num_failing_starts or self.num_slow_starts):
             raise ConfigError(
-                "FakeOptions.marks_dir must name a directory when num_failing_starts or "
+                "backend.options.marks_dir must name a directory when num_failing_starts or "
                 "num_slow_starts is set"
             )
 

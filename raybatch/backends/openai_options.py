@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 from raybatch.config import check_choice, check_min, check_whole, from_mapping
@@ -63,6 +63,8 @@ class OpenAIOptions:
         ConfigError: a value is out of range, or looks like a secret.
     """
 
+    WHERE: ClassVar[str] = "backend.options."
+
     base_url: str
     model: str | None = None
     api_key_env: str | None = None
@@ -93,7 +95,7 @@ class OpenAIOptions:
             self.api_key_env is not None or not isinstance(self.api_key_file, str)
         ):
             raise ConfigError(
-                "OpenAIOptions.api_key_file is a path, and stands without api_key_env"
+                "backend.options.api_key_file is a path, and stands without api_key_env"
             )
         check_choice(self, "endpoint", get_args(Endpoint))
         check_choice(self, "max_tokens_field", get_args(MaxTokensField))
@@ -111,12 +113,12 @@ class OpenAIOptions:
             check_whole(self, "max_model_len", 2)
         for name in ("return_reasoning", "return_tool_calls"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"OpenAIOptions.{name} must be true or false")
+                raise ConfigError(f"backend.options.{name} must be true or false")
         if not isinstance(self.extra_body, Mapping):
-            raise ConfigError("OpenAIOptions.extra_body must be a mapping of request fields")
+            raise ConfigError("backend.options.extra_body must be a mapping of request fields")
         if own := sorted(set(self.extra_body) & set(_OWN_FIELDS)):
             raise ConfigError(
-                f"OpenAIOptions.extra_body sets {', '.join(own)}, which the backend says itself; "
+                f"backend.options.extra_body sets {', '.join(own)}, which the backend says itself; "
                 "leave them out"
             )
 
@@ -210,12 +212,12 @@ def _check_url(url: object) -> None:
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         # as it stands it may hold a password
         raise ConfigError(
-            "OpenAIOptions.base_url must be an http or https URL of the API with its version, such "
-            "as http://localhost:8000/v1"
+            "backend.options.base_url must be an http or https URL of the API with its version, "
+            "such as http://localhost:8000/v1"
         )
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            "OpenAIOptions.base_url must hold no password and no query; name the variable of the "
+            "backend.options.base_url must hold no password and no query; name the variable of the "
             "key in api_key_env, or of another header in headers_env"
         )
 
@@ -224,7 +226,7 @@ def _check_variables(options: OpenAIOptions) -> None:
     named = {"api_key_env": options.api_key_env}
     if not isinstance(options.headers_env, Mapping):
         raise ConfigError(
-            "OpenAIOptions.headers_env must map headers to the names of environment variables"
+            "backend.options.headers_env must map headers to the names of environment variables"
         )
     named |= {f"headers_env[{header!r}]": name for header, name in options.headers_env.items()}
     for option, name in named.items():
@@ -232,6 +234,6 @@ def _check_variables(options: OpenAIOptions) -> None:
         if name is not None and not is_name:
             # the value may be the secret itself, so it is not repeated
             raise ConfigError(
-                f"OpenAIOptions.{option} must be the name of an environment variable, such as "
+                f"backend.options.{option} must be the name of an environment variable, such as "
                 "OPENAI_API_KEY, and not the value itself"
             )

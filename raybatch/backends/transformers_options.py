@@ -1,6 +1,7 @@
 """Options of the transformers backend; nothing heavy is imported for them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from raybatch.config import check_whole
 
@@ -18,6 +19,8 @@ class TransformersOptions:
         max_num_seqs: sequences that run at once; each is computed alone, so more only take more
             memory.
     """
+
+    WHERE: ClassVar[str] = "backend.options."
 
     attn_implementation: str | None = None
     trust_remote_code: bool = False

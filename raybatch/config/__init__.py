@@ -28,6 +28,7 @@ from raybatch.config.environment import (
     cache_dir,
     environment,
     is_hub_offline,
+    log_level,
     proxy_of,
     secret_of,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "environment",
     "from_mapping",
     "is_hub_offline",
+    "log_level",
     "proxy_of",
     "secret_of",
 ]

@@ -1,12 +1,17 @@
 """Checks of options that all configs share, and configs from plain mappings."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from raybatch.errors import ConfigError, did_you_mean
 
 _T = TypeVar("_T")
+
+# such as 8GiB, 8 MB, 1.5g or 1e9
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
@@ -34,13 +39,22 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
         raise ConfigError(f"{where}: {error}") from error
 
 
+def option_name(config: object, name: str) -> str:
+    """Return an option as users write it in job files, flags and mappings: "engine.dtype".
+
+    A config says in `WHERE` below which name its options stand; those without stand alone.
+    """
+    return f"{getattr(config, 'WHERE', '')}{name}"
+
+
 def check_min(config: object, name: str, minimum: float) -> None:
     """Raise ConfigError unless the field is a number of at least `minimum`."""
     value = getattr(config, name)
     # also NaN, of which nothing is true
     if not is_number(value) or not value >= minimum:
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}"
+            f"{option_name(config, name)} must be a number of at least {minimum}, got {value!r}"
+            f"{_bytes_hint(name, value)}"
         )
 
 
@@ -57,8 +71,8 @@ def check_whole(config: object, name: str, minimum: int, *, others: str = "") ->
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         told = f", {others}" if others else ""
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a whole number of at least {minimum}{told}, "
-            f"got {value!r}"
+            f"{option_name(config, name)} must be a whole number of at least {minimum}{told}, "
+            f"got {value!r}{_bytes_hint(name, value)}"
         )
 
 
@@ -68,7 +82,7 @@ def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -
     if not is_number(value) or not 0 <= value <= 1 or not (value or is_zero_allowed):
         lowest = "from 0 to 1" if is_zero_allowed else "above 0 and at most 1"
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a number {lowest}, such as 0.01, got {value!r}"
+            f"{option_name(config, name)} must be a number {lowest}, such as 0.01, got {value!r}"
         )
 
 
@@ -78,11 +92,23 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         hint = did_you_mean(str(value), choices)
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be one of {', '.join(choices)}, "
-            f"got {value!r}{hint}"
+            f"{option_name(config, name)} must be one of {', '.join(choices)}, got {value!r}{hint}"
         )
 
 
 def is_number(value: object) -> bool:
     """Return whether a value is a number, which truth values are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bytes_hint(name: str, value: object) -> str:
+    """Return what to write for a size with a unit, where an option counts bytes; else ""."""
+    if not name.endswith("_bytes") or not isinstance(value, str | float):
+        return ""
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        return ""
+    number, unit, is_binary = match.groups()
+    factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
+    size = Decimal(number) * factor
+    return f"; it counts bytes: write {int(size)}" if size >= 1 and size == int(size) else ""

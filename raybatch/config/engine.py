@@ -1,8 +1,8 @@
 """Options of one engine, and which backend runs it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_min, check_whole
 from raybatch.errors import ConfigError
@@ -14,6 +14,8 @@ VictimOrder = Literal["least", "most", "lifo"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
+
+_WEIGHT_BUFFERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +31,7 @@ class EngineConfig:
         device: "auto" takes a GPU where Ray assigned one, else the CPU.
         device_weight_bytes: memory of the device for weights; layers beyond it stay in host memory
             and are copied to the device in every step. None keeps all on the device.
-        weight_buffers: layers of the ring through which these pass.
+        weight_buffers: layers of the ring through which these pass; needs `device_weight_bytes`.
         kv_cache_dtype: "auto" keeps KV in `dtype`; "int8" and "fp8" (float8_e4m3fn) round it to 8
             bits with a scale for each token and KV head, so that almost four times as many tokens
             fit as in float32. Answers change.
@@ -64,7 +66,7 @@ class EngineConfig:
             None waits for all that come, 0 for none.
         speculative_tokens: drafts of one sequence and step at most: tokens guessed from its prompt
             and from other answers, computed together with the known one and kept where they are
-            right. Answers stay the same; drafts are made while they pay. None makes none.
+            right. Answers stay the same; drafts are made while they pay. None or 0 makes none.
         num_threads: torch threads of one engine on a CPU.
         tune_malloc: let glibc keep freed memory, so that large temporaries are not mapped and
             cleared again in every step; changes the whole process, Linux only.
@@ -74,11 +76,13 @@ class EngineConfig:
             of rows, and repeat those; None does so on CUDA wherever it can be done.
     """
 
+    WHERE: ClassVar[str] = "engine."
+
     dtype: DType = "auto"
     quantization: Quantization | None = None
     device: str = "auto"
     device_weight_bytes: int | None = None
-    weight_buffers: int = 2
+    weight_buffers: int = _WEIGHT_BUFFERS
     kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
@@ -112,8 +116,9 @@ class EngineConfig:
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         check_whole(self, "weight_buffers", 1)
+        if self.kv_cache_bytes is not None:
+            check_whole(self, "kv_cache_bytes", 1)
         for name, least in (
-            ("kv_cache_bytes", 1),
             ("max_model_len", 1),
             ("moe_batch_tokens", 0),
         ):
@@ -124,61 +129,70 @@ class EngineConfig:
         for name in ("host_kv_bytes", "kv_checkpoint_blocks", "device_weight_bytes"):
             if getattr(self, name) is not None:
                 check_whole(self, name, 0)
+        if self.device_weight_bytes is None and self.weight_buffers != _WEIGHT_BUFFERS:
+            raise ConfigError(
+                "engine.weight_buffers is for layers that do not stay on the device; set "
+                "device_weight_bytes as well, or leave it out"
+            )
         if self.kv_checkpoint_blocks and not self.host_kv_bytes:
             raise ConfigError(
-                "EngineConfig.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
+                "engine.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
                 "well, or leave it out"
             )
         if self.speculative_tokens is not None:
-            check_whole(self, "speculative_tokens", 1)
-            if self.attn_batch_tokens not in (None, "auto"):
-                raise ConfigError(
-                    "EngineConfig.speculative_tokens needs steps that are one forward pass, and "
-                    "attn_batch_tokens makes them coroutines; leave one of them out"
-                )
+            check_whole(self, "speculative_tokens", 0)
+        if self.speculative_tokens and self.attn_batch_tokens not in (None, "auto"):
+            raise ConfigError(
+                "engine.speculative_tokens needs steps that are one forward pass, and "
+                "attn_batch_tokens makes them coroutines; leave one of them out"
+            )
         self._check_graphs()
         self._check_offload()
         if self.kv_admission_fraction is not None:
             check_min(self, "kv_admission_fraction", 0.01)
             if self.admission in ("static", "multi_bin"):
                 raise ConfigError(
-                    "EngineConfig.kv_admission_fraction spreads starts over time, and with "
+                    "engine.kv_admission_fraction spreads starts over time, and with "
                     f"admission={self.admission!r} a batch starts at once; leave one of them out"
                 )
 
     def _check_graphs(self) -> None:
         if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
             raise ConfigError(
-                f"EngineConfig.cuda_graphs must be true, false or none, got {self.cuda_graphs!r}"
+                f"engine.cuda_graphs must be true, false or none, got {self.cuda_graphs!r}"
             )
         if self.cuda_graphs and self.attn_batch_tokens not in (None, "auto"):
             raise ConfigError(
-                "EngineConfig.cuda_graphs needs steps that are one forward pass, and "
+                "engine.cuda_graphs needs steps that are one forward pass, and "
                 "attn_batch_tokens makes them coroutines; leave one of them out"
             )
         if self.cuda_graphs and self.device == "cpu":
             raise ConfigError(
-                "EngineConfig.cuda_graphs is true, but device is 'cpu', which has none; leave it "
+                "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
 
     def _check_offload(self) -> None:
+        defaults = {option.name: option.default for option in fields(self)}
         check_choice(self, "offload_victims", get_args(VictimOrder))
         check_whole(self, "offload_interval_blocks", 1)
         for name in ("offload_initial_blocks", "offload_extension_blocks"):
             # what a sequence may fill before the next stop
             check_whole(self, name, self.offload_interval_blocks)
         if not isinstance(self.kv_offload, bool):
-            raise ConfigError(
-                f"EngineConfig.kv_offload must be true or false, got {self.kv_offload!r}"
-            )
+            raise ConfigError(f"engine.kv_offload must be true or false, got {self.kv_offload!r}")
         if not self.kv_offload:
+            for name, default in defaults.items():
+                if name.startswith("offload_") and getattr(self, name) != default:
+                    raise ConfigError(
+                        f"engine.{name} is for KV that lives in host memory; set kv_offload and "
+                        "host_kv_bytes as well, or leave it out"
+                    )
             return
         if not self.host_kv_bytes:
             raise ConfigError(
-                "EngineConfig.kv_offload needs host memory for KV; set host_kv_bytes as well"
+                "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"
             )
-        defaults = EngineConfig()
         for name, why in (
             ("speculative_tokens", "computes no drafts"),
             ("kv_checkpoint_blocks", "copies all KV to host memory anyway"),
@@ -186,9 +200,9 @@ class EngineConfig:
             ("kv_admission_fraction", "starts rows in rounds"),
             ("cuda_graphs", "uses the pool in two shapes, and graphs know one"),
         ):
-            if getattr(self, name) not in (getattr(defaults, name), False, 0):
+            if getattr(self, name) not in (defaults[name], False, 0):
                 raise ConfigError(
-                    f"EngineConfig.{name} cannot be set with kv_offload, which {why}; leave one of "
+                    f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one of "
                     "them out"
                 )
 
@@ -206,9 +220,11 @@ class BackendConfig:
         kind: "native", "vllm", "transformers" (slow, for models that the native engine has not),
             "openai" (an endpoint that speaks OpenAI's API), or "fake" (no model: answers are
             derived from the prompt; for tests).
-        options: of the backend itself, for example the address of an endpoint.
+        options: of the backend itself, for example the address of an endpoint; None has none.
         task: what its engines make of a prompt; that of the stage.
     """
+
+    WHERE: ClassVar[str] = "backend."
 
     kind: BackendKind = "native"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -217,3 +233,9 @@ class BackendConfig:
     def __post_init__(self) -> None:
         check_choice(self, "kind", get_args(BackendKind))
         check_choice(self, "task", get_args(Task))
+        given: object = self.options
+        if given is None:
+            object.__setattr__(self, "options", {})
+        elif not isinstance(given, Mapping):
+            # it may hold a secret, so it is not repeated
+            raise ConfigError(f"backend.options must be a mapping, got a {type(given).__name__}")

@@ -1,10 +1,15 @@
 """What the environment of the process says: nothing else reads it."""
 
+import logging
 import os
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from raybatch.errors import ConfigError
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def is_hub_offline() -> bool:
@@ -23,6 +28,22 @@ def proxy_of(url: str) -> str | None:
     if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
         return None
     return urllib.request.getproxies().get(parts.scheme)
+
+
+def log_level() -> int | None:
+    """Return the level from which on log lines are asked for (RAYBATCH_LOG_LEVEL); None if unset.
+
+    Raises:
+        ConfigError: the variable names no level.
+    """
+    name = os.environ.get("RAYBATCH_LOG_LEVEL", "").strip()
+    if not name:
+        return None
+    if name.upper() not in _LOG_LEVELS:
+        raise ConfigError(
+            f"RAYBATCH_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {name!r}"
+        )
+    return logging.getLevelNamesMapping()[name.upper()]
 
 
 def armed_fault() -> str | None:

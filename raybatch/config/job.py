@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_fraction, check_min, check_whole
 from raybatch.errors import ConfigError
@@ -35,6 +35,8 @@ class PlanConfig:
         seed: of the order "shuffle" and of the probe.
     """
 
+    WHERE: ClassVar[str] = "plan."
+
     mode: Literal["auto", "off"] = "auto"
     order: OrderName = "ratio"
     sharing: Literal["single_level", "multi_level"] = "single_level"
@@ -59,13 +61,13 @@ class PlanConfig:
         check_whole(self, "seed", 0)
         if self.max_unit_rows < self.unit_rows:
             raise ConfigError(
-                f"PlanConfig.max_unit_rows is {self.max_unit_rows} and unit_rows "
+                f"plan.max_unit_rows is {self.max_unit_rows} and unit_rows "
                 f"{self.unit_rows}, but a unit may not be larger than the largest; raise "
                 "max_unit_rows or lower unit_rows"
             )
         if self.lengths == "probe" and self.expected_tokens_column is not None:
             raise ConfigError(
-                "PlanConfig: a probe measures what expected_tokens_column says; give one of them"
+                "plan: a probe measures what expected_tokens_column says; give one of them"
             )
 
 
@@ -86,6 +88,8 @@ class LimitConfig:
         min_rows_for_error_rate: finished rows before that share is looked at.
     """
 
+    WHERE: ClassVar[str] = "limits."
+
     max_wall_s: float | None = None
     max_tokens: int | None = None
     max_engine_hours: float | None = None
@@ -103,7 +107,7 @@ class LimitConfig:
             check_whole(self, "max_tokens", 0)
         if self.max_error_rate is not None and self.max_error_rate > 1:
             raise ConfigError(
-                "LimitConfig.max_error_rate is a share from 0 to 1, such as 0.05, got "
+                "limits.max_error_rate is a share from 0 to 1, such as 0.05, got "
                 f"{self.max_error_rate!r}"
             )
 
@@ -122,20 +126,22 @@ class WaveConfig:
             {"max_tokens": 2048}.
     """
 
+    WHERE: ClassVar[str] = "waves."
+
     on: tuple[str, ...]
     sampling: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         if not self.on or not set(self.on) <= set(_ASKED_STATUSES):
             raise ConfigError(
-                f"WaveConfig.on must name statuses of {', '.join(_ASKED_STATUSES)}, got "
+                f"waves.on must name statuses of {', '.join(_ASKED_STATUSES)}, got "
                 f"{list(self.on)!r}"
             )
         # one value of these decides the type of a column
         names = {f.name for f in dataclasses.fields(Sampling)} - {"n", "logprobs"}
         if not self.sampling or not set(self.sampling) <= names:
             raise ConfigError(
-                f"WaveConfig.sampling must set sampling options other than n and logprobs, got "
+                f"waves.sampling must set sampling options other than n and logprobs, got "
                 f"{dict(self.sampling)!r}"
             )
         dataclasses.replace(Sampling(), **self.sampling)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_min, is_number
 from raybatch.errors import ConfigError
@@ -41,6 +41,8 @@ class PoolConfig:
         strategy: of that group: "PACK", "STRICT_PACK", "SPREAD" or "STRICT_SPREAD".
     """
 
+    WHERE: ClassVar[str] = "pool."
+
     replicas: int | None = None
     num_cpus_per_replica: float = 0
     num_gpus_per_replica: float | None = None
@@ -72,18 +74,18 @@ def _check_placement(pool: PoolConfig) -> None:
     """Check what Ray is asked for."""
     kind: object = pool.accelerator_type
     if kind is not None and not (kind and isinstance(kind, str)):
-        raise ConfigError(f"PoolConfig.accelerator_type must be a name such as H100, got {kind!r}")
+        raise ConfigError(f"pool.accelerator_type must be a name such as H100, got {kind!r}")
     for name in ("resources", "runtime_env"):
         if not isinstance(value := getattr(pool, name), Mapping):
-            raise ConfigError(f"PoolConfig.{name} must be a mapping, got {value!r:.200}")
+            raise ConfigError(f"pool.{name} must be a mapping, got {value!r:.200}")
     for name, amount in pool.resources.items():
-        where = f"PoolConfig.resources: {name!r}"
+        where = f"pool.resources: {name!r}"
         if name in ("CPU", "GPU"):
             raise ConfigError(f"{where} has an option of its own, num_{name.lower()}s_per_replica")
         _check_amount(amount, where=where, is_zero_allowed=True)
     check_choice(pool, "strategy", get_args(Strategy))
     if pool.bundles is not None:
-        check_bundles(pool.bundles, where="PoolConfig.bundles")
+        check_bundles(pool.bundles, where="pool.bundles")
         _check_beside_bundles(pool)
 
 
@@ -129,6 +131,6 @@ def _check_beside_bundles(pool: PoolConfig) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"PoolConfig.{name}={value!r} has no effect beside bundles, which say all that "
+                f"pool.{name}={value!r} has no effect beside bundles, which say all that "
                 "Ray reserves for an engine; put it into a bundle, or leave it out"
             )

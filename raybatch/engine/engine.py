@@ -80,7 +80,7 @@ class Engine:
         self._drafter: Drafter | None = None
         if make_drafter is not None:
             self._drafter = make_drafter(self._table)
-        elif config.speculative_tokens is not None:
+        elif config.speculative_tokens:
             self._drafter = LookupDrafter(self._table, config.speculative_tokens)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
@@ -189,7 +189,7 @@ class Engine:
     def stats(self) -> ReplicaStats:
         """Return the counters."""
         counters, swapped = self._scheduler.counters, self._scheduler.moves
-        weights, ahead_bytes = self._runner.weight_counters, self._scheduler.ahead_bytes
+        weights, ahead = self._runner.weight_counters, self._scheduler.ahead
         graphs = self._runner.graph_counts
         return ReplicaStats(
             num_running=self._table.num_running,
@@ -202,8 +202,10 @@ class Engine:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_swapped_tokens=swapped.num_tokens,
-            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead_bytes,
-            checkpoint_bytes=ahead_bytes,
+            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
+            checkpoint_bytes=ahead.num_bytes,
+            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.block_bytes,
+            num_failed_copies=swapped.num_failures + ahead.num_failures + weights.num_failures,
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,

@@ -80,6 +80,7 @@ def num_blocks_for(
     num_engines_on_host: int = 1,
     num_scrap_blocks: int = 0,
     graph_bytes: int = 0,
+    host_bytes: int | None = None,
 ) -> int:
     """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
@@ -95,9 +96,12 @@ def num_blocks_for(
         num_engines_on_host: engines that share the memory of a CPU host.
         num_scrap_blocks: blocks that the pool has beside those of sequences.
         graph_bytes: what captured steps take of the share beside the pool.
+        host_bytes: memory of a CPU host in all, which no pool may exceed; None where it is not
+            known.
 
     Raises:
         CapacityError: the memory does not hold a single block.
+        ConfigError: `kv_cache_bytes` asks for more than the host has.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
@@ -115,6 +119,14 @@ def num_blocks_for(
             f"needs {block_bytes}; raise engine.kv_cache_bytes or run fewer engines on this host",
             needed_tokens=config.block_size_tokens,
             available_tokens=budget // kv_bytes_per_token(spec, dtype),
+        )
+    pool_bytes = num_blocks * block_bytes
+    if is_host and host_bytes is not None and pool_bytes > host_bytes:
+        raise ConfigError(
+            f"engine.kv_cache_bytes is {budget}, of which {config.max_num_seqs} sequences (engine."
+            f"max_num_seqs) of {max_len} tokens can use {pool_bytes}, but this host has "
+            f"{host_bytes} bytes of memory; lower it, or leave it out to take a share of the free "
+            "memory"
         )
     return num_blocks
 

@@ -3,9 +3,10 @@
 import torch
 
 from raybatch.config import EngineConfig
+from raybatch.engine.model_config import ModelSpec
 from raybatch.errors import ConfigError
 
-__all__ = ["check_max_model_len", "pick_device"]
+__all__ = ["check_max_model_len", "pick_device", "pick_dtype"]
 
 
 def pick_device(config: EngineConfig) -> torch.device:
@@ -20,6 +21,15 @@ def pick_device(config: EngineConfig) -> torch.device:
         return torch.device(config.device)
     except RuntimeError as error:
         raise ConfigError(f"engine.device {config.device!r} is not a device: {error}") from error
+
+
+def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """Return the type in which a model computes on a device."""
+    name = config.dtype
+    if name == "auto":
+        # CPUs without bfloat16 units compute it four times slower than float32
+        name = "float32" if device.type == "cpu" else spec.dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def check_max_model_len(config: EngineConfig, own: int, model: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.limits import check_max_model_len, pick_device
+from raybatch.engine.limits import check_max_model_len, pick_device, pick_dtype
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.pick_ops import dense_panel_width
@@ -69,7 +69,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     check_max_model_len(config, spec.max_model_len, path.name)
     device = pick_device(config)
     _set_up_process(config, device)
-    dtype = _pick_dtype(config, spec, device)
+    dtype = pick_dtype(config, spec, device)
     form = _weight_form(config, dtype, device)
     sizes = weight_sizes(path, spec, form, device=device)
     residence = plan_residence(
@@ -88,14 +88,6 @@ def give_back_freed_memory(device: torch.device) -> None:
     trim = _libc("malloc_trim")
     if trim is not None:
         trim(0)
-
-
-def _pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        # CPUs without bfloat16 units compute it four times slower than float32
-        name = "float32" if device.type == "cpu" else spec.dtype
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:

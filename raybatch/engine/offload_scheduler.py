@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.kv_checkpoints import CheckpointCounters
 from raybatch.engine.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.prefill_round import PrefillRound
 from raybatch.engine.schedule import Schedule, SchedulerCounters, note_computed
@@ -88,9 +89,9 @@ class OffloadScheduler:
         return self.store.counters
 
     @property
-    def ahead_bytes(self) -> int:
-        """Bytes of KV copied ahead of a preemption: all are, and `moves` counts them."""
-        return 0
+    def ahead(self) -> CheckpointCounters:
+        """Nothing: all KV is copied before its sequence yields, and `moves` counts it."""
+        return CheckpointCounters()
 
     @property
     def num_pinned(self) -> int:

@@ -25,7 +25,7 @@ from raybatch.engine.layer_placing import place_layers
 from raybatch.engine.layer_store import WeightCounters
 from raybatch.engine.layer_window import LayerWindow
 from raybatch.engine.loaded_model import LoadedModel, load_model
-from raybatch.engine.memory import free_memory_bytes
+from raybatch.engine.memory import free_memory_bytes, host_memory_bytes
 from raybatch.engine.model_config import ModelSpec
 from raybatch.engine.pick_ops import pick_ops
 from raybatch.engine.runtime import (
@@ -254,6 +254,7 @@ def _make_cache(
         num_engines_on_host=num_engines_on_host,
         num_scrap_blocks=num_scrap_blocks,
         graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
+        host_bytes=host_memory_bytes(),
     )
     return allocate_kv_cache(
         model.spec,

@@ -19,6 +19,7 @@ from raybatch.engine.closed_batch import ClosedBatch
 from raybatch.engine.copies_ahead import CopiesAhead
 from raybatch.engine.draft_room import DraftRoom, spread
 from raybatch.engine.groups import PrefixGroups
+from raybatch.engine.kv_checkpoints import CheckpointCounters
 from raybatch.engine.needs import Need, Needs
 from raybatch.engine.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
@@ -102,9 +103,9 @@ class Scheduler:
         return self._swap.counters
 
     @property
-    def ahead_bytes(self) -> int:
-        """Bytes of KV that were copied to host memory ahead of a preemption."""
-        return self._swap.checkpoints.counters.num_bytes
+    def ahead(self) -> CheckpointCounters:
+        """KV that was copied to host memory ahead of a preemption."""
+        return self._swap.checkpoints.counters
 
     @property
     def num_pinned(self) -> int:

@@ -23,7 +23,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
-    if config.speculative_tokens is not None or config.cuda_graphs:
+    if config.speculative_tokens or config.cuda_graphs:
         # rows of drafts are part of one forward pass, and a graph is one
         return None
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
@@ -46,7 +46,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     if plan.attn_batch_tokens is not None:
         how = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
     _logger.info(
-        "%s runs %s: %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
+        "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
         model.name,
         how,
         plan.reason,

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from raybatch.config import EngineConfig
 from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.kv_checkpoints import CheckpointCounters
 from raybatch.engine.offload_scheduler import OffloadScheduler
 from raybatch.engine.offload_store import OffloadStore
 from raybatch.engine.protocols import Runner
@@ -34,8 +35,8 @@ class StepScheduler(Protocol):
         """KV that was copied to host memory and back."""
 
     @property
-    def ahead_bytes(self) -> int:
-        """Bytes of KV that were copied to host memory ahead of a preemption."""
+    def ahead(self) -> CheckpointCounters:
+        """KV that was copied to host memory ahead of a preemption."""
 
     @property
     def num_waiting(self) -> int:

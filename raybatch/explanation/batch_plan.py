@@ -4,6 +4,7 @@ from raybatch.pictures.document import Section, Table
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.batch_search import MemoryBudget, PricedPlan, SearchResult
 from raybatch.policy.layer_plan import BatchPlan, ModuleCosts
+from raybatch.policy.residence import Residence
 from raybatch.policy.saturation import GateTarget
 
 __all__ = ["plan_section"]
@@ -16,6 +17,7 @@ def plan_section(
     costs: ModuleCosts,
     memory: MemoryBudget,
     target: GateTarget | None = None,
+    residence: Residence | None = None,
 ) -> Section:
     """Return the chosen plan as facts, and in a table beside the best of every other residence.
 
@@ -25,11 +27,12 @@ def plan_section(
         costs: that the search went by.
         memory: that there is.
         target: how many tokens would keep the experts busy; None for a dense model.
+        residence: of the layers, where some are streamed; None where all stay on the device.
     """
     best = result.best
     facts = [
         ("plan", f"{phase}: {_sizes(best.plan)}"),
-        ("parameters", _parameters(best.plan)),
+        ("parameters", _parameters(best.plan, residence)),
         ("KV", _kv(best.plan)),
         ("memory", _memory(best, memory)),
         ("speed", f"{amount(1 / best.token_s)} tokens/s in all layers" if best.token_s else "-"),
@@ -52,17 +55,18 @@ def plan_section(
         title=f"Batch plan, {phase}",
         facts=tuple(facts),
         # of one way there is nothing to compare
-        table=_table([best, *result.runners_up]) if result.runners_up else None,
+        table=_table([best, *result.runners_up], residence) if result.runners_up else None,
         notes=(considered,),
     )
 
 
-def _table(priced: list[PricedPlan]) -> Table:
+def _table(priced: list[PricedPlan], residence: Residence | None) -> Table:
+    kept = "device" if residence is None else "some streamed"
     return Table(
         header=("parameters", "attention", "gate", "device GB", "host GB", "us/token", "KV"),
         rows=tuple(
             (
-                "device" if p.plan.parameter_buffers is None else "host",
+                kept if p.plan.parameter_buffers is None else "host",
                 full(p.plan.attention_tokens),
                 full(p.plan.gate_tokens),
                 _gigabytes(p.memory.device_bytes),
@@ -82,10 +86,14 @@ def _sizes(plan: BatchPlan) -> str:
     )
 
 
-def _parameters(plan: BatchPlan) -> str:
-    if plan.parameter_buffers is None:
+def _parameters(plan: BatchPlan, residence: Residence | None) -> str:
+    if plan.parameter_buffers is not None:
+        return f"experts on the host, streamed through {count(plan.parameter_buffers, 'buffer')}"
+    if residence is None:
         return "on the device"
-    return f"experts on the host, streamed through {count(plan.parameter_buffers, 'buffer')}"
+    stays = f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
+    buffers = count(residence.num_buffers, "buffer")
+    return f"{stays} on the device, the others streamed through {buffers}"
 
 
 def _kv(plan: BatchPlan) -> str:

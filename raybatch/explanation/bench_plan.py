@@ -14,7 +14,7 @@ from raybatch.engine.cached_file import cpu_name
 from raybatch.engine.kv_cache import kv_bytes_per_token, num_blocks_for, pick_kv_dtype
 from raybatch.engine.layer_bench import profile_options
 from raybatch.engine.loaded_model import LoadedModel, give_back_freed_memory, load_model
-from raybatch.engine.memory import free_memory_bytes
+from raybatch.engine.memory import free_memory_bytes, host_memory_bytes
 from raybatch.engine.module_profile import ModuleProfile
 from raybatch.engine.profile_cache import measured_profile
 from raybatch.errors import ConfigError
@@ -102,6 +102,7 @@ class PlanReport:
                     costs=self.costs,
                     memory=self.memory,
                     target=planned.target if has_experts else None,
+                    residence=None if self.weights is None else self.weights.residence,
                 )
             )
         return to_text(f"Batch plan of {self.model}", sections)
@@ -247,7 +248,12 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
     free = free_memory_bytes(model.device)
     dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
     num_blocks = num_blocks_for(
-        config, model.spec, dtype=dtype, device=model.device, free_bytes=free
+        config,
+        model.spec,
+        dtype=dtype,
+        device=model.device,
+        free_bytes=free,
+        host_bytes=host_memory_bytes(),
     )
     block_bytes = kv_bytes_per_token(model.spec, dtype) * config.block_size_tokens
     layer = shape.layer

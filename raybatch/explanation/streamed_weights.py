@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raybatch.pictures.wording import full, percent
+from raybatch.pictures.wording import count, full, percent
 from raybatch.policy.layer_plan import ModuleCosts
 from raybatch.policy.residence import Residence, WeightSizes, pass_time
 from raybatch.policy.roofline import Work
@@ -31,6 +31,7 @@ class StreamedWeights:
     def told(self) -> str:
         """Return a line for people."""
         residence = self.residence
+        buffers = count(residence.num_buffers, "buffer")
         stays = f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
         longer = ", ".join(
             f"{phase} {1e3 * (self.pass_s[phase] - plain_s):.3g} ms "
@@ -39,7 +40,7 @@ class StreamedWeights:
         )
         return (
             f"{stays} stay on the device; a pass copies {residence.pass_bytes / 1e6:,.1f} of "
-            f"{self.total_bytes / 1e6:,.1f} MB through {full(residence.num_buffers)} buffers, and "
+            f"{self.total_bytes / 1e6:,.1f} MB through {buffers}, and "
             f"takes longer for that: {longer}"
         )
 

@@ -197,7 +197,7 @@ def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
     try:
         pooling = pooling_of({name: body[name] for name in _POOLING if name in body}).given()
     except ConfigError as error:
-        message = str(error).removeprefix("Pooling.")
+        message = str(error).removeprefix("pooling.")
         raise Refusal(message, code="invalid_value", param=message.split(" ")[0]) from None
     kind, prompts = prompts_of(body, "input")
     return Asked(
@@ -239,7 +239,7 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
         replace(defaults, **found)
         return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
     except (ConfigError, ValueError) as error:
-        message = str(error).removeprefix("Sampling.")
+        message = str(error).removeprefix("sampling.")
         named = next((name for name in found if message.startswith(name)), None)
         raise Refusal(message, code="invalid_value", param=named) from None
 

@@ -1,5 +1,6 @@
 """The model of a stage on the driver and its feeders: folder, tokenizer, context length."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from raybatch.backends.openai_options import openai_options
@@ -49,11 +50,15 @@ def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
 
 
 def check_model(config: StageConfig, *, is_one_host: bool) -> None:
-    """Raise ConfigError where a model or a grammar cannot be run, as far as this host can tell.
+    """Refuse a model, a grammar or memory for it that cannot be run, as far as this host can tell.
 
     Args:
         config: of the stage.
         is_one_host: the engines run on this host, so what it lacks of the hub, they lack.
+
+    Raises:
+        ConfigError: the first of them.
+        CapacityError: the KV cache does not hold a block.
     """
     if config.backend.kind == "openai" or is_local_model(config.model):
         max_model_len(config, find_model(config))
@@ -65,6 +70,23 @@ def check_model(config: StageConfig, *, is_one_host: bool) -> None:
 
         if error := check_grammar(constraint):
             raise ConfigError(f"sampling.{error}")
+    _check_budgets(config)
+
+
+def _check_budgets(config: StageConfig) -> None:
+    """Refuse memory in which the native engine cannot run the model."""
+    engine = config.engine
+    budgets = (engine.kv_cache_bytes, engine.host_kv_bytes, engine.device_weight_bytes)
+    if config.backend.kind != "native" or all(budget is None for budget in budgets):
+        return
+    # a driver without torch leaves it to the engines
+    if find_spec("torch") is None:
+        return
+    from raybatch.engine.budgets import check_budgets
+
+    folder = find_model(config)
+    assert folder is not None, "only an endpoint's model has no folder"
+    check_budgets(folder, engine)
 
 
 def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:

@@ -20,9 +20,12 @@ COUNTERS = {
     "raybatch_preemptions_total",
     "raybatch_swapped_tokens_total",
     "raybatch_swapped_bytes_total",
+    "raybatch_checkpoint_bytes_total",
+    "raybatch_checkpoint_used_bytes_total",
     "raybatch_weight_copies_total",
     "raybatch_weight_copy_bytes_total",
     "raybatch_weight_stalls_total",
+    "raybatch_failed_copies_total",
     "raybatch_drafted_tokens_total",
     "raybatch_accepted_tokens_total",
     "raybatch_graph_steps_total",
@@ -154,6 +157,18 @@ def test_kv_that_was_moved_to_the_host_and_back_is_told(registry):
         engine.update(ReplicaStats(num_swapped_tokens=num_tokens, swapped_bytes=100 * num_tokens))
     assert registry.values["raybatch_swapped_tokens_total", "3"] == 80
     assert registry.values["raybatch_swapped_bytes_total", "3"] == 8000
+
+
+def test_kv_that_was_copied_ahead_and_copies_that_failed_are_told(registry):
+    engine = ReplicaMetrics(3, registry)
+    for count in (2, 5):
+        stats = ReplicaStats(
+            checkpoint_bytes=100 * count, checkpoint_used_bytes=70 * count, num_failed_copies=count
+        )
+        engine.update(stats)
+    assert registry.values["raybatch_checkpoint_bytes_total", "3"] == 500
+    assert registry.values["raybatch_checkpoint_used_bytes_total", "3"] == 350
+    assert registry.values["raybatch_failed_copies_total", "3"] == 5
 
 
 def test_weights_that_were_copied_to_the_device_are_told(registry):

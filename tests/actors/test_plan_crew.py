@@ -115,7 +115,7 @@ def test_bundles_without_ranks_that_take_them_are_refused_with_the_way_out(gpus)
 
 @pytest.mark.parametrize("bundles", [[], {"GPU": 1}, [{}], [{"GPU": 0}], [{"GPU": "1"}]])
 def test_bundles_that_are_none_are_refused(bundles):
-    with pytest.raises(ConfigError, match=r"PoolConfig\.bundles"):
+    with pytest.raises(ConfigError, match=r"pool\.bundles"):
         PoolConfig(bundles=bundles)
 
 
@@ -125,7 +125,7 @@ def test_bundles_that_are_none_are_refused(bundles):
     ids=lambda option: next(iter(option)),
 )
 def test_what_bundles_say_is_refused_beside_them(option):
-    with pytest.raises(ConfigError, match=rf"PoolConfig\.{next(iter(option))}=.* into a bundle"):
+    with pytest.raises(ConfigError, match=rf"pool\.{next(iter(option))}=.* into a bundle"):
         PoolConfig(bundles=[{"GPU": 1}], **option)
 
 

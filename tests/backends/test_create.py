@@ -24,7 +24,7 @@ def test_backends_refuse_what_only_the_native_engine_has(kind, options):
 
 
 def test_what_is_switched_off_is_no_reason_to_refuse():
-    options = EngineConfig(cuda_graphs=False, host_kv_bytes=0)
+    options = EngineConfig(cuda_graphs=False, host_kv_bytes=0, speculative_tokens=0)
     check_options(BackendConfig(kind="transformers"), options)
 
 

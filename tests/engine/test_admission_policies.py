@@ -217,5 +217,5 @@ def test_a_forecast_is_refused_beside_batches_that_start_at_once(policy):
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"EngineConfig.admission must be one of fcfs, .*'sjf'"):
+    with pytest.raises(ConfigError, match=r"engine.admission must be one of fcfs, .*'sjf'"):
         EngineConfig(admission="sjf")

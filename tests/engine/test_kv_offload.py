@@ -342,7 +342,9 @@ def test_books_that_do_not_add_up_are_found(rng):
     ("options", "told"),
     [
         ({"host_kv_bytes": None}, "kv_offload needs host memory for KV"),
-        ({"speculative_tokens": 4}, "speculative_tokens cannot be set with kv_offload"),
+        ({"kv_offload": False, "offload_victims": "most"}, "engine.offload_victims is for KV"),
+        ({"kv_offload": False, "offload_initial_blocks": 3}, "set kv_offload and host_kv_bytes"),
+        ({"speculative_tokens": 4}, "speculative_tokens cannot be set with engine.kv_offload"),
         ({"kv_checkpoint_blocks": 4}, "kv_checkpoint_blocks cannot be set"),
         ({"admission": "shortest"}, "admission cannot be set"),
         ({"kv_admission_fraction": 0.9}, "kv_admission_fraction cannot be set"),

@@ -15,6 +15,7 @@ from raybatch.engine.profile_cache import load_profile, measured_profile, profil
 from raybatch.engine.runner import ModelRunner
 from raybatch.errors import ConfigError
 from raybatch.policy.step_plan import MeasuredLayer
+from raybatch.redaction import redacted
 from tests.engine.test_runtime import BLOCK, finish, make_engine, requests, tokens_of
 from tests.engine.tiny_models import save
 
@@ -81,6 +82,14 @@ def test_a_sparse_model_runs_plain_where_parts_are_slower(folder, says, caplog):
         assert loaded(folder).attn_batch_tokens is None
     assert "qwen3-moe runs by the plain forward pass" in caplog.text
     assert "20 % more time than plain ones" in caplog.text
+    # "pass: layers" would look like a password
+    assert caplog.messages == [redacted(message) for message in caplog.messages]
+
+
+def test_no_drafts_leave_the_plan_as_it_is(folder, says):
+    says(plain=100, parts=80)
+    assert 64 == loaded(folder, speculative_tokens=0).attn_batch_tokens
+    assert loaded(folder, speculative_tokens=4).attn_batch_tokens is None
 
 
 @pytest.mark.parametrize("given", [None, 5])

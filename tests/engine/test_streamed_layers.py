@@ -188,6 +188,13 @@ def test_wrong_options_are_refused(wrong):
         EngineConfig(**wrong)
 
 
+def test_a_ring_without_a_budget_for_weights_is_refused():
+    with pytest.raises(ConfigError, match=r"weight_buffers is for layers .* set device_weight_byt"):
+        EngineConfig(weight_buffers=3)
+    assert 2 == EngineConfig(weight_buffers=2).weight_buffers
+    assert 3 == EngineConfig(weight_buffers=3, device_weight_bytes=0).weight_buffers
+
+
 class TornCopies(HostCopies):
     """Copies of which some break off in the middle, behind the first tensor."""
 

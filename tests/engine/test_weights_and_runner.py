@@ -10,6 +10,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward_batch import ForwardBatch
 from raybatch.engine.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
 from raybatch.engine.layer_tensors import tensors_of
+from raybatch.engine.memory import free_memory_bytes, host_memory_bytes
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
 from raybatch.engine.weight_layout import WeightForm
@@ -170,6 +171,35 @@ def test_the_pool_is_as_large_as_memory_and_use_allow(config, num_engines, num_b
         num_engines_on_host=num_engines,
     )
     assert num_blocks == actual
+
+
+def blocks_of_a_host(path, config, host_bytes, device=CPU):
+    spec = read_model_spec(path)
+    memory = {"free_bytes": 0, "host_bytes": host_bytes}
+    return num_blocks_for(config, spec, dtype=torch.float32, device=device, **memory)
+
+
+def test_a_pool_that_is_cut_to_what_rows_can_use_is_held_against_the_memory_of_the_host(path):
+    # 4 rows of 8 blocks of 64 tokens
+    config, cut = EngineConfig(kv_cache_bytes=10**15, max_num_seqs=4), 32 * 64 * 1536
+    assert 32 == blocks_of_a_host(path, config, cut) == blocks_of_a_host(path, config, None)
+    told = f"is {10**15}, .* can use {cut}, but this host has {cut - 1} bytes of memory"
+    with pytest.raises(ConfigError, match=told):
+        blocks_of_a_host(path, config, cut - 1)
+    # a GPU has memory of its own
+    assert 32 == blocks_of_a_host(path, config, 1, torch.device("cuda"))
+
+
+def test_an_engine_asks_its_host_for_memory_before_it_takes_a_pool(path, tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    monkeypatch.setattr("raybatch.engine.memory._CGROUP", tmp_path)
+    assert 1000000 == host_memory_bytes()
+    config = EngineConfig(device="cpu", kv_cache_bytes=10**15)
+    with pytest.raises(ConfigError, match="but this host has 1000000 bytes of memory"):
+        ModelRunner.load(str(path), config)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory_bytes() >= free_memory_bytes(CPU)
+    assert 1024 * 8 == ModelRunner.load(str(path), config).num_blocks
 
 
 def test_memory_for_no_block_is_an_error_with_the_numbers(path):

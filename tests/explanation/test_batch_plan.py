@@ -4,6 +4,7 @@ from raybatch.explanation.batch_plan import plan_section
 from raybatch.pictures.document import to_page, to_text
 from raybatch.policy.batch_search import MemoryBudget, PlanGrid, search_plans
 from raybatch.policy.layer_work import Workload
+from raybatch.policy.residence import WeightSizes, plan_residence
 from raybatch.policy.saturation import gate_target
 from tests.policy.layers import MODEL, costs
 
@@ -12,11 +13,13 @@ MEMORY = MemoryBudget(device_bytes=3 * 10**9, host_bytes=50 * 10**9)
 GRID = PlanGrid(attention_tokens=(8, 64), gate_tokens=(64, 2048), parameter_buffers=(None, 4))
 
 
-def section(*, memory=MEMORY, bandwidth=1e9, saturated=1024):
+def section(*, memory=MEMORY, bandwidth=1e9, saturated=1024, residence=None):
     found = costs(link_bytes_per_s=bandwidth)
     result = search_plans(MODEL, found, DECODE, memory, GRID)
     target = gate_target(MODEL, result.best.plan, DECODE, memory, saturated_tokens=saturated)
-    return plan_section("decode", result, costs=found, memory=memory, target=target)
+    return plan_section(
+        "decode", result, costs=found, memory=memory, target=target, residence=residence
+    )
 
 
 def test_a_plan_on_the_device_says_so():
@@ -59,3 +62,13 @@ def test_the_section_is_printed_and_put_on_a_page():
     assert "us/token" in text
     assert "of which memory does not hold" in text
     assert "us/token" in to_page("plan", [section()])
+
+
+def test_streamed_layers_are_not_said_to_be_on_the_device():
+    sizes = WeightSizes(other_bytes=1, layer_bytes=(10,) * 6)
+    residence = plan_residence(sizes, device_weight_bytes=41, weight_buffers=1)
+    facts = dict(section(residence=residence).facts)
+    told = "3 of 6 layers on the device, the others streamed through 1 buffer"
+    assert (told, "on the device") == (facts["parameters"], facts["KV"])
+    kept = [row[0] for row in section(residence=residence).table.rows]
+    assert ["host", "host", "some streamed", "some streamed"] == sorted(kept)

@@ -38,7 +38,7 @@ def test_json_texts_and_vllm_spellings_are_read():
         ('{"temperatur": 1}', "unknown sampling option 'temperatur' (did you mean 'temperature'?)"),
         ('{"max_tokens": 1.5}', "max_tokens must be a whole number, got 1.5"),
         ('{"max_tokens": true}', "max_tokens must be a number, got True"),
-        ('{"temperature": -1}', "Sampling.temperature must be at least 0, got -1.0"),
+        ('{"temperature": -1}', "sampling.temperature must be at least 0, got -1.0"),
         ('{"ignore_eos": 1}', "ignore_eos must be true or false, got 1"),
         (
             '{"n": 2}',
@@ -84,7 +84,7 @@ def test_bad_value_of_a_typed_column_names_the_column():
     table = pa.table({"heat": [-1.0]})
     (found,) = row_samplings(table, BASE, overrides={"temperature": "heat"}, sampling_column=None)
     assert found == (
-        "InvalidSampling: column 'heat': Sampling.temperature must be at least 0, got -1.0"
+        "InvalidSampling: column 'heat': sampling.temperature must be at least 0, got -1.0"
     )
 
 
@@ -99,4 +99,4 @@ def test_options_that_do_not_fit_together_name_their_columns():
     table = pa.table({"least": [3], "most": [2]})
     overrides = {"min_tokens": "least", "max_tokens": "most"}
     (found,) = row_samplings(table, BASE, overrides=overrides, sampling_column=None)
-    assert found.startswith("InvalidSampling: columns 'least', 'most': Sampling.min_tokens must be")
+    assert found.startswith("InvalidSampling: columns 'least', 'most': sampling.min_tokens must be")

@@ -1,0 +1,84 @@
+"""Budgets that are too small are refused from the files of a model, as its engine would."""
+
+import re
+
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.budgets import check_budgets
+from raybatch.engine.kv_cache import kv_bytes_per_token
+from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.runner import ModelRunner
+from raybatch.errors import CapacityError, ConfigError
+from tests.engine.tiny_models import build
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Folder of a checkpoint in bfloat16, with a cache folder beside it."""
+    path = tmp_path_factory.mktemp("model") / "qwen3"
+    build("qwen3").to(torch.bfloat16).save_pretrained(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYBATCH_CACHE_DIR", str(path.parent / "cache"))
+        yield path
+
+
+def on_cpu(**options):
+    return EngineConfig(device="cpu", tune_malloc=False, **{"max_num_seqs": 4, **options})
+
+
+def refusal(check, path, config):
+    with pytest.raises((ConfigError, CapacityError)) as caught:
+        check(path, config)
+    return type(caught.value), str(caught.value)
+
+
+def load(path, config):
+    ModelRunner.load(str(path), config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_bytes": 1},
+        {"kv_cache_bytes": 1000, "kv_cache_dtype": "int8"},
+        {"host_kv_bytes": 1},
+        {"host_kv_bytes": 1, "dtype": "bfloat16"},
+        {"device_weight_bytes": 10},
+        {"device_weight_bytes": 0, "weight_buffers": 1, "quantization": "int8"},
+    ],
+    ids=str,
+)
+def test_a_budget_that_is_too_small_is_refused_in_the_words_of_the_engine(path, options):
+    # without compiled ops, whose panels may be filled up
+    config = on_cpu(compile_kernels=False, **options)
+    told = refusal(check_budgets, path, config)
+    assert told == refusal(load, path, config)
+    assert next(iter(options)) in told[1]
+
+
+@pytest.mark.parametrize("name", ["kv_cache_bytes", "host_kv_bytes", "device_weight_bytes"])
+def test_the_least_budget_that_the_refusal_names_is_taken(path, name):
+    _, told = refusal(check_budgets, path, on_cpu(**{name: 1}))
+    found = re.search(r"needs (\d+)|(\d+) at least", told)
+    least = int(found[1] or found[2])
+    refusal(check_budgets, path, on_cpu(**{name: least - 1}))
+    config = on_cpu(compile_kernels=False, **{name: least})
+    check_budgets(path, config)
+    load(path, config)
+
+
+def test_a_budget_that_another_device_may_take_is_left_to_the_engines(path):
+    # float32 on a CPU, and the checkpoint's bfloat16 on a GPU
+    half = 64 * kv_bytes_per_token(read_model_spec(path), torch.bfloat16)
+    check_budgets(path, EngineConfig(kv_cache_bytes=half))
+    with pytest.raises(CapacityError, match=f"has {half} bytes, .* needs {2 * half};"):
+        check_budgets(path, EngineConfig(device="cpu", kv_cache_bytes=half))
+    with pytest.raises(CapacityError):
+        check_budgets(path, EngineConfig(kv_cache_bytes=half - 1))
+
+
+def test_without_budgets_nothing_is_refused(path):
+    check_budgets(path, EngineConfig())
+    check_budgets(path, EngineConfig(host_kv_bytes=0))
