@@ -202,8 +202,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in (defaults[name], False, 0):
                 raise ConfigError(
-                    f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one of "
-                    "them out"
+                    f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one "
+                    "of them out"
                 )
 
     @property
