@@ -2,9 +2,11 @@
 
 python benchmarks/swap.py                                   # W4 in 20 % of its KV, dense-60m
 python benchmarks/swap.py --workload equal --block-size 16 --out result.json
+python benchmarks/swap.py --workload prompts --share 0.03 --stream --ways recompute offload ample
 
 The native engine on one thread, tokens checked row by row; the ways take turns. "ample" has memory
-for all rows at once, as the bound of what more memory can bring. CPU seconds are of all steps.
+for all rows at once, as the bound of what more memory can bring; "offload" keeps all KV in host
+memory. CPU seconds are of all steps.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import conditions
 import models
 import numpy as np
 import torch
+import weights
 import workloads_e2e
 
 from raybatch.backends.native import NativeBackend, create
@@ -37,6 +40,10 @@ WORKLOADS = {
     ),
     "w4-medium": workloads_e2e.Workload(
         name="w4-medium", kind="tail", num_requests=256, prompt_len=128, output_len=50
+    ),
+    # as where rows are scored
+    "prompts": workloads_e2e.Workload(
+        name="prompts", kind="random", num_requests=48, prompt_len=480, output_len=1
     ),
     "equal": workloads_e2e.Workload(
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
@@ -80,6 +87,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
         *names,
         "swapped_bytes",
         "checkpoint_bytes",
+        "weight_copy_bytes",
         "num_prompt_tokens",
         "num_generated_tokens",
     )
@@ -97,7 +105,12 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run all ways in turn; rows whose tokens differ between them end the benchmark."""
     spec = read_model_spec(Path(folder))
-    config = EngineConfig(dtype="float32", device="cpu", block_size_tokens=args.block_size)
+    config = EngineConfig(
+        dtype="float32", device="cpu", block_size_tokens=args.block_size, attn_batch_tokens=None
+    )
+    if args.stream:
+        budget = weights.budgets(folder, config, config.weight_buffers)["none"]
+        config = dataclasses.replace(config, device_weight_bytes=budget)
     block_bytes = args.block_size * kv_bytes_per_token(spec, torch.float32)
     need = need_blocks(requests, args.block_size) * block_bytes
     short = round(need * args.share)
@@ -149,6 +162,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
     parser.add_argument("--share", type=float, default=0.2, help="of the KV that all rows need")
     parser.add_argument("--block-size", type=int, default=EngineConfig().block_size_tokens)
+    parser.add_argument("--stream", action="store_true", help="no layer stays on the device")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["recompute", "swap", "ample"])
     parser.add_argument("--out", type=Path)
@@ -168,6 +182,7 @@ def main() -> None:
         workload=dataclasses.asdict(workload),
         model=args.model,
         share=args.share,
+        is_streamed=args.stream,
         block_size=args.block_size,
         runs=found,
         **told,
