@@ -52,8 +52,8 @@ class KVTiers:
         shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, R]
         try:
             self._memory = allocate_memory(shape, device.k.dtype, device.k.device)
-        # torch has an error of its own for pinned memory
-        except (OSError, RuntimeError) as error:
+        # torch has an error of its own for pinned memory, and so has what no address can name
+        except (OSError, OverflowError, RuntimeError) as error:
             raise ConfigError(
                 f"engine.host_kv_bytes asks for {num_host_blocks * self.block_bytes} bytes, which "
                 f"this host does not give ({error}); lower it"
