@@ -28,6 +28,9 @@ _NATIVE_ONLY = (
     "offload_extension_blocks",
     "offload_interval_blocks",
     "offload_victims",
+    "kv_admission_fraction",
+    "attn_batch_tokens",
+    "moe_batch_tokens",
     "speculative_tokens",
     "cuda_graphs",
 )
@@ -83,7 +86,7 @@ def _refuse_native_options(kind: str, engine: EngineConfig) -> None:
     defaults = EngineConfig()
     for name in _NATIVE_ONLY:
         # what is switched off is no different from what is not there
-        if getattr(engine, name) not in (getattr(defaults, name), False, 0):
+        if getattr(engine, name) not in (getattr(defaults, name), None, False, 0):
             raise ConfigError(
                 f"engine.{name} is an option of the native engine, and the {kind} backend has no "
                 "such; leave it out"
