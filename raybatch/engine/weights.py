@@ -107,13 +107,15 @@ def load_weights(
 
 
 def _prepared_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> ModelWeights:
+    with Checkpoint(model_path) as checkpoint:
+        parts = _laid_out(checkpoint, spec, form, torch.device("cpu"))
     path = prepare_weights(model_path, spec, form)
     try:
-        return _map_prepared(path, spec)
+        return _assemble(_map_prepared(path, parts), spec)
     except SafetensorError as error:
         logger.warning("%s is damaged and is made again: %s", path, error)
         path.unlink(missing_ok=True)
-        return _map_prepared(prepare_weights(model_path, spec, form), spec)
+        return _assemble(_map_prepared(prepare_weights(model_path, spec, form), parts), spec)
 
 
 def weight_sizes(
@@ -158,11 +160,19 @@ def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path
     return target
 
 
-def _map_prepared(path: Path, spec: ModelSpec) -> ModelWeights:
+def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a prepared file; the numbers in it are taken as they are.
+
+    Raises:
+        SafetensorError: it is cut, or its header does not say what `parts` are.
+    """
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    expected = {name: (shape, dtype) for name, (shape, dtype, _) in parts.items()}
+    if expected != {name: (tuple(part.shape), part.dtype) for name, part in tensors.items()}:
+        raise SafetensorError("its header names other tensors than the model has")
     advise_huge_pages(tensors.values())
-    return _assemble(tensors, spec)
+    return tensors
 
 
 def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeights:

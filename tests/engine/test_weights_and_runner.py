@@ -84,17 +84,28 @@ def test_prepared_tensors_start_at_cache_lines(path):
     assert weights.layers[0].qkv.weight.data_ptr() % 64 == 0
 
 
-def test_a_damaged_prepared_file_is_made_again(path, caplog):
-    spec, form = read_model_spec(path), WeightForm(torch.float32, panel_width=32)
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content.replace(b'"norm"', b'"morm"', 1),
+        lambda content: content.replace(b'"I8"', b'"U8"', 1),
+    ],
+    ids=["cut", "another name", "another type"],
+)
+def test_a_damaged_prepared_file_is_made_again(path, damaged, caplog):
+    spec = read_model_spec(path)
+    form = WeightForm(torch.float32, panel_width=32, byte_dtype=torch.int8)
     whole = load_weights(path, spec, form, device=CPU)
     expected = [tensor.clone() for tensor in tensors_of(whole)]
     file = prepare_weights(path, spec, form)
     content = file.read_bytes()
     file.unlink()
-    file.write_bytes(content[: len(content) // 2])
+    file.write_bytes(damaged(content))
     with caplog.at_level(logging.WARNING, "raybatch"):
         again = tensors_of(load_weights(path, spec, form, device=CPU))
     assert "is damaged and is made again" in caplog.text
+    assert file.read_bytes() == content
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
 
 
