@@ -39,12 +39,12 @@ def load(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
 
-        def loaded(variant):
+        def loaded(variant, byte_dtype=None):
             path = folder / variant
             if not path.exists():
                 build(variant).save_pretrained(path)
-            spec = read_model_spec(path)
-            return spec, load_weights(path, spec, WeightForm(torch.float32), device=CPU)
+            spec, form = read_model_spec(path), WeightForm(torch.float32, byte_dtype=byte_dtype)
+            return spec, load_weights(path, spec, form, device=CPU)
 
         yield loaded
 
@@ -78,6 +78,14 @@ def test_every_size_is_measured_once_with_its_work(load, variant):
     assert len(found.to_device) == len(found.to_host) == 3
     assert found.layers[0].is_plain
     assert all(point.seconds > 0 for point in (*found.attention, *found.ffn, *found.to_device))
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2"])
+def test_weights_that_are_bytes_count_as_bytes(load, variant):
+    floats, found = (profile(load(variant, dtype)) for dtype in (None, torch.int8))
+    assert replace(floats.model.layer, weight_bytes=1) == found.model.layer
+    assert 4 * found.model.layer.attention_bytes == floats.model.layer.attention_bytes
+    assert floats.model.other_bytes == found.model.other_bytes
 
 
 def test_the_shape_is_that_of_the_sparse_layers(load):

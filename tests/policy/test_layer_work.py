@@ -21,6 +21,16 @@ def test_bytes_of_weights_and_kv():
     assert 4 * 2 * 4 == TINY.kv_bytes_per_token
 
 
+def test_weights_that_are_bytes_move_a_quarter_and_compute_the_same():
+    as_bytes = replace(TINY, weight_bytes=1)
+    assert (LINEARS, 4 * 3 * 6 * 8) == (as_bytes.attention_bytes, as_bytes.ffn_bytes)
+    assert TINY.kv_bytes_per_token == as_bytes.kv_bytes_per_token
+    floats, found = (of.attention_work(5, Workload(cached_tokens=10)) for of in (TINY, as_bytes))
+    assert floats.operations == found.operations
+    assert 3 * LINEARS == floats.moved_bytes - found.moved_bytes
+    assert TINY.ffn_work(7).operations == as_bytes.ffn_work(7).operations
+
+
 def test_decoding_counts_the_context_of_every_sequence():
     work = TINY.attention_work(5, Workload(cached_tokens=10))
     # each of five tokens sees ten from before and itself, with two heads of four
