@@ -121,7 +121,10 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
     error = completion.error
     reason = "capacity" if completion.finish_reason == "capacity" else "error"
     if not error and reason == "capacity":
-        error = "CapacityError: prompt and output cannot fit the cache even alone"
+        error = (
+            "CapacityError: prompt and output cannot fit the KV cache even alone; raise "
+            "engine.kv_cache_bytes"
+        )
     if not error and isinstance(text, Exception):
         error = describe_error("DetokenizeError", text)
     if error:
