@@ -153,3 +153,19 @@ def test_what_is_no_size_gets_no_number_to_write(value):
 def test_only_options_that_count_bytes_tell_a_number():
     with pytest.raises(ConfigError, match=r"got '8k'$"):
         EngineConfig(max_num_seqs="8k")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("max_model_len", 600.5, "must be a whole number of at least 1, got 600.5"),
+        ("moe_batch_tokens", 1.5, "must be a whole number of at least 0, got 1.5"),
+        ("tune_malloc", "no", "must be true or false, got 'no'"),
+        ("compile_kernels", "false", "must be true or false, got 'false'"),
+        ("enable_prefix_caching", 1, "must be true or false, got 1"),
+        ("device", 3, "must be a name such as auto, cpu or cuda, got 3"),
+    ],
+)
+def test_engine_options_of_the_wrong_type_are_refused_by_name(name, value, told):
+    with pytest.raises(ConfigError, match=re.escape(f"engine.{name} {told}")):
+        EngineConfig(**{name: value})

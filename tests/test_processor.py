@@ -86,8 +86,15 @@ def test_vllm_reads_images_of_rows_with_and_without_a_stage_for_them(toggle):
 def test_the_native_engine_has_two_forms_of_quantization():
     for form in ("int8", "fp8"):
         assert stage_of(engine_kwargs={"quantization": form}).config.engine.quantization == form
-    with pytest.raises(ConfigError, match=r"quantization='awq' is not supported by the native"):
-        stage_of(engine_kwargs={"quantization": "awq"})
+    for value in ("awq", "INT8"):
+        with pytest.raises(ConfigError, match=r"engine.quantization must be one of int8, fp8"):
+            stage_of(engine_kwargs={"quantization": value})
+
+
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "dtype"])
+def test_types_that_are_no_names_are_refused_by_option(name):
+    with pytest.raises(ConfigError, match=rf"engine.{name} must be one of .*, got \['fp8'\]"):
+        stage_of(engine_kwargs={name: ["fp8"]})
 
 
 def test_vllm_gets_all_options_of_the_engine():

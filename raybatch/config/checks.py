@@ -76,6 +76,20 @@ def check_whole(config: object, name: str, minimum: int, *, others: str = "") ->
         )
 
 
+def check_bool(config: object, name: str, *, others: str = "") -> None:
+    """Raise ConfigError unless the field is true or false.
+
+    Args:
+        config: whose field it is.
+        name: of the field.
+        others: what else it may be, for the message; the caller has looked for that.
+    """
+    value = getattr(config, name)
+    if not isinstance(value, bool):
+        told = f", {others}" if others else ""
+        raise ConfigError(f"{option_name(config, name)} must be true or false{told}, got {value!r}")
+
+
 def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -> None:
     """Raise ConfigError unless the field is a number between 0 and 1."""
     value = getattr(config, name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from raybatch.config.checks import check_choice, check_min, check_whole
+from raybatch.config.checks import check_bool, check_choice, check_min, check_whole
 from raybatch.errors import ConfigError
 from raybatch.types import Task
 
@@ -116,14 +116,15 @@ class EngineConfig:
         for name in ("block_size_tokens", "max_batched_tokens", "max_num_seqs", "num_threads"):
             check_whole(self, name, 1)
         check_whole(self, "weight_buffers", 1)
-        if self.kv_cache_bytes is not None:
-            check_whole(self, "kv_cache_bytes", 1)
-        for name, least in (
-            ("max_model_len", 1),
-            ("moe_batch_tokens", 0),
-        ):
+        for name, least in (("kv_cache_bytes", 1), ("max_model_len", 1), ("moe_batch_tokens", 0)):
             if getattr(self, name) is not None:
-                check_min(self, name, least)
+                check_whole(self, name, least)
+        for name in ("enable_prefix_caching", "tune_malloc", "compile_kernels", "kv_offload"):
+            check_bool(self, name)
+        if not isinstance(self.device, str):
+            raise ConfigError(
+                f"engine.device must be a name such as auto, cpu or cuda, got {self.device!r}"
+            )
         if self.attn_batch_tokens not in (None, "auto"):
             check_whole(self, "attn_batch_tokens", 1, others='"auto" or none')
         for name in ("host_kv_bytes", "kv_checkpoint_blocks", "device_weight_bytes"):
@@ -157,10 +158,8 @@ class EngineConfig:
                 )
 
     def _check_graphs(self) -> None:
-        if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
-            raise ConfigError(
-                f"engine.cuda_graphs must be true, false or none, got {self.cuda_graphs!r}"
-            )
+        if self.cuda_graphs is not None:
+            check_bool(self, "cuda_graphs", others="or none")
         if self.cuda_graphs and self.attn_batch_tokens not in (None, "auto"):
             raise ConfigError(
                 "engine.cuda_graphs needs steps that are one forward pass, and "
@@ -179,8 +178,6 @@ class EngineConfig:
         for name in ("offload_initial_blocks", "offload_extension_blocks"):
             # what a sequence may fill before the next stop
             check_whole(self, name, self.offload_interval_blocks)
-        if not isinstance(self.kv_offload, bool):
-            raise ConfigError(f"engine.kv_offload must be true or false, got {self.kv_offload!r}")
         if not self.kv_offload:
             for name, default in defaults.items():
                 if name.startswith("offload_") and getattr(self, name) != default:

@@ -245,7 +245,10 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
 
     On a CPU there is no other memory to put anything into.
     """
-    free = free_memory_bytes(model.device)
+    free, residence = free_memory_bytes(model.device), model.residence
+    if residence.streamed:
+        # the ring is not there yet
+        free = max(0, free - residence.num_buffers * residence.buffer_bytes)
     dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
     num_blocks = num_blocks_for(
         config,
@@ -258,10 +261,7 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
     block_bytes = kv_bytes_per_token(model.spec, dtype) * config.block_size_tokens
     layer = shape.layer
     loaded = shape.other_bytes + shape.num_layers * (layer.attention_bytes + layer.ffn_bytes)
-    residence = model.residence
     if residence.streamed:
-        # the ring is not there yet
-        free = max(0, free - residence.num_buffers * residence.buffer_bytes)
         loaded = residence.device_bytes
     has_host = model.device.type != "cpu" and config.kv_cache_bytes is None
     return MemoryBudget(

@@ -84,11 +84,12 @@ def plan_residence(
     least = min(
         _residence(sizes, count, weight_buffers).device_bytes for count in range(num_layers + 1)
     )
+    fewer = "take fewer buffers, " if weight_buffers > 1 else ""
     raise ConfigError(
         f"engine.device_weight_bytes is {device_weight_bytes}, but embeddings and head take "
         f"{sizes.other_bytes} and a ring of {weight_buffers} layers (engine.weight_buffers) up to "
-        f"{weight_buffers * max(sizes.layer_bytes)}: {least} at least; raise it, take fewer "
-        f"buffers, or leave it out to keep all {sizes.total_bytes} bytes of weights on the device"
+        f"{weight_buffers * max(sizes.layer_bytes)}: {least} at least; raise it, {fewer}"
+        f"or leave it out to keep all {sizes.total_bytes} bytes of weights on the device"
     )
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from raybatch.backends.create import check_options
 from raybatch.backends.vllm_args import DECIDED_BY_ENGINE
-from raybatch.config import BackendConfig, EngineConfig, Quantization
+from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, did_you_mean
 
 _RENAMED = {
@@ -59,7 +59,6 @@ _ONLY: Mapping[str, Any] = {
     "data_parallel_size": 1,
     "enable_lora": False,
     "pipeline_parallel_size": 1,
-    "quantization": None,
     "speculative_config": None,
     "tensor_parallel_size": 1,
     "trust_remote_code": False,
@@ -103,17 +102,17 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
     """
-    known = [*_RENAMED, "kv_cache_dtype", *_NO_EFFECT, *_ONLY, _EAGER]
+    known = [*_RENAMED, "kv_cache_dtype", "quantization", *_NO_EFFECT, *_ONLY, _EAGER]
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in engine_kwargs.items():
         if name in _RENAMED:
             if value is not None:
-                values[_RENAMED[name]] = _DTYPES.get(value, value) if name == "dtype" else value
+                values[_RENAMED[name]] = _renamed(_DTYPES, value) if name == "dtype" else value
         elif name == "kv_cache_dtype":
             if value is not None:
-                values[name] = _KV_CACHE_DTYPES.get(value, value)
-        elif name == "quantization" and value in get_args(Quantization):
+                values[name] = _renamed(_KV_CACHE_DTYPES, value)
+        elif name == "quantization":
             values[name] = value
         elif name in _ONLY:
             if value is not None and value != _ONLY[name]:
@@ -129,3 +128,7 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
         else:
             raise ConfigError(f"engine_kwargs: unknown option {name!r}{did_you_mean(name, known)}")
     return EngineConfig(**values), ignored
+
+
+def _renamed(names: Mapping[str, str], value: object) -> object:
+    return names.get(value, value) if isinstance(value, str) else value
