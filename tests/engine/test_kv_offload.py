@@ -232,6 +232,32 @@ def test_a_row_that_fills_all_memory_ends_with_what_it_has(rng, num_blocks, host
     assert is_empty(engine)
 
 
+@pytest.mark.parametrize(("num_blocks", "host"), [(8, 100), (100, 8)])
+@pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (5, "capacity")])
+def test_a_prompt_that_fills_all_memory_still_gets_its_first_token(
+    rng, num_blocks, host, max_tokens, reason
+):
+    engine, _ = make(num_blocks=num_blocks, host=host)
+    (request,) = rows(rng, count=1, prompt=32, max_tokens=max_tokens)
+    engine.add([request])
+    completion = run_all(engine)[0, 0]
+    assert completion.finish_reason == reason
+    assert completion.token_ids.tolist() == generate(request.prompt_token_ids.tolist(), 1, VOCAB)
+
+
+def test_a_row_that_moves_in_with_all_memory_full_loses_no_token(rng):
+    (request,) = rows(rng, count=1, prompt=10, max_tokens=23)
+    first, _ = make(num_blocks=8)
+    first.add([request])
+    while not any(len(state.token_ids) >= 22 for state in first.begun(22)):
+        first.step()
+    second, _ = make(num_blocks=8)
+    second.restore(first.export([0]))
+    done = run_all(second)
+    assert done[0, 0].finish_reason == "length"
+    assert tokens_of(done) == expected([request])
+
+
 def test_a_prompt_beyond_either_memory_is_refused_by_name(rng):
     engine, _ = make(num_blocks=100, host=8)
     engine.add(rows(rng, count=1, prompt=40))
