@@ -174,6 +174,19 @@ def test_without_prefix_caching_only_samples_of_a_request_share(rng, caching):
     assert engine.stats().num_cached_tokens == (3 if caching else 2) * 20
 
 
+def test_a_boundary_does_not_look_at_all_rows_that_wait(rng):
+    engine, _ = make(max_num_seqs=4, host=60)
+    requests = rows(rng, count=200, max_tokens=3)
+    engine.add(requests)
+    largest, done = 0, {}
+    while engine.num_unfinished():
+        done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
+        largest = max(largest, len(engine._scheduler._snapshot().sequences))
+    assert tokens_of(done) == expected(requests)
+    # four that decode, four prompts that are computed, and as many behind them
+    assert largest <= 12
+
+
 def test_a_small_host_evicts_and_what_was_evicted_is_computed_again(rng):
     engine, runner = make(num_blocks=60, host=40)
     requests = rows(rng, count=20, max_tokens=60)
