@@ -26,7 +26,7 @@ BLOCK = 4
 
 
 def make(*, num_blocks=20, host=100, nan_after=None, failing=(), **config):
-    options = {"max_batched_tokens": 32, "max_num_seqs": 16} | config
+    options = {"max_batched_tokens": 32, "max_num_seqs": 16, "kv_offload": True} | config
     runner = FakeRunner(
         num_blocks=num_blocks,
         block_size=BLOCK,
@@ -37,7 +37,7 @@ def make(*, num_blocks=20, host=100, nan_after=None, failing=(), **config):
         forgets_loaded=False,
         failing_moves=set(failing),
     )
-    config = EngineConfig(kv_offload=True, host_kv_bytes=1, block_size_tokens=BLOCK, **options)
+    config = EngineConfig(host_kv_bytes=1, block_size_tokens=BLOCK, **options)
     return Engine(runner, FakeSampler(), FakeStopChecker(), config), runner
 
 
@@ -228,55 +228,6 @@ def test_places_of_short_rows_are_filled_before_the_interval_is_over(rng):
     while sum(bool(step.num_decode) for step in runner.steps) < 12:
         num_done += len(engine.step())
     assert num_done >= 12
-
-
-@pytest.mark.parametrize(("num_blocks", "host"), [(8, 100), (100, 8)])
-def test_a_row_that_fills_all_memory_ends_with_what_it_has(rng, num_blocks, host):
-    engine, _ = make(num_blocks=num_blocks, host=host)
-    requests = rows(rng, count=3, max_tokens=60)
-    engine.add(requests)
-    done = run_all(engine)
-    assert {completion.finish_reason for completion in done.values()} == {"capacity"}
-    for request in requests:
-        found = done[request.request_id, 0].token_ids.tolist()
-        assert found == generate(request.prompt_token_ids.tolist(), len(found), VOCAB)
-        # 8 blocks hold 32 tokens, and the last one is not among them
-        assert len(found) == 32 - 10 + 1
-    assert is_empty(engine)
-
-
-@pytest.mark.parametrize(("num_blocks", "host"), [(8, 100), (100, 8)])
-@pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (5, "capacity")])
-def test_a_prompt_that_fills_all_memory_still_gets_its_first_token(
-    rng, num_blocks, host, max_tokens, reason
-):
-    engine, _ = make(num_blocks=num_blocks, host=host)
-    (request,) = rows(rng, count=1, prompt=32, max_tokens=max_tokens)
-    engine.add([request])
-    completion = run_all(engine)[0, 0]
-    assert completion.finish_reason == reason
-    assert completion.token_ids.tolist() == generate(request.prompt_token_ids.tolist(), 1, VOCAB)
-
-
-def test_a_row_that_moves_in_with_all_memory_full_loses_no_token(rng):
-    (request,) = rows(rng, count=1, prompt=10, max_tokens=23)
-    first, _ = make(num_blocks=8)
-    first.add([request])
-    while not any(len(state.token_ids) >= 22 for state in first.begun(22)):
-        first.step()
-    second, _ = make(num_blocks=8)
-    second.restore(first.export([0]))
-    done = run_all(second)
-    assert done[0, 0].finish_reason == "length"
-    assert tokens_of(done) == expected([request])
-
-
-def test_a_prompt_beyond_either_memory_is_refused_by_name(rng):
-    engine, _ = make(num_blocks=100, host=8)
-    engine.add(rows(rng, count=1, prompt=40))
-    (completion,) = engine.step()
-    assert completion.finish_reason == "capacity"
-    assert "40 tokens, the KV cache holds 32" in completion.error
 
 
 @settings(max_examples=40, deadline=None)
