@@ -75,12 +75,13 @@ class Replica:
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
         self._loop = asyncio.get_running_loop()
-        is_native = self._spec.backend.kind == "native"
+        is_native, engine = self._spec.backend.kind == "native", self._spec.engine
+        lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
-            lead_tokens=_LEAD_STEPS * self._spec.engine.max_batched_tokens,
-            lead_batches=batches_ahead(self._spec.engine.admission) if is_native else 0,
+            lead_tokens=_LEAD_STEPS * engine.max_batched_tokens,
+            lead_batches=lead_batches if is_native else 0,
         )
         try:
             capacity = await asyncio.wrap_future(self._engine.start())

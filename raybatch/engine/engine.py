@@ -53,13 +53,15 @@ class Engine:
         make_drafter: Callable[[SequenceTable], Drafter] | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
+        row_blocks, kv_option = _row_blocks(runner, config)
         self._runner = runner
         self._sampler = sampler
         self._max_model_len = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._limits = RowLimits(
             vocab_size=spec.vocab_size,
             max_model_len=self._max_model_len,
-            kv_tokens=_row_blocks(runner, config) * block_size,
+            kv_tokens=row_blocks * block_size,
+            kv_option=kv_option,
         )
         self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
         self._table = SequenceTable(
@@ -381,8 +383,8 @@ def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
     return num_samples[request.request_id] == request.sampling.n
 
 
-def _row_blocks(runner: Runner, config: EngineConfig) -> int:
-    """Return the blocks that one row can have at most."""
-    if config.kv_offload:
-        return min(runner.num_blocks, runner.num_host_blocks)
-    return runner.num_blocks
+def _row_blocks(runner: Runner, config: EngineConfig) -> tuple[int, str]:
+    """Return the blocks that one row can have at most, and the option that bounds them."""
+    if config.kv_offload and runner.num_host_blocks < runner.num_blocks:
+        return runner.num_host_blocks, "engine.host_kv_bytes"
+    return runner.num_blocks, "engine.kv_cache_bytes"

@@ -6,6 +6,7 @@ every active sequence has the blocks that it needs, on the device and in host me
 """
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
@@ -71,6 +72,8 @@ class OffloadScheduler:
             max_batched_tokens=max_batched_tokens,
             counters=self.counters,
         )
+        # by arrival; a boundary looks at all of `_sequences`, and at no new one
+        self._new: dict[int, Sequence] = {}
         self._sequences: dict[int, StoredSequence] = {}
         # by slot, of sequences that decode
         self._active: dict[int, StoredSequence] = {}
@@ -81,7 +84,7 @@ class OffloadScheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot."""
-        return len(self._sequences) - self.table.num_running
+        return len(self._new) + len(self._sequences) - self.table.num_running
 
     @property
     def moves(self) -> SwapCounters:
@@ -100,18 +103,22 @@ class OffloadScheduler:
 
     def add(self, record: Sequence) -> None:
         """Take a sequence in, whose tokens have to be computed."""
-        status: Status = "evicted" if record.has_started else "waiting"
-        self._sequences[record.arrival] = StoredSequence(record=record, status=status)
+        if record.has_started:
+            self._take_in(record, "evicted")
+        else:
+            self._new[record.arrival] = record
 
     def waiting(self) -> list[Sequence]:
         """Return the sequences without a slot, by arrival."""
-        return [stored.record for stored in self._sequences.values() if stored.slot < 0]
+        known = [stored.record for stored in self._sequences.values() if stored.slot < 0]
+        return sorted((*known, *self._new.values()), key=lambda record: record.arrival)
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
         taken = [record for record in self.waiting() if is_wanted(record)]
         for record in taken:
-            self._forget(self._sequences[record.arrival])
+            if self._new.pop(record.arrival, None) is None:
+                self._forget(self._sequences[record.arrival])
         return taken
 
     def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
@@ -171,7 +178,7 @@ class OffloadScheduler:
 
     def _is_at_boundary(self) -> bool:
         """Return whether the steps between two boundaries are over."""
-        if not self._sequences:
+        if not self._sequences and not self._new:
             return False
         if not self._active or self._steps_left <= 0 or self._has_starved():
             return True
@@ -198,6 +205,7 @@ class OffloadScheduler:
     def _cross_boundary(self, preempted: list[int], admitted: list[int]) -> list[Sequence]:
         """Carry a plan out; return the sequences that cannot fit even alone."""
         self.store.sync(self._active.values(), self.table)
+        self._take_new()
         before = {id: stored.status for id, stored in self._sequences.items()}
         plan = plan_boundary(self._snapshot(), self._options)
         ended = [self._end(self._sequences[id], preempted) for id in plan.over_capacity]
@@ -219,6 +227,15 @@ class OffloadScheduler:
         self._steps_left = self._options.interval * self.table.block_size
         self._num_begun = len(self._active)
         return ended
+
+    def _take_in(self, record: Sequence, status: Status) -> None:
+        self._sequences[record.arrival] = StoredSequence(record=record, status=status)
+
+    def _take_new(self) -> None:
+        """Let the boundary see as many sequences without KV as one round can take."""
+        num_waiting = sum(stored.status == "waiting" for stored in self._sequences.values())
+        for arrival in list(islice(self._new, max(0, len(self.table.records) - num_waiting))):
+            self._take_in(self._new.pop(arrival), "waiting")
 
     def _snapshot(self) -> BoundarySnapshot:
         table = self.table

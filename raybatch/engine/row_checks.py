@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from raybatch.engine.completions import completion_of
 from raybatch.types import Completion, FinishReason, SequenceState
 
 __all__ = ["RowLimits"]
@@ -15,11 +16,13 @@ class RowLimits:
         vocab_size: token ids of a prompt are below it.
         max_model_len: longest prompt plus output, in tokens.
         kv_tokens: that the KV cache holds.
+        kv_option: that makes it larger.
     """
 
     vocab_size: int
     max_model_len: int
     kv_tokens: int
+    kv_option: str = "engine.kv_cache_bytes"
 
     def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:
         """Return the completion of a sequence that cannot run, None when it can.
@@ -37,11 +40,14 @@ class RowLimits:
             error = f"PromptTooLong: {num_tokens} tokens, the model's limit is {self.max_model_len}"
         elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
             error = f"BadTokenId: token ids must be in 0..{self.vocab_size - 1}"
+        elif num_tokens > self.kv_tokens and len(state.token_ids):
+            # as it would have ended where it began
+            return completion_of(state, "capacity")
         elif num_tokens > self.kv_tokens:
             reason = "capacity"
             error = (
                 f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}; raise "
-                "engine.kv_cache_bytes"
+                f"{self.kv_option}"
             )
         elif refusal:
             error = f"InvalidSampling: {refusal}"

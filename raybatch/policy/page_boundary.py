@@ -101,6 +101,12 @@ class _Boundary:
     def _remaining(self, sequence: SequencePages) -> int:
         return min(sequence.remaining_tokens, self._limit_tokens - sequence.context_tokens)
 
+    def _can_go_on(self, sequence: SequencePages) -> bool:
+        """Return whether a sequence can get another token, with nobody else there."""
+        # a prefill gives one, which needs no place yet
+        least = 0 if sequence.is_pending and sequence.context_tokens else 1
+        return self._remaining(sequence) >= least
+
     def _pages_after(self, sequence: SequencePages, tokens: int) -> int:
         """Return the pages of a sequence that has decoded so many tokens more, if it may."""
         tokens = min(tokens, self._remaining(sequence))
@@ -140,7 +146,7 @@ class _Boundary:
         for sequence in self._snapshot.sequences:
             if sequence.remaining_tokens == 0:
                 self._released.append(sequence)
-            elif self._remaining(sequence) <= 0:
+            elif not self._can_go_on(sequence):
                 self._over_capacity.append(sequence)
             elif sequence.is_pending:
                 self._pending.append(sequence)

@@ -23,16 +23,18 @@ class Method:
 
 
 class ScriptedCoordinator:
-    """Answers pulls with what the test puts in; keeps the batch ids of reported rows."""
+    """Answers pulls with what the test puts in; keeps their rooms and the ids of reported rows."""
 
     def __init__(self):
         self.answers = asyncio.Queue()
         self.asked = asyncio.Semaphore(0)
         self.reported = asyncio.Queue()
+        self.rooms = []
         self.pull = Method(self._pull)
         self.report = Method(self._report)
 
     async def _pull(self, replica_id, room):
+        self.rooms.append(room)
         self.asked.release()
         return await self.answers.get()
 
@@ -164,3 +166,30 @@ def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monke
     failed = asyncio.run(Replica(spec, 1).start(1))
     assert failed.is_final == is_final
     assert failed.cause
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rows"), [({"kv_offload": True, "host_kv_bytes": 1 << 22}, 100), ({}, 64)]
+)
+def test_rows_for_a_round_of_prompts_wait_in_an_engine(options, num_rows, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    engine = EngineConfig(
+        max_num_seqs=100,
+        max_batched_tokens=100,
+        kv_cache_bytes=1 << 22,
+        compile_kernels=False,
+        **options,
+    )
+    spec = PoolSpec(
+        model="demo", backend=BackendConfig(), engine=engine, pool=PoolConfig(replicas=1)
+    )
+
+    async def asked():
+        replica, coordinator = Replica(spec, 1), ScriptedCoordinator()
+        assert await replica.start(1) is None
+        await coordinator.answers.put(None)
+        await replica.run(coordinator)
+        return coordinator.rooms
+
+    (room,) = asyncio.run(asked())
+    assert room.rows == num_rows

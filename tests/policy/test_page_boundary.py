@@ -205,9 +205,9 @@ def test_a_sequence_that_fills_all_memory_ends_with_capacity():
         assert BoundaryPlan(over_capacity=(1,)) == plan(active(1, 12), **memory)
 
 
-def test_a_prompt_that_leaves_no_room_for_a_token_ends_with_capacity():
-    assert (1,) == plan(pending(1, 12), device=3).over_capacity
-    assert () == plan(pending(1, 11), device=3).over_capacity
+def test_a_prompt_that_fills_all_memory_still_gets_the_token_that_comes_with_it():
+    assert grants(s1=3) == plan(pending(1, 12), device=3).prefill
+    assert (1,) == plan(pending(1, 13), device=3).over_capacity
 
 
 @pytest.mark.parametrize(
