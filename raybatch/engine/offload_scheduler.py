@@ -110,7 +110,7 @@ class OffloadScheduler:
 
     def waiting(self) -> list[Sequence]:
         """Return the sequences without a slot, by arrival."""
-        known = [stored.record for stored in self._sequences.values() if stored.slot < 0]
+        known = [stored.record for stored in self._sequences.values() if stored.slot is None]
         return sorted((*known, *self._new.values()), key=lambda record: record.arrival)
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
@@ -204,14 +204,16 @@ class OffloadScheduler:
 
     def _cross_boundary(self, preempted: list[int], admitted: list[int]) -> list[Sequence]:
         """Carry a plan out; return the sequences that cannot fit even alone."""
-        self.store.sync(self._active.values(), self.table)
+        self.store.sync(self._active, self.table)
         self._take_new()
         before = {id: stored.status for id, stored in self._sequences.items()}
         plan = plan_boundary(self._snapshot(), self._options)
         ended = [self._end(self._sequences[id], preempted) for id in plan.over_capacity]
         self._yield(plan, preempted)
         for grant in plan.extend:
-            self._reserve(self._sequences[grant.id].slot, grant.num_pages)
+            slot = self._sequences[grant.id].slot
+            assert slot is not None, "more blocks for a sequence that does not run"
+            self._reserve(slot, grant.num_pages)
         for grant in plan.grow:
             self.store.grow(self._sequences[grant.id], grant.num_pages)
         for grant in plan.load:
@@ -252,13 +254,13 @@ class OffloadScheduler:
 
     def _pages(self, stored: StoredSequence) -> SequencePages:
         record, slot = stored.record, stored.slot
-        num_tokens = int(self.table.num_tokens[slot]) if slot >= 0 else record.num_tokens
+        num_tokens = int(self.table.num_tokens[slot]) if slot is not None else record.num_tokens
         num_generated = num_tokens - len(record.request.prompt_token_ids)
         is_pending = stored.status in ("waiting", "evicted")
         # the last token of a sequence that decodes has no KV yet
         context = num_tokens if is_pending else num_tokens - 1
         device_pages = 0
-        if slot >= 0:
+        if slot is not None:
             device_pages = int(self.table.num_blocks[slot] + self.table.num_reserved[slot])
         return SequencePages(
             id=stored.id,
@@ -277,7 +279,7 @@ class OffloadScheduler:
         for id in (*plan.evict, *plan.suspend):
             stored = self._sequences[id]
             is_behind = False
-            if stored.slot >= 0:
+            if stored.slot is not None:
                 is_behind = stored.num_stored < int(self.table.num_computed[stored.slot])
                 preempted.append(stored.slot)
                 self._vacate(stored.slot)
@@ -316,7 +318,7 @@ class OffloadScheduler:
         stored.status = "evicted"
 
     def _end(self, stored: StoredSequence, preempted: list[int]) -> Sequence:
-        if stored.slot >= 0:
+        if stored.slot is not None:
             preempted.append(stored.slot)
             self._vacate(stored.slot)
         self._forget(stored)
@@ -339,7 +341,7 @@ class OffloadScheduler:
         self.blocks.unreserve(int(self.table.num_reserved[slot]))
         self.blocks.release(self.table.blocks(slot), keep_cached=False)
         self.table.remove(slot)
-        stored.slot = -1
+        stored.slot = None
         return stored
 
     def _broken_blocks(self, slot: int) -> Int64s:

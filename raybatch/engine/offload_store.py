@@ -4,7 +4,7 @@ A copy that fails costs its sequence what host memory has of it, and no other an
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,7 +44,7 @@ class StoredSequence:
         status: as `raybatch.policy.boundary_records.SequencePages` has it.
         host_blocks: that it holds, in order of position.
         num_stored: tokens whose KV is in them.
-        slot: where it runs, -1 where it does not.
+        slot: where it runs, if it does.
         waited: boundaries since it came into its status.
         num_failures: times in a row that its KV did not come back.
     """
@@ -53,7 +53,7 @@ class StoredSequence:
     status: Status
     host_blocks: list[int] = field(default_factory=list)
     num_stored: int = 0
-    slot: int = -1
+    slot: int | None = None
     waited: int = 0
     num_failures: int = 0
 
@@ -91,17 +91,20 @@ class OffloadStore:
         self.blocks.release(stored.host_blocks)
         stored.host_blocks, stored.num_stored = [], 0
 
-    def sync(self, running: Iterable[StoredSequence], table: SequenceTable) -> None:
+    def sync(self, running: Mapping[int, StoredSequence], table: SequenceTable) -> None:
         """Let host memory catch up with what sequences have decoded.
 
         Where the copy fails, host memory has as much of them as before.
+
+        Args:
+            running: by slot.
+            table: with the blocks of the device.
         """
-        running = list(running)
         sources, targets = [], []
-        for stored in running:
+        for slot, stored in running.items():
             first = stored.num_stored // self._block_size
-            stop = -(-int(table.num_computed[stored.slot]) // self._block_size)
-            sources.append(table.blocks(stored.slot)[first:stop].astype(np.int64))
+            stop = -(-int(table.num_computed[slot]) // self._block_size)
+            sources.append(table.blocks(slot)[first:stop].astype(np.int64))
             targets.append(np.array(stored.host_blocks[first:stop], np.int64))
         if not sum(map(len, sources)):
             return
@@ -111,8 +114,8 @@ class OffloadStore:
             self.counters.num_failures += 1
             logger.warning("KV of this step did not go to host memory: %s", error)
             return
-        for stored, blocks in zip(running, sources, strict=True):
-            stored.num_stored = int(table.num_computed[stored.slot])
+        for (slot, stored), blocks in zip(running.items(), sources, strict=True):
+            stored.num_stored = int(table.num_computed[slot])
             self._count_saved(len(blocks))
 
     def note_saved(self, stored: StoredSequence, num_tokens: int, num_blocks: int) -> None:

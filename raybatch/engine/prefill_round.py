@@ -101,7 +101,7 @@ class PrefillRound:
         stored = self._running.pop(slot)
         self._window.release(self._table.blocks(slot))
         self._table.remove(slot)
-        stored.slot = -1
+        stored.slot = None
         return stored
 
     def discard(self, stored: StoredSequence) -> None:
