@@ -174,10 +174,8 @@ class EngineConfig:
     def _check_offload(self) -> None:
         defaults = {option.name: option.default for option in fields(self)}
         check_choice(self, "offload_victims", get_args(VictimOrder))
-        check_whole(self, "offload_interval_blocks", 1)
-        for name in ("offload_initial_blocks", "offload_extension_blocks"):
-            # what a sequence may fill before the next stop
-            check_whole(self, name, self.offload_interval_blocks)
+        for name in ("offload_interval", "offload_initial", "offload_extension"):
+            check_whole(self, f"{name}_blocks", 1)
         if not self.kv_offload:
             for name, default in defaults.items():
                 if name.startswith("offload_") and getattr(self, name) != default:
@@ -190,6 +188,13 @@ class EngineConfig:
             raise ConfigError(
                 "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"
             )
+        for name in ("offload_initial_blocks", "offload_extension_blocks"):
+            if getattr(self, name) < self.offload_interval_blocks:
+                raise ConfigError(
+                    f"engine.{name} is {getattr(self, name)}, and sequences decode "
+                    f"{self.offload_interval_blocks} blocks from one page boundary to the next "
+                    f"(engine.offload_interval_blocks); set it to as many at least"
+                )
         for name, why in (
             ("speculative_tokens", "computes no drafts"),
             ("kv_checkpoint_blocks", "copies all KV to host memory anyway"),

@@ -196,7 +196,7 @@ class Engine:
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
-            kv_used_fraction=self._blocks.num_used / self._blocks.num_blocks,
+            kv_used_fraction=self._scheduler.kv_used_fraction,
             num_steps=self._num_steps,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,

@@ -97,6 +97,11 @@ class OffloadScheduler:
         return CheckpointCounters()
 
     @property
+    def kv_used_fraction(self) -> float:
+        """Share of the host's KV memory, where all of it lives, that sequences hold."""
+        return self.store.blocks.num_used / max(1, self.store.blocks.num_blocks)
+
+    @property
     def num_pinned(self) -> int:
         """Blocks held for prefix groups, of which there are none."""
         return 0

@@ -162,7 +162,9 @@ class OffloadStore:
         stored.num_failures = 0
         self.counters.num_loads += 1
         self.counters.loaded_bytes += len(blocks) * self._copier.block_bytes
-        self.counters.num_tokens += stored.num_stored
+        if stored.status == "suspended":
+            # what a round of prompts left there was never on the device before
+            self.counters.num_tokens += stored.num_stored
         return True
 
     def check(self, sequences: Iterable[StoredSequence]) -> None:

@@ -101,13 +101,14 @@ class ModelRunner:
         setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
         cache = _make_cache(config, model, num_engines_on_host, setup)
         logger.info(
-            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s",
+            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
             model.device,
             cache.k.shape[1] - int(setup is not None),
             config.block_size_tokens,
             "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
+            _host_memory(config, model.spec, cache),
         )
         ops = pick_ops(
             model.spec,
@@ -235,6 +236,15 @@ class ModelRunner:
         """Zero these blocks of the pool."""
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
+
+
+def _host_memory(config: EngineConfig, spec: ModelSpec, cache: KVCache) -> str:
+    """Return what the log says of KV in host memory."""
+    if not config.host_kv_bytes:
+        return ""
+    num_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
+    role = "where all KV lives (kv_offload)" if config.kv_offload else "for what yields"
+    return f", and {num_blocks} in host memory, {role}"
 
 
 def _make_cache(

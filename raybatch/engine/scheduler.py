@@ -108,6 +108,11 @@ class Scheduler:
         return self._swap.checkpoints.counters
 
     @property
+    def kv_used_fraction(self) -> float:
+        """Share of the KV memory that sequences hold."""
+        return self.blocks.num_used / self.blocks.num_blocks
+
+    @property
     def num_pinned(self) -> int:
         """Blocks held for prefix groups."""
         return self._groups.num_pinned

@@ -43,6 +43,10 @@ class StepScheduler(Protocol):
         """Sequences without a slot."""
 
     @property
+    def kv_used_fraction(self) -> float:
+        """Share of the memory in which KV lives that sequences hold."""
+
+    @property
     def num_pinned(self) -> int:
         """Blocks held for prefix groups."""
 

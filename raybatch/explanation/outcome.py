@@ -131,13 +131,13 @@ class PlanOutcome:
         if actual.num_preemptions:
             again = amount(actual.recomputed_tokens or 0)
             times = count(actual.num_preemptions, "preemption")
-            said.append(f"{again} tokens were computed again after {times}, on top of that")
+            said.append(f"{again} tokens were computed again after {times}")
         if actual.swapped_tokens:
             back = amount(actual.swapped_tokens)
             mebibytes = amount(round((actual.swapped_bytes or 0) / 2**20))
             said.append(
-                f"the KV of {back} tokens came back from host memory in place of that; {mebibytes} "
-                "MiB were copied, there and back"
+                f"the KV of {back} tokens came back from host memory after preemptions; "
+                f"{mebibytes} MiB were copied, there and back"
             )
         said += self._time_deviations()
         return tuple(said)

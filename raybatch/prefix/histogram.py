@@ -43,6 +43,22 @@ class Histogram:
         )
 
     @classmethod
+    def of_bins(cls, counts: tuple[int, ...], total: int) -> "Histogram":
+        """Return what is known from the counts of bins and the sum of their numbers alone.
+
+        The smallest and the largest number are taken for those at the ends of their bins.
+        """
+        filled = [index for index, number in enumerate(counts) if number]
+        if not filled:
+            return cls()
+        return cls(
+            counts=counts,
+            total=total,
+            lowest=_first(filled[0]),
+            highest=_first(filled[-1] + 1) - 1,
+        )
+
+    @classmethod
     def merge(cls, parts: Sequence["Histogram"]) -> "Histogram":
         """Return the histogram of what all parts have counted."""
         filled = [part for part in parts if part.counts]

@@ -96,8 +96,8 @@ def counted_report(
         special_rows=counts.special_rows,
         special_tokens=counts.special_tokens,
         stopped=last.limit if found.missing_rows else "",
-        prompt_lengths=_lengths(counts.prompt_lengths, counts.prompt_tokens),
-        output_lengths=_lengths(counts.output_lengths, counts.generated_tokens),
+        prompt_lengths=Histogram.of_bins(counts.prompt_lengths, counts.prompt_tokens),
+        output_lengths=Histogram.of_bins(counts.output_lengths, counts.generated_tokens),
         history=history,
     )
 
@@ -114,10 +114,6 @@ def _skipped(plans: Sequence[StoredPlan]) -> tuple[tuple[str, str], ...]:
     read = {name for stored in plans for name, *_ in stored.files}
     found = {name: reason for stored in plans for name, reason in stored.skipped}
     return tuple((name, reason) for name, reason in found.items() if name not in read)
-
-
-def _lengths(counts: tuple[int, ...], total: int) -> Histogram:
-    return Histogram(counts=counts, total=total)
 
 
 def _problems(found: Audit, *, is_complete: bool) -> tuple[str, ...]:

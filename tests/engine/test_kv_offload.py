@@ -133,7 +133,7 @@ def test_nothing_is_computed_twice_while_the_host_has_room(rng):
     computed = sum(step.num_tokens for step in runner.steps)
     assert computed == stats.num_prompt_tokens + stats.num_generated_tokens - len(requests)
     assert stats.num_recomputed_tokens == 0
-    assert stats.num_swapped_tokens > 0
+    assert stats.swapped_bytes > 0
 
 
 def test_a_prefix_is_computed_once_and_copied_to_all_that_have_it(rng):
@@ -209,6 +209,19 @@ def test_a_short_device_suspends_in_every_order_of_victims(rng, victims):
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.num_recomputed_tokens == 0
+    assert stats.num_swapped_tokens > stats.num_preemptions
+
+
+def test_what_comes_to_the_device_for_the_first_time_has_not_come_back(rng):
+    engine, _ = make(num_blocks=100, host=300)
+    engine.add(rows(rng, count=8))
+    engine.step()
+    # 8 rows of 3 blocks, or some less, and room for four boundaries more
+    assert engine.stats().kv_used_fraction > 20 / 300
+    run_all(engine)
+    stats = engine.stats()
+    assert (stats.num_preemptions, stats.num_swapped_tokens) == (0, 0)
+    assert stats.swapped_bytes > 0
 
 
 def test_places_of_short_rows_are_filled_before_the_interval_is_over(rng):

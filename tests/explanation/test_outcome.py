@@ -86,7 +86,7 @@ def test_without_orders_the_plan_is_said_to_count_each_prefix_once(plan):
         ),
         (
             {"num_preemptions": 4, "swapped_tokens": 300, "swapped_bytes": 9 << 20},
-            "the KV of 300 tokens came back from host memory in place of that; 9 MiB were copied",
+            "the KV of 300 tokens came back from host memory after preemptions; 9 MiB were copied",
         ),
         ({"generated_tokens": 240}, "rows generated 50 % of the tokens that were expected"),
         (

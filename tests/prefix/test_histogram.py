@@ -51,5 +51,17 @@ def test_quantiles_stay_within_the_numbers():
     assert (2200.0, 2200.0) == (histogram([2200] * 5).quantile(0.01), histogram([2200]).quantile(1))
 
 
+@pytest.mark.parametrize("numbers", [[3], [0, 7, 7], [100, 192, 513], list(range(200, 900, 7))])
+def test_bins_alone_tell_the_ends_as_far_as_bins_go(numbers):
+    whole = histogram(numbers)
+    found = Histogram.of_bins(whole.counts, whole.total)
+    assert (found.counts, found.total) == (whole.counts, whole.total)
+    assert found.lowest <= min(numbers) <= max(numbers) <= found.highest
+    edges = whole.edges()
+    assert found.highest == edges[-1] - 1
+    assert found.lowest in edges
+    assert found.quantile(0.5) == pytest.approx(whole.quantile(0.5), rel=0.2)
+
+
 def test_nothing_has_a_quantile_of_zero():
     assert (0.0, 0.0, 0) == (Histogram().quantile(0.5), Histogram().mean, Histogram().num_values)
