@@ -162,6 +162,10 @@ def test_stages_without_effect_are_named(caplog):
     [
         ({"batchsize": 1}, r"unknown option 'batchsize' \(did you mean 'batch_size'\?\)"),
         ({"engine_kwargs": {"max_num_seq": 1}}, r"did you mean 'max_num_seqs'"),
+        (
+            {"engine_kwargs": {"kv_offload": True}},
+            r"LLMStage\(model, engine=\{'kv_offload': ...\}\)",
+        ),
         ({"engine_kwargs": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 is not supported"),
         ({"backend": "vlm"}, "did you mean 'vllm'"),
         (

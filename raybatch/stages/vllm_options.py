@@ -125,6 +125,11 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
             values["cuda_graphs"] = False if value else None
         elif name in _NO_EFFECT:
             ignored.append(f"engine_kwargs.{name}")
+        elif name in EngineConfig.__dataclass_fields__:
+            raise ConfigError(
+                f"engine_kwargs has vLLM's names, and {name!r} is an option of raybatch's own "
+                f"engine: LLMStage(model, engine={{{name!r}: ...}}) takes it"
+            )
         else:
             raise ConfigError(f"engine_kwargs: unknown option {name!r}{did_you_mean(name, known)}")
     return EngineConfig(**values), ignored
