@@ -43,6 +43,9 @@ class BlockCopier(Protocol):
     def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
         """Copy blocks of the host into as many of the device."""
 
+    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
+        """Copy blocks of the host into as many others."""
+
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointCounters:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from raybatch.engine.block_manager import BlockManager
 from raybatch.engine.kv_checkpoints import CheckpointCounters
-from raybatch.engine.offload_store import OffloadStore, StoredSequence
+from raybatch.engine.offload_store import OffloadStore
 from raybatch.engine.prefill_round import PrefillRound
 from raybatch.engine.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences import DECODE, Sequence, SequenceTable
+from raybatch.engine.stored_sequence import StoredSequence
 from raybatch.engine.swap import SwapCounters
 from raybatch.policy.boundary_records import (
     BoundaryOptions,

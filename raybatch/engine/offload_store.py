@@ -5,62 +5,22 @@ A copy that fails costs its sequence what host memory has of it, and no other an
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.host_pool import HostBlocks
 from raybatch.engine.kv_checkpoints import COPY_ERRORS, BlockCopier
-from raybatch.engine.sequences import Sequence, SequenceTable
+from raybatch.engine.sequences import SequenceTable
 from raybatch.engine.stored_prefixes import StoredPrefixes
+from raybatch.engine.stored_sequence import StoredSequence
 from raybatch.engine.swap import SwapCounters
-from raybatch.policy.boundary_records import Status
 
-__all__ = ["OffloadCopier", "OffloadStore", "StoredSequence"]
-
-Int64s = npt.NDArray[np.int64]
+__all__ = ["OffloadStore"]
 
 logger = logging.getLogger(__name__)
 
 # a sequence whose KV did not come back so often in a row ends the engine, which says why
 _MAX_FAILURES = 3
-
-
-class OffloadCopier(BlockCopier, Protocol):
-    """Copies blocks inside of host memory as well."""
-
-    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
-        """Copy blocks of the host into as many others."""
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class StoredSequence:
-    """A sequence of an engine whose KV lives in host memory.
-
-    Args:
-        record: of the sequence; its arrival is its id.
-        status: as `raybatch.policy.boundary_records.SequencePages` has it.
-        host_blocks: that it holds, in order of position.
-        num_stored: tokens whose KV is in them.
-        slot: where it runs, if it does.
-        waited: boundaries since it came into its status.
-        num_failures: times in a row that its KV did not come back.
-    """
-
-    record: Sequence
-    status: Status
-    host_blocks: list[int] = field(default_factory=list)
-    num_stored: int = 0
-    slot: int | None = None
-    waited: int = 0
-    num_failures: int = 0
-
-    @property
-    def id(self) -> int:
-        """The same for as long as the engine has the sequence."""
-        return self.record.arrival
 
 
 class OffloadStore:
@@ -72,11 +32,9 @@ class OffloadStore:
         has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
-    def __init__(self, block_size: int, copier: OffloadCopier, *, has_cache: bool) -> None:
+    def __init__(self, block_size: int, copier: BlockCopier, *, has_cache: bool) -> None:
         self.counters = SwapCounters()
-        self.prefixes: StoredPrefixes[StoredSequence] = StoredPrefixes(
-            block_size, has_cache=has_cache
-        )
+        self.prefixes = StoredPrefixes(block_size, has_cache=has_cache)
         self.blocks = HostBlocks(copier.num_host_blocks)
         self._block_size = block_size
         self._copier = copier

@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.host_pool import HostBlocks
-from raybatch.engine.offload_store import OffloadStore, StoredSequence
+from raybatch.engine.offload_store import OffloadStore
 from raybatch.engine.schedule import LayerMoves, Schedule, SchedulerCounters
 from raybatch.engine.sequences import PREFILL, Sequence, SequenceTable
+from raybatch.engine.stored_sequence import StoredSequence
 
 __all__ = ["PrefillRound"]
 

@@ -83,9 +83,6 @@ class Runner(BlockCopier, Protocol):
     def weight_counters(self) -> WeightCounters:
         """Weights that were copied to the device."""
 
-    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
-        """Copy blocks of the host into as many others."""
-
     def copy_bytes_per_s(self) -> float:
         """Measure copies between both pools while no sequence is there."""
 

@@ -1,34 +1,15 @@
 """Finds leading blocks of prompts that other sequences have in host memory; no tensors."""
 
 from collections.abc import Container, Iterable
-from typing import Generic, Protocol, TypeVar
 
 from raybatch.engine.block_manager import hash_prompt
 from raybatch.engine.sequences import Sequence
+from raybatch.engine.stored_sequence import StoredSequence
 
 __all__ = ["StoredPrefixes"]
 
 
-class Holder(Protocol):
-    """A sequence that has host blocks."""
-
-    @property
-    def id(self) -> int:
-        """The same for as long as the engine has the sequence."""
-
-    @property
-    def record(self) -> Sequence:
-        """Of the sequence."""
-
-    @property
-    def num_stored(self) -> int:
-        """Tokens, from its beginning, whose KV is in host memory."""
-
-
-H = TypeVar("H", bound=Holder)
-
-
-class StoredPrefixes(Generic[H]):
+class StoredPrefixes:
     """Who has which prefix; a hash covers a block and all before it, so it tells the place as well.
 
     Args:
@@ -39,7 +20,7 @@ class StoredPrefixes(Generic[H]):
     def __init__(self, block_size: int, *, has_cache: bool) -> None:
         self._block_size = block_size
         self._has_cache = has_cache
-        self._holders: dict[bytes, dict[int, H]] = {}
+        self._holders: dict[bytes, dict[int, StoredSequence]] = {}
         self._num_known: dict[int, int] = {}
 
     def hashes(self, record: Sequence) -> list[bytes]:
@@ -50,7 +31,7 @@ class StoredPrefixes(Generic[H]):
             )
         return record.block_hashes
 
-    def add(self, holder: H) -> None:
+    def add(self, holder: StoredSequence) -> None:
         """Let others find the full blocks that a sequence has stored since this was last asked."""
         hashes, first = self.hashes(holder.record), self._num_known.get(holder.id, 0)
         stop = min(len(hashes), holder.num_stored // self._block_size)
@@ -58,20 +39,19 @@ class StoredPrefixes(Generic[H]):
             self._holders.setdefault(block_hash, {})[holder.id] = holder
         self._num_known[holder.id] = max(first, stop)
 
-    def drop(self, holder: H) -> None:
+    def drop(self, holder: StoredSequence) -> None:
         """Forget what a sequence has stored."""
-        for block_hash in self.hashes(holder.record)[: self._num_known.pop(holder.id, 0)]:
+        # a prompt that nobody has looked at yet is not hashed for this
+        count = self._num_known.pop(holder.id, 0)
+        for block_hash in self.hashes(holder.record)[:count] if count else ():
             holders = self._holders[block_hash]
             del holders[holder.id]
             if not holders:
                 del self._holders[block_hash]
 
-    def find(self, record: Sequence) -> tuple[int, H | None]:
-        """Return how many leading blocks another sequence has, and which one.
-
-        The last known token is always computed, because its logits are needed.
-        """
-        count = self._count(record, self._holders)
+    def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
+        """Return how many leading blocks another sequence has, and which one."""
+        count = self._count(record)
         if not count:
             return 0, None
         # who has a block has all before it
@@ -84,13 +64,11 @@ class StoredPrefixes(Generic[H]):
             record: of a sequence that waits.
             running: hashes of all full blocks of these.
         """
-        count = self._count(record, self._holders)
-        most = (record.num_tokens - 1) // self._block_size
-        hashes = self.hashes(record)[:most]
+        wanted, count = self._wanted(record), self._count(record)
         # who has the next block to come has all before it
-        return count < len(hashes) and hashes[count] in running
+        return count < len(wanted) and wanted[count] in running
 
-    def check(self, holders: Iterable[H]) -> None:
+    def check(self, holders: Iterable[StoredSequence]) -> None:
         """Raise RuntimeError unless exactly these are found, by what they have stored."""
         expected: dict[bytes, set[int]] = {}
         for holder in holders:
@@ -103,11 +81,11 @@ class StoredPrefixes(Generic[H]):
         if expected != {key: set(found) for key, found in self._holders.items()}:
             raise RuntimeError("stored prefixes: who is found differs from who has stored")
 
-    def _count(self, record: Sequence, known: Container[bytes]) -> int:
-        most = (record.num_tokens - 1) // self._block_size
-        count = 0
-        for block_hash in self.hashes(record)[:most]:
-            if block_hash not in known:
-                break
-            count += 1
-        return count
+    def _wanted(self, record: Sequence) -> list[bytes]:
+        # the last known token is always computed, because its logits are needed
+        return self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
+
+    def _count(self, record: Sequence) -> int:
+        """Return how many of the wanted blocks, from the first on, somebody has stored."""
+        wanted = self._wanted(record)
+        return next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
