@@ -7,7 +7,6 @@ every active sequence has the blocks that it needs, on the device and in host me
 
 from collections.abc import Callable, Mapping
 from itertools import islice
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +35,6 @@ Int64s = npt.NDArray[np.int64]
 # a boundary comes early once this share of the sequences that decode have ended, so that short
 # outputs leave no empty slots for whole pages
 _ENDED_SHARE = 0.125
-_NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
 class OffloadScheduler:
@@ -127,7 +125,7 @@ class OffloadScheduler:
                 self._forget(self._sequences[record.arrival])
         return taken
 
-    def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
+    def schedule(self, drafts: Mapping[int, list[int]]) -> Schedule:
         """Decide the next step, at a page boundary by a plan; drafts are not taken."""
         preempted, admitted = self._round.leave(), list[int]()
         ended: list[Sequence] = []
@@ -155,16 +153,18 @@ class OffloadScheduler:
 
     def finish(self, slot: int) -> Sequence:
         """Take out a running sequence that has ended by itself."""
-        return self._take_out(slot)
+        return self.remove(slot)
 
     def remove(self, slot: int) -> Sequence:
         """Take a running sequence out for good."""
-        return self._take_out(slot)
+        stored = self._vacate(slot)
+        self._forget(stored)
+        return stored.record
 
     def discard(self, slot: int) -> tuple[Sequence, Int64s]:
         """Take a sequence with broken KV out; return also the blocks of the pool to be cleared."""
         blocks = self._broken_blocks(slot)
-        return self._take_out(slot), blocks
+        return self.remove(slot), blocks
 
     def restart(self, slot: int) -> tuple[Sequence, Int64s]:
         """Let a sequence be computed again; return also the blocks of the pool to be cleared."""
@@ -327,11 +327,6 @@ class OffloadScheduler:
         if stored.slot is not None:
             preempted.append(stored.slot)
             self._vacate(stored.slot)
-        self._forget(stored)
-        return stored.record
-
-    def _take_out(self, slot: int) -> Sequence:
-        stored = self._vacate(slot)
         self._forget(stored)
         return stored.record
 

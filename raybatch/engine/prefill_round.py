@@ -58,7 +58,7 @@ class PrefillRound:
         """Take sequences that have host blocks for all their tokens and some more."""
         self._waiting += sorted(sequences, key=lambda stored: stored.id)
 
-    def schedule(self, preempted: Iterable[int] = (), ended: Iterable[Sequence] = ()) -> Schedule:
+    def schedule(self, preempted: Iterable[int], ended: Iterable[Sequence]) -> Schedule:
         """Return the next step of the round."""
         chunks: list[tuple[int, int, int]] = []
         budget = self._budget
