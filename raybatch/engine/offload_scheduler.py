@@ -134,12 +134,8 @@ class OffloadScheduler:
         if self._round.is_open:
             return self._round.schedule(preempted, ended)
         self._steps_left -= 1
-        none = np.empty(0, np.int64)
         return Schedule(
             decode_slots=self._grow_decodes(),
-            chunk_slots=none,
-            chunk_starts=none,
-            chunk_lens=none,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             ended=tuple(ended),

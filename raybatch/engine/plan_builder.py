@@ -85,12 +85,8 @@ class PlanBuilder:
         """
         table, stops = self._table, schedule.chunk_starts + schedule.chunk_lens
         is_last = stops == table.num_tokens[schedule.chunk_slots]
-        none = np.empty(0, np.int64)
         rows = Schedule(
             decode_slots=np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last])),
-            chunk_slots=none,
-            chunk_starts=none,
-            chunk_lens=none,
             draft_lens=np.concatenate(
                 (schedule.decode_lens - 1, np.zeros(is_last.sum(), np.int64))
             ),

@@ -67,7 +67,6 @@ class PrefillRound:
         admitted = self._admit(budget, chunks)
         columns = np.array(chunks, np.int64).reshape(-1, 3)
         return Schedule(
-            decode_slots=np.empty(0, np.int64),
             chunk_slots=columns[:, 0],
             chunk_starts=columns[:, 1],
             chunk_lens=columns[:, 2],

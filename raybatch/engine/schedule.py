@@ -54,10 +54,10 @@ class Schedule:
             window. None for any other step.
     """
 
-    decode_slots: Int64s
-    chunk_slots: Int64s
-    chunk_starts: Int64s
-    chunk_lens: Int64s
+    decode_slots: Int64s = field(default_factory=_none)
+    chunk_slots: Int64s = field(default_factory=_none)
+    chunk_starts: Int64s = field(default_factory=_none)
+    chunk_lens: Int64s = field(default_factory=_none)
     draft_lens: Int64s = field(default_factory=_none)
     draft_tokens: Int64s = field(default_factory=_none)
     admitted: tuple[int, ...] = ()
