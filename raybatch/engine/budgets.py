@@ -6,12 +6,11 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.kv_cache import num_blocks_for, num_host_blocks_for, pick_kv_dtype
-from raybatch.engine.limits import pick_device, pick_dtype
+from raybatch.engine.limits import pick_byte_dtype, pick_device, pick_dtype
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import weight_sizes
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.kernels.byte_weights import BYTE_DTYPES
 from raybatch.policy.residence import plan_residence
 
 __all__ = ["check_budgets"]
@@ -57,9 +56,8 @@ def _check_on(
 ) -> None:
     dtype = pick_dtype(config, spec, device)
     if config.device_weight_bytes is not None:
-        byte_dtype = None if config.quantization is None else BYTE_DTYPES[config.quantization]
         # compiled ops may fill panels up, which takes no less
-        form = WeightForm(dtype, byte_dtype=byte_dtype)
+        form = WeightForm(dtype, byte_dtype=pick_byte_dtype(config))
         plan_residence(
             weight_sizes(model_path, spec, form, device=device),
             device_weight_bytes=config.device_weight_bytes,

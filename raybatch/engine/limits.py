@@ -5,6 +5,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.model_config import ModelSpec
 from raybatch.errors import ConfigError
+from raybatch.kernels.byte_weights import BYTE_DTYPES
 
 __all__ = ["check_max_model_len", "pick_device", "pick_dtype"]
 
@@ -30,6 +31,11 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
         # CPUs without bfloat16 units compute it four times slower than float32
         name = "float32" if device.type == "cpu" else spec.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def pick_byte_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Return the type of weights that are kept as bytes; None where none are."""
+    return None if config.quantization is None else BYTE_DTYPES[config.quantization]
 
 
 def check_max_model_len(config: EngineConfig, own: int, model: str) -> None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.limits import check_max_model_len, pick_device, pick_dtype
+from raybatch.engine.limits import check_max_model_len, pick_byte_dtype, pick_device, pick_dtype
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
 from raybatch.engine.pick_ops import dense_panel_width
 from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import ModelWeights, load_weights, weight_sizes
-from raybatch.kernels.byte_weights import BYTE_DTYPES
 from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
 __all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
@@ -91,7 +90,7 @@ def give_back_freed_memory(device: torch.device) -> None:
 
 
 def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
-    byte_dtype = None if config.quantization is None else BYTE_DTYPES[config.quantization]
+    byte_dtype = pick_byte_dtype(config)
     width = dense_panel_width(
         dtype, device, may_compile=config.compiles_kernels, byte_dtype=byte_dtype
     )
