@@ -100,16 +100,6 @@ class ModelRunner:
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
         cache = _make_cache(config, model, num_engines_on_host, setup)
-        logger.info(
-            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
-            model.name,
-            str(model.dtype).removeprefix("torch."),
-            model.device,
-            cache.k.shape[1] - int(setup is not None),
-            config.block_size_tokens,
-            "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
-            _host_memory(config, model.spec, cache),
-        )
         ops = pick_ops(
             model.spec,
             model.weights,
@@ -121,7 +111,7 @@ class ModelRunner:
         graphs = None
         if setup is not None:
             graphs = setup.capture(model.spec, model.weights, cache, decoder)
-        return cls(
+        runner = cls(
             spec=model.spec,
             config=config,
             decoder=decoder,
@@ -129,6 +119,17 @@ class ModelRunner:
             graphs=graphs,
             num_scrap_blocks=int(setup is not None),
         )
+        logger.info(
+            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
+            model.name,
+            str(model.dtype).removeprefix("torch."),
+            model.device,
+            runner.num_blocks,
+            config.block_size_tokens,
+            "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
+            _host_memory(runner),
+        )
+        return runner
 
     @property
     def attn_batch_tokens(self) -> int | None:
@@ -238,13 +239,12 @@ class ModelRunner:
             pool[:, block_ids] = 0
 
 
-def _host_memory(config: EngineConfig, spec: ModelSpec, cache: KVCache) -> str:
+def _host_memory(runner: ModelRunner) -> str:
     """Return what the log says of KV in host memory."""
-    if not config.host_kv_bytes:
+    if not runner.num_host_blocks:
         return ""
-    num_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
-    role = "where all KV lives (kv_offload)" if config.kv_offload else "for what yields"
-    return f", and {num_blocks} in host memory, {role}"
+    role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"
+    return f", and {runner.num_host_blocks} in host memory, {role}"
 
 
 def _make_cache(
