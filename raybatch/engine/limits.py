@@ -7,7 +7,7 @@ from raybatch.engine.model_config import ModelSpec
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_weights import BYTE_DTYPES
 
-__all__ = ["check_max_model_len", "pick_device", "pick_dtype"]
+__all__ = ["check_max_model_len", "pick_byte_dtype", "pick_device", "pick_dtype"]
 
 
 def pick_device(config: EngineConfig) -> torch.device:
