@@ -8,32 +8,15 @@ from raybatch.backends.base import Backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.backends.openai_options import openai_options
 from raybatch.backends.transformers_options import TransformersOptions
-from raybatch.backends.vllm_args import vllm_options
+from raybatch.backends.vllm_args import NATIVE_ONLY, vllm_options
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.types import Task
 
 # by kind; the others take none
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
-# kinds without an engine of their own, and what only the native one has
+# kinds without an engine of their own
 _WITHOUT_ENGINE = ("transformers", "openai")
-_NATIVE_ONLY = (
-    "quantization",
-    "admission",
-    "device_weight_bytes",
-    "host_kv_bytes",
-    "kv_checkpoint_blocks",
-    "kv_offload",
-    "offload_initial_blocks",
-    "offload_extension_blocks",
-    "offload_interval_blocks",
-    "offload_victims",
-    "kv_admission_fraction",
-    "attn_batch_tokens",
-    "moe_batch_tokens",
-    "speculative_tokens",
-    "cuda_graphs",
-)
 # by kind; the others generate text alone
 _TASKS: Mapping[str, tuple[Task, ...]] = {
     "vllm": get_args(Task),
@@ -84,7 +67,7 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
 
 def _refuse_native_options(kind: str, engine: EngineConfig) -> None:
     defaults = EngineConfig()
-    for name in _NATIVE_ONLY:
+    for name in (name for names, _ in NATIVE_ONLY for name in names):
         # what is switched off is no different from what is not there
         if getattr(engine, name) not in (getattr(defaults, name), None, False, 0):
             raise ConfigError(

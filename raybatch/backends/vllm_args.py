@@ -102,8 +102,9 @@ class VllmOptions:
         _check_parsers(self)
 
 
-# options of the native engine alone, and what there is with vLLM instead
-_NATIVE_ONLY = (
+# options of the native engine alone, and what there is with vLLM instead; those that a config
+# refuses without one of these are not among them
+NATIVE_ONLY = (
     (("kv_admission_fraction",), "vLLM has engine_kwargs.watermark and max_num_active_seqs"),
     (("admission",), "vLLM starts rows in the order in which they come"),
     (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
@@ -116,15 +117,6 @@ _NATIVE_ONLY = (
         ("device_weight_bytes", "weight_buffers"),
         "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
     ),
-    (
-        (
-            "offload_initial_blocks",
-            "offload_extension_blocks",
-            "offload_interval_blocks",
-            "offload_victims",
-        ),
-        "leave them out",
-    ),
     (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
     (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
@@ -132,7 +124,7 @@ _NATIVE_ONLY = (
 
 
 def _refuse_native_options(engine: EngineConfig) -> None:
-    for names, way_out in _NATIVE_ONLY:
+    for names, way_out in NATIVE_ONLY:
         if any(_is_changed(engine, name) for name in names):
             told = " and ".join(f"engine.{name}" for name in names)
             are = "are options" if len(names) > 1 else "is an option"
