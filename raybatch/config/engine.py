@@ -1,7 +1,7 @@
 """Options of one engine, and which backend runs it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_bool, check_choice, check_min, check_whole
@@ -14,8 +14,6 @@ VictimOrder = Literal["least", "most", "lifo"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
-
-_WEIGHT_BUFFERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +80,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     device: str = "auto"
     device_weight_bytes: int | None = None
-    weight_buffers: int = _WEIGHT_BUFFERS
+    weight_buffers: int = 2
     kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_bytes: int | None = None
     host_kv_bytes: int | None = None
@@ -130,7 +128,7 @@ class EngineConfig:
         for name in ("host_kv_bytes", "kv_checkpoint_blocks", "device_weight_bytes"):
             if getattr(self, name) is not None:
                 check_whole(self, name, 0)
-        if self.device_weight_bytes is None and self.weight_buffers != _WEIGHT_BUFFERS:
+        if self.device_weight_bytes is None and not self._is_default("weight_buffers"):
             raise ConfigError(
                 "engine.weight_buffers is for layers that do not stay on the device; set "
                 "device_weight_bytes as well, or leave it out"
@@ -172,13 +170,12 @@ class EngineConfig:
             )
 
     def _check_offload(self) -> None:
-        defaults = {option.name: option.default for option in fields(self)}
         check_choice(self, "offload_victims", get_args(VictimOrder))
         for name in ("offload_interval", "offload_initial", "offload_extension"):
             check_whole(self, f"{name}_blocks", 1)
         if not self.kv_offload:
-            for name, default in defaults.items():
-                if name.startswith("offload_") and getattr(self, name) != default:
+            for name in self.__dataclass_fields__:
+                if name.startswith("offload_") and not self._is_default(name):
                     raise ConfigError(
                         f"engine.{name} is for KV that lives in host memory; set kv_offload and "
                         "host_kv_bytes as well, or leave it out"
@@ -193,7 +190,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"engine.{name} is {getattr(self, name)}, and sequences decode "
                     f"{self.offload_interval_blocks} blocks from one page boundary to the next "
-                    f"(engine.offload_interval_blocks); set it to as many at least"
+                    "(engine.offload_interval_blocks); set it to as many at least"
                 )
         for name, why in (
             ("speculative_tokens", "computes no drafts"),
@@ -202,11 +199,15 @@ class EngineConfig:
             ("kv_admission_fraction", "starts rows in rounds"),
             ("cuda_graphs", "uses the pool in two shapes, and graphs know one"),
         ):
-            if getattr(self, name) not in (defaults[name], False, 0):
+            # what is switched off is no different from what is not there
+            if getattr(self, name) and not self._is_default(name):
                 raise ConfigError(
                     f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one "
                     "of them out"
                 )
+
+    def _is_default(self, name: str) -> bool:
+        return bool(getattr(self, name) == self.__dataclass_fields__[name].default)
 
     @property
     def compiles_kernels(self) -> bool:
