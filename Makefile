@@ -6,13 +6,17 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3.11
 ARGS ?=
+# one has all tests on a Ray cluster, the others the rest
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+# workers whose threads wait for each other take all the time of a busy machine
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm check wheel bench train-demo clean
+.PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm check plant wheel bench train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,20 +24,37 @@ help:  ## list the targets
 demo: $(VENV)/.installed-run  ## run the main job on the demo dataset (ARGS="--rows 500")
 	$(BIN)/raybatch demo $(ARGS)
 
-test: $(VENV)/.installed-dev  ## run all tests that need no GPU (ARGS="tests/engine -k moe")
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev  ## run the tests, within ten minutes (ARGS="tests/engine -k moe")
+	$(PYTEST) $(ARGS)
 
-test-fast: $(VENV)/.installed-dev  ## run the tests that need neither a Ray cluster nor much time
-	$(BIN)/python -m pytest -m "not gpu and not ray and not slow and not vllm" $(ARGS)
+test-fast: $(VENV)/.installed-dev  ## run those of them that need no Ray cluster
+	$(PYTEST) -m "not gpu and not vllm and not slow and not exhaustive and not ray" $(ARGS)
+
+test-all: $(VENV)/.installed-dev test-vllm  ## run the slow tests and those that need vLLM as well
+	$(PYTEST) -m "not gpu and not vllm and not exhaustive" $(ARGS)
+
+test-exhaustive: $(VENV)/.installed-dev  ## run full products and long property tests
+	$(PYTEST) -m "exhaustive and not gpu and not vllm" $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm $(or $(ARGS),tests/backends tests/migration)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	  -m "vllm and not exhaustive" \
+	  $(or $(ARGS),tests/backends tests/benchmarks tests/migration)
+
+test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as on other processors
+	for names in avx512:avx512 avx2:avx2 plain:default; do \
+	  RAYBATCH_KERNEL_VECTORS=$${names%:*} ATEN_CPU_CAPABILITY=$${names#*:} \
+	  $(PYTEST) -m "not gpu and not vllm and not exhaustive" tests/engine tests/kernels $(ARGS) || exit 1; \
+	done
 
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+plant: $(VENV)/.installed-dev  ## plant bugs in a copy and see which tests find them (ARGS="run --out FILE")
+	$(BIN)/python scripts/plant_bugs.py $(ARGS)
 
 wheel: $(VENV)/.installed-dev  ## build the wheel, install it elsewhere and run it
 	scripts/check_wheel.sh $(BIN)/python

@@ -144,7 +144,7 @@ def compare(
 
 def load(folder: Path, settings: Settings) -> Backend:
     config = engine_config(PeerConfig(model=str(folder), variant="engine", settings=settings))
-    return create_backend(str(folder), BackendConfig(), config)
+    return create_backend(str(folder), BackendConfig(kind="native"), config)
 
 
 def measure(backend: Backend, settings: Settings, clock: Clock) -> tuple[CostModel, float, int]:

@@ -36,7 +36,7 @@ class PoolEngine:
         self._handle = PoolHandle(
             PoolSpec(
                 model=config.model,
-                backend=BackendConfig(),
+                backend=BackendConfig(kind="native"),
                 engine=engine_config(config),
                 pool=PoolConfig(replicas=replicas),
             )

@@ -107,7 +107,9 @@ class NativeEngine:
         from raybatch.backends.create import create_backend
         from raybatch.config import BackendConfig
 
-        return create_backend(self._config.model, BackendConfig(), engine_config(self._config))
+        return create_backend(
+            self._config.model, BackendConfig(kind="native"), engine_config(self._config)
+        )
 
 
 def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "list[Request]":
@@ -154,7 +156,7 @@ def run_job(
             sampling=Sampling(ignore_eos=True),
             overrides={"max_tokens": "output_len"},
             engine=engine,
-            backend=backend,
+            backend=backend or "native",
             pool=PoolConfig(replicas=config.options["replicas"]),
         )
         plan = plan_config(config.variant) or "off"

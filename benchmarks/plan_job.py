@@ -55,7 +55,6 @@ def plan(folder: Path, num_rows: int) -> dict[str, object]:
         plan=fit_units(options, source),
         sink=str(folder / "out"),
         row_id_column="row_id",
-        run=lambda dataset: None,
     )
     began = time.monotonic()
     large = plan_large(job)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from raybatch.config import secret_of
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, shell_path
 from raybatch.job_flags import (
     MESSAGES_FLAG,
     PROMPT_FLAG,
@@ -21,6 +21,20 @@ if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
 
 __all__ = ["BatchFlags", "add_batch_commands", "run_batch_file"]
+
+
+# flags of a job that a batch file says itself, and its requests
+_SAID_BY_BATCHES = (
+    "source",
+    "sink",
+    "prompt",
+    "messages_column",
+    "id_column",
+    "columns",
+    "output_order",
+    "overwrite",
+    "extend",
+)
 
 
 class BatchFlags(NamedTuple):
@@ -82,7 +96,7 @@ def to_batch(
             sampling=sampling,
         )
     )
-    typer.echo(f"{found.num_requests} requests: {', '.join(found.files)}")
+    typer.echo(f"{found.num_requests} requests: {' '.join(map(shell_path, found.files))}")
     if found.num_left_out:
         first = f"the first is {found.first_error}"
         typer.echo(f"{found.num_left_out} rows left out, {first}", err=True)
@@ -102,14 +116,15 @@ def from_batch(
 
     found = collect_answers(files, source=source, sink=out, id_column=id_column)
     typer.echo(
-        f"{found.num_rows} rows: {found.num_answered} answered, {found.num_failed} failed: {out}"
+        f"{found.num_rows} rows: {found.num_answered} answered, {found.num_failed} failed: "
+        f"{shell_path(out)}"
     )
     if found.num_unknown:
         typer.echo(f"{found.num_unknown} lines are about no row of {source}", err=True)
     raise typer.Exit(2 if found.num_failed else 0)
 
 
-@with_job_flags
+@with_job_flags(without=_SAID_BY_BATCHES)
 def serve(
     flags: JobFlags,
     folder: Annotated[str, typer.Option(help="For files, batches and outputs; a path or a URI.")],
@@ -178,12 +193,14 @@ def run_batch_file(
     options = BatchOptions(job=mapping, names=batch.names, where="raybatch run --openai")
     folder = f"{batch.out}.raybatch"
     run = BatchRun(files=BatchFiles(flags.job_file, batch.out, errors, folder), options=options)
-    counts = run.run(progress=ProgressPrinter(note=note), prepare=start_ray, overwrite=is_overwrite)
+    counts = run.run(
+        progress=ProgressPrinter(note=note), start_ray=start_ray, overwrite=is_overwrite
+    )
     typer.echo(counts.to_text())
     if counts.stopped:
         typer.echo("the same command goes on there", err=True)
     else:
-        typer.echo(f"answers: {batch.out}\nerrors: {errors}", err=True)
+        typer.echo(f"answers: {shell_path(batch.out)}\nerrors: {shell_path(errors)}", err=True)
     return counts
 
 

@@ -5,8 +5,10 @@ The flags of a job are those of `raybatch.job_flags`; the commands on a cluster 
 `raybatch.output_commands`.
 """
 
+import atexit
 import logging
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -18,10 +20,11 @@ from raybatch.batch_commands import BatchFlags, add_batch_commands, run_batch_fi
 from raybatch.bench_commands import add_bench_commands
 from raybatch.cluster_commands import add_cluster_commands
 from raybatch.config import log_level
-from raybatch.errors import ConfigError, RaybatchError
+from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.job_flags import JobFlags, with_job_flags, with_model
 from raybatch.output_commands import add_output_commands
 from raybatch.redaction import DiscreetFormatter, redacted
+from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
 if TYPE_CHECKING:
     from raybatch.report import RunReport
@@ -47,6 +50,11 @@ class _Terminated(SystemExit):
 
 def main() -> None:
     """Run the command line; an error of raybatch is one line and exit code 1."""
+    skip_noise_of_workers()
+    quiet = ExitStack()
+    quiet.enter_context(quiet_stderr())
+    # Ray registers its own end later, so it ends in silence before this
+    atexit.register(quiet.close)
     # imports, the start of Ray and the look at the input take seconds, before a run minds signals
     before = signal.signal(signal.SIGTERM, _terminate) or signal.SIG_DFL
     try:
@@ -86,14 +94,16 @@ def _set_up(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    handler = logging.StreamHandler()
+    handler = StderrHandler()
     handler.setFormatter(DiscreetFormatter())
     logging.basicConfig(handlers=[handler])
     logging.getLogger("raybatch").setLevel(log_level() or logging.INFO)
 
 
 @app.command()
-@with_job_flags
+@with_job_flags(
+    job_file_help="YAML job file, below the options here; with --openai the batch file."
+)
 def run(
     flags: JobFlags,
     allow_error_rows: Annotated[
@@ -123,12 +133,13 @@ def run(
     job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     from raybatch.progress import ProgressPrinter  # slow to load, and a wrong option needs none
 
-    _start_ray()
-    _end_with(job.run(progress=ProgressPrinter(note=note)), allow_error_rows)
+    report = job.run(progress=ProgressPrinter(note=note), start_ray=_start_ray)
+    _end_with(report, allow_error_rows)
 
 
 @app.command()
-@with_job_flags
+# which rows there are, and of what columns, the output says
+@with_job_flags(without=("columns",))
 def retry_errors(
     flags: JobFlags,
     into: Annotated[str, typer.Option(help="Folder for the new answers.")],
@@ -145,14 +156,15 @@ def retry_errors(
     from raybatch.progress import ProgressPrinter
 
     chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
-    _start_ray()
-    _end_with(
-        job.retry_errors(into, progress=ProgressPrinter(note=note), **chosen), allow_error_rows
+    report = job.retry_errors(
+        into, progress=ProgressPrinter(note=note), start_ray=_start_ray, **chosen
     )
+    _end_with(report, allow_error_rows)
 
 
 @app.command()
-@with_job_flags
+# about what is written
+@with_job_flags(without=("sink", "output_order", "overwrite", "extend", "on_error"))
 def explain(
     flags: JobFlags,
     html: Annotated[
@@ -177,12 +189,11 @@ def explain(
     job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
     if note:
         typer.echo(note, err=True)
-    if not no_measure:
-        _start_ray()
     found = job.explain(
         kv_tokens=kv_tokens,
         price_per_engine_hour=price_per_engine_hour,
         measure=not no_measure,
+        start_ray=_start_ray,
     )
     typer.echo(found.to_json() if as_json else str(found))
     if html is not None:
@@ -199,8 +210,7 @@ def demo(
     """Answer a generated dataset with the embedded model and score the answers."""
     from raybatch.demo.run import run_demo  # pyarrow is slow to load, and --help does without
 
-    _start_ray()
-    result = run_demo(out, rows=rows, seed=seed, replicas=replicas)
+    result = run_demo(out, rows=rows, seed=seed, replicas=replicas, start_ray=_start_ray)
     typer.echo(result.to_text())
     # the dataset has bad rows on purpose; only lost or repeated ones are a failure
     raise typer.Exit(1 if result.report.exit_code() == 1 else 0)
@@ -232,7 +242,7 @@ def ordered(
     from raybatch.outputs.ordered import ordered as copy_in_order
 
     found = copy_in_order(folder, into, start_ray=_start_ray)
-    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {into}")
+    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {shell_path(into)}")
 
 
 add_cluster_commands(app)
@@ -258,7 +268,8 @@ def _check_page(path: str | None) -> None:
     if path is None:
         return
     if Path(path).is_dir():
-        raise ConfigError(f"--html {path}: this is a folder; name a file, such as {path}/page.html")
+        page = shell_path(f"{path}/page.html")
+        raise ConfigError(f"--html {path}: this is a folder; name a file, such as {page}")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--html {path}: there is no such folder; make it, or choose another")
 
@@ -268,7 +279,7 @@ def _write_page(path: str, page: str) -> None:
         Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--html {path}: the page cannot be written: {error}") from error
-    typer.echo(f"page: {path}", err=True)
+    typer.echo(f"page: {shell_path(path)}", err=True)
 
 
 def _start_ray() -> None:

@@ -21,7 +21,7 @@ def add_cluster_commands(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@with_job_flags
+@with_job_flags()
 def submit(
     flags: JobFlags,
     address: Annotated[

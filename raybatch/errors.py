@@ -6,6 +6,7 @@
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
       EndpointError                   an endpoint refuses every request: its key, model or address
+        EndpointUnreachable           nothing answers at its address now
       RowError                        raised only where the user asked for on_error="raise"
       CommitError                     an output that is not what the plan of its job says
       RunStopped                      a run was asked to stop before its rows were at work
@@ -16,6 +17,8 @@ A bad row is data (see `raybatch.types.Completion.error`), never an exception th
 """
 
 import difflib
+import math
+import shlex
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -80,6 +83,10 @@ class EndpointError(RaybatchError):
     """An endpoint refuses every request, so that no row can be answered and the run has to end."""
 
 
+class EndpointUnreachable(EndpointError):
+    """Nothing answers at the address of an endpoint now; it may be there later."""
+
+
 class RowError(RaybatchError):
     """A row failed and the stage was built with on_error="raise"."""
 
@@ -100,6 +107,19 @@ class MissingDependency(RaybatchError, ImportError):
     """An optional package is not installed; the message names the pip command."""
 
 
+# what another try would raise again: options, files and packages stay as they are
+_PERMANENT = (ConfigError, EndpointError, ImportError)
+_PASSING = (UnreachableError, EndpointUnreachable)
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Return whether what raised `error` would raise it again if it was tried once more.
+
+    What nobody has named here, such as a lack of memory or a device that is busy, may pass.
+    """
+    return isinstance(error, _PERMANENT) and not isinstance(error, _PASSING)
+
+
 def encodable(text: str) -> str:
     """Return `text` with lone surrogates, which no output file can hold, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -111,9 +131,45 @@ def error_text(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return "Class: text" with the last line of an error that Ray has put a trace into."""
+    """Return "Class: text" with the last line of an error that Ray has put a trace into.
+
+    What Ray guesses about a process that died, in six lines at each death, is left out.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return encodable(f"{type(error).__name__}: {lines[-1] if lines else ''}")
+    said = lines[-1].partition(" Some common causes include: ")[0] if lines else ""
+    return encodable(f"{type(error).__name__}: {said}")
+
+
+def one_line(text: str, max_chars: int = 2000) -> str:
+    """Return a text with blanks in place of line breaks, cut where it is endless."""
+    found = " ".join(text.split())
+    return found if len(found) <= max_chars else f"{found[:max_chars]} ..."
+
+
+def told_range(allowed: str, value: object) -> str:
+    """Return what a number may be, and that it must be finite where `value` is not.
+
+    Args:
+        allowed: such as "at least 0" or "above 0 and at most 1".
+        value: that is refused.
+
+    Example:
+        >>> told_range("at least 0", float("inf")), told_range("at least 0", -1)
+        ('a finite number of at least 0', 'a number of at least 0')
+    """
+    is_endless = isinstance(value, float) and not math.isfinite(value)
+    of = "of " if allowed.startswith("at least") else ""
+    return f"a {'finite ' if is_endless else ''}number {of}{allowed}"
+
+
+def shell_path(path: str) -> str:
+    """Return a path or another word as it can be pasted into a shell, a URI of this host as a path.
+
+    Example:
+        >>> shell_path("file:///data/my answers"), shell_path("out/part-000000.parquet")
+        ("'/data/my answers'", 'out/part-000000.parquet')
+    """
+    return shlex.quote(path.removeprefix("file://"))
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

@@ -6,8 +6,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-import ray
-
 from raybatch.config import LimitConfig, PlanConfig, WaveConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
@@ -23,10 +21,13 @@ from raybatch.job_config import (
     without_effect,
 )
 from raybatch.job_order import OrderedRun, check_order
+from raybatch.job_parts import settled_stage, stage_of_cluster
 from raybatch.job_run import JobRun, planned_run
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
+from raybatch.policy.executor import ExecutorName
 from raybatch.progress import ProgressPrinter
 from raybatch.report import RunReport
+from raybatch.stages.executor import choose, with_pool
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.inputs import check_inputs
 from raybatch.stages.layout_lint import without_columns
@@ -36,7 +37,6 @@ from raybatch.stages.partition_values import check_partition_values
 from raybatch.stages.plan.sidecar import check_expected
 from raybatch.stages.plan_columns import check_names
 from raybatch.stages.pool_watch import ProgressCallback, RunClock
-from raybatch.stages.schema import OutputSchema
 from raybatch.stages.schemas import SchemaPolicy
 from raybatch.stages.sink import check_partitions, check_place, prepare_sink
 from raybatch.stages.source import Source, check_outside, scan_source
@@ -79,6 +79,11 @@ class Job:
         skip_bad_files: leave out files that cannot be read (empty, cut, of another kind), in place
             of refusing the source; they are logged and reported.
         max_row_group_bytes: that a row group or record batch may take in memory.
+        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
+            larger files a hundred times their size.
+        executor: of the engines: "ray" has them on a cluster; "local" on this host, as processes
+            of this one, and does not load Ray; "auto" takes a cluster that is connected, else
+            runs small inputs locally and others on Ray.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -103,6 +108,8 @@ class Job:
         schema_policy: SchemaPolicy = "strict",
         skip_bad_files: bool = False,
         max_row_group_bytes: int = 2 << 30,
+        max_decompressed_bytes: int | None = None,
+        executor: ExecutorName = "auto",
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -128,6 +135,8 @@ class Job:
             schema_policy=schema_policy,
             skip_bad_files=skip_bad_files,
             max_row_group_bytes=max_row_group_bytes,
+            max_decompressed_bytes=max_decompressed_bytes,
+            executor=executor,
         )
         self._stage = stage
 
@@ -182,6 +191,8 @@ class Job:
             schema_policy=config.schema_policy,
             skip_bad_files=config.skip_bad_files,
             max_row_group_bytes=config.max_row_group_bytes,
+            max_decompressed_bytes=config.max_decompressed_bytes,
+            executor=config.executor,
         )
 
     @classmethod
@@ -198,6 +209,7 @@ class Job:
         *,
         progress: ProgressCallback | ProgressPrinter | None = None,
         ending: Callable[[], str | None] | None = None,
+        start_ray: Callable[[], None] | None = None,
     ) -> RunReport:
         """Read, generate, write, and count what was written.
 
@@ -207,6 +219,8 @@ class Job:
                 elsewhere.
             ending: called about every second; a text that it returns ends the run early, as a
                 limit does, and is the reason that the report tells.
+            start_ray: called before Ray is used, where it is: nothing is left to refuse then, and
+                something to do; None leaves its start to Ray.
 
         Returns:
             The report, which also lies below the sink.
@@ -217,7 +231,7 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        return self._run(self._scan(), clock, progress, ending)
+        return self._run(self._scan(), clock, progress, ending, start_ray)
 
     def retry_errors(
         self,
@@ -225,6 +239,7 @@ class Job:
         *,
         statuses: Collection[str] = ERROR_STATUSES,
         progress: ProgressCallback | ProgressPrinter | None = None,
+        start_ray: Callable[[], None] | None = None,
     ) -> RunReport:
         """Run the error rows of this job's finished output again, into a folder of their own.
 
@@ -236,6 +251,7 @@ class Job:
             sink: folder for the new answers; a second call goes on where the first has stopped.
             statuses: of the rows to run again.
             progress: see `run`.
+            start_ray: see `run`.
 
         Raises:
             ConfigError: the output is not finished, the folder lies in it or in the source of this
@@ -263,8 +279,9 @@ class Job:
             output_order=self.config.output_order,
             limits=self.config.limits,
             waves=self.config.waves,
+            executor=self.config.executor,
         )
-        return job._run(source, clock, progress)
+        return job._run(source, clock, progress, start_ray=start_ray, begun_in=(self.config.sink,))
 
     def _run(
         self,
@@ -272,18 +289,31 @@ class Job:
         clock: RunClock,
         progress: ProgressCallback | ProgressPrinter | None,
         ending: Callable[[], str | None] | None = None,
+        start_ray: Callable[[], None] | None = None,
+        begun_in: Sequence[str] = (),
     ) -> RunReport:
-        self._check(source, self.config.stage.output)
         check_place(self.config.sink)
         check_outside(self.config.sink, self.config.source)
+        executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
+        # what is overwritten is no output that goes on
+        sinks = (self.config.sink, *begun_in)[self.config.overwrite :]
+        stage = settled_stage(with_pool(self._stage, executor), sinks)
+        self._check(source, stage.config)
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
             source_paths={part.path for part in source.slices},
         )
         check_order(self.config)
+        stage = stage_of_cluster(stage, source.schema, start_ray)
         run = JobRun(
-            config=self.config, stage=self._stage, source=source, clock=clock, ending=ending
+            config=replace(self.config, stage=stage.config),
+            stage=stage,
+            source=source,
+            clock=clock,
+            ending=ending,
+            executor=executor,
+            start_ray=start_ray,
         )
         if self.config.output_order == "input":
             return OrderedRun(run=run).execute(progress)
@@ -295,6 +325,7 @@ class Job:
         kv_tokens: int | None = None,
         price_per_engine_hour: float | None = None,
         measure: bool = True,
+        start_ray: Callable[[], None] | None = None,
     ) -> Explanation:
         """Plan the job without running it, and say what it shares, saves, takes and costs.
 
@@ -305,23 +336,32 @@ class Job:
                 the measured engine.
             price_per_engine_hour: of one replica, in any currency.
             measure: False starts no engine; there is a time then only if one was measured before.
+            start_ray: see `run`.
 
         Raises:
             ConfigError: found before any work starts, where it can be.
             CapacityError: `kv_cache_bytes` of the engine does not hold a block.
         """
         source = self._scan()
-        self._check(source, self.config.stage.output)
-        return explain_source(
+        executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
+        stage = settled_stage(with_pool(self._stage, executor), (self.config.sink,))
+        self._check(source, stage.config)
+        if measure and start_ray is not None and not executor.is_local:
+            start_ray()
+        stage = stage_of_cluster(stage, source.schema, connect=measure)
+        explanation = explain_source(
             Question(
-                job=planned_run(self.config, source),
-                spec=self._stage.pool.spec,
+                job=planned_run(replace(self.config, stage=stage.config), source),
+                spec=stage.pool.spec,
+                is_local=executor.is_local,
                 name=self.config.source,
+                backend_reason="" if stage.choice is None else stage.choice.why,
                 kv_tokens=kv_tokens,
                 price_per_engine_hour=price_per_engine_hour,
                 measure=measure,
             )
         )
+        return replace(explanation, executor=str(executor))
 
     def _scan(self) -> Source:
         self.config.check_columns()
@@ -331,11 +371,11 @@ class Job:
             schema_policy=self.config.schema_policy,
             skip_bad_files=self.config.skip_bad_files,
             max_row_group_bytes=self.config.max_row_group_bytes,
+            max_decompressed_bytes=self.config.max_decompressed_bytes,
         )
 
-    def _check(self, source: Source, output: OutputSchema) -> None:
-        stage = self.config.stage
-        output.check_collisions(source.schema, id_column=stage.id_column)
+    def _check(self, source: Source, stage: StageConfig) -> None:
+        stage.output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
         check_names(source.schema)
         check_partitions(source.schema, self.config.partition_by)
@@ -357,4 +397,4 @@ class Job:
             check_partition_values(source, self.config.partition_by)
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)
-        check_model(stage, is_one_host=ray.is_initialized() and len(ray.nodes()) == 1)
+        check_model(stage, source.schema)

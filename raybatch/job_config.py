@@ -18,6 +18,7 @@ from raybatch.config import (
     from_mapping,
 )
 from raybatch.errors import ConfigError
+from raybatch.policy.executor import ExecutorName
 from raybatch.stages.inputs import referenced_columns
 from raybatch.stages.options import StageConfig
 from raybatch.stages.schemas import SchemaPolicy
@@ -59,6 +60,9 @@ class JobConfig:
         schema_policy: "strict" refuses files whose schemas differ, "cast" widens without loss.
         skip_bad_files: leave out files that cannot be read.
         max_row_group_bytes: that a row group or record batch may take in memory.
+        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
+            larger files a hundred times their size.
+        executor: of the engines: "ray", "local" without it, or "auto", whichever suits.
     """
 
     source: str
@@ -76,6 +80,8 @@ class JobConfig:
     schema_policy: SchemaPolicy = "strict"
     skip_bad_files: bool = False
     max_row_group_bytes: int = 2 << 30
+    max_decompressed_bytes: int | None = None
+    executor: ExecutorName = "auto"
 
     def __post_init__(self) -> None:
         if self.overwrite and self.extend:
@@ -90,7 +96,10 @@ class JobConfig:
             )
         check_choice(self, "schema_policy", get_args(SchemaPolicy))
         check_choice(self, "output_order", get_args(OutputOrder))
+        check_choice(self, "executor", get_args(ExecutorName))
         check_min(self, "max_row_group_bytes", 1)
+        if self.max_decompressed_bytes is not None:
+            check_min(self, "max_decompressed_bytes", 1)
         self._check_task()
         if not isinstance(self.skip_bad_files, bool):
             raise ConfigError(f"skip_bad_files must be true or false, got {self.skip_bad_files!r}")

@@ -4,12 +4,13 @@ Flags are short names of job options and go through `Job.from_mapping` like a jo
 option without a flag is reached with `--set`.
 """
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 import yaml
@@ -54,6 +55,8 @@ JOB_OPTIONS = (
     "schema_policy",
     "skip_bad_files",
     "max_row_group_bytes",
+    "max_decompressed_bytes",
+    "executor",
 )
 _STAGE_OPTIONS = frozenset({"seed", *(field.name for field in fields(StageConfig))})
 
@@ -81,7 +84,7 @@ class JobFlags:
 def read_job_flags(
     job_file: Annotated[
         str | None,
-        typer.Argument(help="YAML job file, below the options here; with --openai the batch file."),
+        typer.Argument(help="YAML job file, below the options here."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--input", help="Parquet, JSONL, Arrow: a file, folder or glob.")
@@ -110,6 +113,9 @@ def read_job_flags(
     extend: Annotated[
         bool, typer.Option("--extend", help="Add files that are new in the input.")
     ] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run on this host alone, without starting Ray.")
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
@@ -131,27 +137,57 @@ def read_job_flags(
         "columns": columns,
         "output_order": output_order,
         "extend": extend or None,
+        "executor": "local" if local else None,
     }
     given = {path: value for path, value in flags.items() if value is not None}
     return {**given, **parse_settings(settings or [])}
 
 
-def with_job_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of a job before its own; it is called with what they come to."""
-    flags = inspect.signature(read_job_flags).parameters
-    own = list(inspect.signature(command).parameters.values())[1:]
+def with_job_flags(
+    *, without: Collection[str] = (), job_file_help: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return what gives a command the flags of a job before its own.
 
-    @functools.wraps(command)
-    def with_flags(**values: Any) -> None:  # noqa: ANN401
-        of_job = {name: values.pop(name) for name in flags}
-        job_file, options = of_job["job_file"], read_job_flags(**of_job)
-        where = job_file or f"raybatch {command.__name__}"
-        command(JobFlags(job_file=job_file, options=options, where=where), **values)
+    The command is called with what they come to.
 
-    taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags.values(), *own)]
-    with_flags.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
-    with_flags.__annotations__ = {p.name: p.annotation for p in taken}
-    return with_flags
+    Args:
+        without: flags of which its help says nothing, because they mean nothing to it. They are
+            read all the same: a command line of `run` may ask for them, and who is told that a
+            batch says it itself is told more than that there is no such flag.
+        job_file_help: what its help says of the job file, where it may be another one.
+    """
+    flags = {
+        name: _told(flag, is_hidden=name in without, help_=job_file_help)
+        for name, flag in inspect.signature(read_job_flags).parameters.items()
+    }
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def with_flags(**values: Any) -> None:  # noqa: ANN401
+            of_job = {name: values.pop(name) for name in flags}
+            job_file, options = of_job["job_file"], read_job_flags(**of_job)
+            where = job_file or f"raybatch {command.__name__}"
+            command(JobFlags(job_file=job_file, options=options, where=where), **values)
+
+        taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags.values(), *own)]
+        with_flags.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {p.name: p.annotation for p in taken}
+        return with_flags
+
+    return decorate
+
+
+def _told(flag: inspect.Parameter, *, is_hidden: bool, help_: str | None) -> inspect.Parameter:
+    """Return a flag as the help of one command shows it."""
+    kind, shown = get_args(flag.annotation)
+    shown = copy.copy(shown)
+    if is_hidden:
+        shown.hidden = True
+    if flag.name == "job_file" and help_ is not None:
+        shown.help = help_
+    return flag.replace(annotation=Annotated[kind, shown])
 
 
 def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raybatch.durable.layout import PLAN, PLAN_ORDER
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, shell_path
 from raybatch.job_config import JobConfig
 from raybatch.job_parts import is_whole, plans_of
 from raybatch.job_run import JobRun
@@ -84,7 +84,7 @@ class OrderedRun:
             sink = self.run.config.sink
             raise ConfigError(
                 f"the output in {sink} is complete, in the order of the plan; `raybatch ordered "
-                f"{sink} NEW_FOLDER` makes a copy in the order of the input"
+                f"{shell_path(sink)} NEW_FOLDER` makes a copy in the order of the input"
             )
 
 

@@ -1,18 +1,34 @@
 """What a run of a job has to do: plans that are not complete, and input that is in no plan yet."""
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 
+import pyarrow as pa
+
+from raybatch.actors.crew_plan import connected_ray
 from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import committed
-from raybatch.stages.fingerprint import InputFile, check_same
+from raybatch.durable.layout import PLAN_ORDER
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.fingerprint import InputFile, backend_kind, check_same
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.run import fit_units
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
-from raybatch.stages.storage import store_of
+from raybatch.stages.stage_model import check_model
+from raybatch.stages.storage import store_of, told_as
 
-__all__ = ["JobPart", "is_complete", "is_whole", "parts_to_run", "plans_of", "tell_what_holds"]
+__all__ = [
+    "JobPart",
+    "began_with",
+    "is_complete",
+    "is_whole",
+    "parts_to_run",
+    "plans_of",
+    "settled_stage",
+    "stage_of_cluster",
+    "tell_what_holds",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +93,57 @@ def _in_order_of(plans: Sequence[StoredPlan], files: Sequence[InputFile]) -> lis
     """Return files as plans have them one after the other, then those that are in none."""
     plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
     return sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
+
+
+def began_with(sink: str) -> str | None:
+    """Return the kind of the backend that an output was begun with; None where there is none."""
+    with told_as(f"sink {sink!r} cannot be used"):
+        for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
+            for stored in read_plans(folder):
+                return backend_kind(stored.fingerprint)
+    return None
+
+
+def settled_stage(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageFeeder]:
+    """Return a stage with a backend that is decided, where no cluster has to start for that.
+
+    Args:
+        stage: with the pool of the job.
+        sinks: outputs that it goes on with; the first that was begun says with which backend.
+    """
+    if stage.config.backend.kind != "auto":
+        return stage
+    begun = next(filter(None, map(began_with, sinks)), None)
+    if begun is None and not stage.pool.is_local and connected_ray() is None:
+        return stage
+    return stage.settled(began_with=begun, connect=False)
+
+
+def stage_of_cluster(
+    stage: type[StageFeeder],
+    schema: pa.Schema,
+    start_ray: Callable[[], None] | None = None,
+    *,
+    connect: bool = True,
+) -> type[StageFeeder]:
+    """Return a stage with a backend that a cluster decides, and whose model that one can run.
+
+    Args:
+        stage: one that is decided is returned as it is.
+        schema: of its rows.
+        start_ray: is called before Ray is used.
+        connect: to a cluster; else options alone decide.
+
+    Raises:
+        ConfigError: the backend cannot run the model, or cannot be decided.
+    """
+    if stage.config.backend.kind != "auto":
+        return stage
+    if start_ray is not None:
+        start_ray()
+    found = stage.settled(connect=connect)
+    check_model(found.config, schema)
+    return found
 
 
 def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:

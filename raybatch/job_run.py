@@ -12,7 +12,7 @@ from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.commit import committed
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.protocols import Store
-from raybatch.errors import ConfigError, RunStopped
+from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual
@@ -31,6 +31,7 @@ from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.progress import ProgressPrinter, shown
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
+from raybatch.stages.executor import Executor
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.fingerprint import (
     fingerprint,
@@ -38,8 +39,8 @@ from raybatch.stages.fingerprint import (
     input_files,
     output_schema,
 )
-from raybatch.stages.plan.large import LargePlan
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.records import LargePlan
 from raybatch.stages.plan.run import run_planned, store_input_order
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
@@ -67,6 +68,8 @@ class JobRun:
         source: rows to read.
         clock: began with the run.
         ending: says why the run has to end early, if it has to; called about every second.
+        executor: where the stage's pool runs.
+        start_ray: called before Ray is used, where it is; None leaves its start to Ray.
     """
 
     config: JobConfig
@@ -74,6 +77,8 @@ class JobRun:
     source: Source
     clock: RunClock
     ending: Callable[[], str | None] | None = None
+    executor: Executor
+    start_ray: Callable[[], None] | None = None
 
     def described(self) -> PlannedRun:
         """Return what the run is about, with what decides the answers."""
@@ -91,7 +96,7 @@ class JobRun:
 
     def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
         """Generate and write every row that is not written yet, and count what is there."""
-        store, before = store_of(self.config.sink), self.stage.stats()
+        store = store_of(self.config.sink)
         job, schema = self.described(), self._schema
         plans = plans_of(job, may_grow=self.config.extend)
         tell_what_holds(job, plans)
@@ -103,6 +108,10 @@ class JobRun:
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
         rows_resumed = self._rows_done(store, plans) if plans else 0
+        logger.info("executor: %s", self.executor)
+        if self.start_ray is not None and not self.executor.is_local:
+            self.start_ray()
+        before = self.stage.stats()
         limits = LimitWatch(self.config.limits, before, ending=self.ending)
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
@@ -127,6 +136,10 @@ class JobRun:
         return keep_report(report, self.config.sink)
 
     @property
+    def _backend_reason(self) -> str:
+        return "" if self.stage.choice is None else self.stage.choice.why
+
+    @property
     def _schema(self) -> pa.Schema:
         return output_schema(self.source.schema, self.config.stage)
 
@@ -136,10 +149,13 @@ class JobRun:
             "source": self.config.source,
             "sink": self.config.sink,
             "model": self.config.stage.model,
+            "backend": self.config.stage.backend.kind,
+            "backend_reason": self._backend_reason,
             "rows": self.source.num_rows,
             "rows_resumed": rows_resumed,
             "fingerprint": fingerprint_digest(job.fingerprint),
             "versions": installed_versions(),
+            "executor": self.executor.name,
         }
         return RunRecorder(store, new_run_id(now_s), about=about)
 
@@ -194,7 +210,9 @@ class JobRun:
                     stage.pool.start()
                     return run_planned(replace(job, units=runner), part.stored)
         except KeyboardInterrupt:
-            self._tell_interrupted(0 if watch is None else watch.rows_done)
+            # the pool was last asked a while ago
+            num_seen = 0 if watch is None else watch.rows_done
+            self._tell_interrupted(max(num_seen, recorder.rows_written))
             if asked.has_come and not recorder.units.total:
                 raise RunStopped(
                     "SIGTERM came before any row was at work; the same command begins again"
@@ -221,6 +239,7 @@ class JobRun:
             flush_every_s=self.config.flush_every_s,
             observer=recorder,
             waves=self.config.waves,
+            is_local=self.executor.is_local,
         )
 
     def _rows_done(self, store: Store, plans: Sequence[StoredPlan]) -> int:
@@ -244,7 +263,7 @@ class JobRun:
             "is complete in %s is not done again",
             rows_done,
             self.source.num_rows,
-            self.config.sink,
+            shell_path(self.config.sink),
         )
 
     def _report(
@@ -272,6 +291,7 @@ class JobRun:
             rows_resumed=rows_resumed,
             replicas=after.num_replicas,
             restarts=restarts,
+            executor=self.executor.name,
             versions=installed_versions(),
         )
         report = replace(report, plan=self._outcome(planned, actual))
@@ -292,8 +312,10 @@ class JobRun:
             job=planned_run(self.config, self.source),
             spec=self.stage.pool.spec,
             name=self.config.source,
+            backend_reason=self._backend_reason,
             kv_tokens_found=actual.kv_tokens,
             measure=False,
+            is_local=self.executor.is_local,
             max_rows=_MAX_ROWS_SIMULATED,
             lint=False,
         )

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
+from rich.segment import ControlType
 from rich.table import Table
 
 from raybatch.history.recorder import UnitsSoFar
@@ -22,6 +24,7 @@ from raybatch.stages.pool_watch import ProgressCallback, is_working
 from raybatch.types import PoolStats
 
 WINDOW_S = 60.0
+_ONE_LESS_ROW = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +128,9 @@ class ProgressPrinter:
         self._history: list[Snapshot] = []
         self._last_line_s: float | None = None
         is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, refresh_per_second=4) if is_live else None
+        # drawn when there is something new, so that nobody draws while the terminal is measured
+        self._live = Live(console=self._console, auto_refresh=False) if is_live else None
+        self._drawn = ConsoleDimensions(0, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +157,7 @@ class ProgressPrinter:
         self._history.append(snapshot)
         self._forget()
         if self._live is not None:
-            self._live.update(self._panel())
+            self._draw(self._live)
             return
         now_s = self._history[-1].time_s
         if self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
@@ -175,6 +180,17 @@ class ProgressPrinter:
     def _write_line(self) -> None:
         self._last_line_s = self._history[-1].time_s
         self._console.print(f"raybatch: {progress_line(self._history)}", soft_wrap=True)
+
+    def _draw(self, live: Live) -> None:
+        """Draw the panel over the last one, also where a narrower terminal has wrapped that."""
+        panel = self._panel()
+        width = self._console.width
+        for _ in range(_wrapped_rows(self._drawn, width)):
+            self._console.control(_ONE_LESS_ROW)
+        live.update(panel, refresh=True)
+        lines = self._console.render_lines(panel, pad=False)
+        widest = max(sum(piece.cell_length for piece in line) for line in lines)
+        self._drawn = ConsoleDimensions(widest, min(len(lines), self._console.height))
 
     def _panel(self) -> Panel:
         grid = Table.grid(padding=(0, 2))
@@ -199,6 +215,12 @@ def shown(
         return
     with progress or ProgressPrinter() as printer:
         yield lambda stats, rows_total: printer.update(stats, rows_total, units())
+
+
+def _wrapped_rows(drawn: ConsoleDimensions, width: int) -> int:
+    """Return the rows that a drawing takes beyond its lines, once a terminal is so wide."""
+    rows_per_line = max(1, -(-drawn.width // max(1, width)))
+    return drawn.height * (rows_per_line - 1)
 
 
 def _work_start(history: Sequence[Snapshot]) -> Snapshot:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, told_range
 from raybatch.parsed_text import ParsedText
 from raybatch.structured_outputs import structured_text
 
@@ -21,6 +21,8 @@ Vector = npt.NDArray[np.float32]
 
 # as `max_tokens`: more than any context holds, so that the context alone bounds the output
 UNBOUNDED_TOKENS = 1 << 30
+# samples of one row: what vLLM allows (its VLLM_MAX_N_SEQUENCES), enough for pass@10,000
+MAX_SAMPLES = 1 << 14
 # options of `Sampling` by type; those that may be None are whole numbers
 WHOLE_OPTIONS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
 OPTIONAL_OPTIONS = ("top_k", "logprobs")
@@ -52,7 +54,7 @@ class Sampling:
         presence_penalty: subtracted once per token already generated, in [-2, 2].
         frequency_penalty: subtracted per occurrence already generated, in [-2, 2].
         seed: mixed with the row's id, so that results do not depend on placement.
-        n: samples per row.
+        n: samples per row, at most 16,384, as in vLLM.
         logprobs: number of most likely tokens to report per position; None reports none.
         stop: strings that end the text; cut off unless `include_stop_str_in_output`. A list or
             one string becomes a tuple.
@@ -89,7 +91,7 @@ class Sampling:
     def __post_init__(self) -> None:
         self._check_types()
         ranges = (
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("temperature", self.temperature >= 0, "at least 0"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
@@ -98,15 +100,18 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or at least 0"),
             ("stop", all(self.stop), "free of empty strings"),
         )
         for name, is_valid, allowed in ranges:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(
+                    f"sampling.{name} must be {told_range(allowed, value)}, got {value!r}"
+                )
             if not is_valid:
-                value = getattr(self, name)
                 raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
-
         self._check_structured_outputs()
 
     def _check_structured_outputs(self) -> None:

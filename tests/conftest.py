@@ -8,18 +8,37 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-# Ray's workers step back behind everything else on the machine, and a test would wait for ever
-os.environ.setdefault("RAY_worker_niceness", "0")
+from tests.environment import settle_environment
+
+# how many examples and products there are
+pytest_plugins = ["tests.tiers"]
+
+# before anything that reads them is loaded
+settle_environment(os.environ)
+sys.dont_write_bytecode = False  # was read when this process began
 
 # a suite that was started in the background of a shell ignores Ctrl-C, and so would what it starts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let vLLM and what it imports warn: their warnings are not ours to mend."""
+    """Keep all tests on a cluster, and tests that share a fixture, on one worker; let vLLM warn."""
     for item in items:
+        # a second cluster makes neither faster, and its ports are in the way of `ray start`
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif _shares_fixtures(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+def _shares_fixtures(item: pytest.Item) -> bool:
+    """Return whether a test has a fixture that its module makes once."""
+    found = getattr(item, "_fixtureinfo", None)
+    made = found.name2fixturedefs.values() if found is not None else ()
+    return any(fixtures[-1].scope == "module" for fixtures in made)
 
 
 @pytest.fixture
@@ -61,11 +80,35 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A small Ray cluster; its pools end with the module."""
-    from tests.stages.support import local_ray
+    """The Ray cluster of this process; pools of the module end with it."""
+    from tests.clusters import local_ray
 
     with local_ray():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ended_ray():
+    """End the Ray cluster that tests have shared."""
+    yield
+    if (clusters := sys.modules.get("tests.clusters")) is not None:
+        clusters.end_ray()
+
+
+@pytest.fixture(scope="module")
+def locally():
+    """For jobs without Ray; their pools end with the module."""
+    yield
+    from raybatch.actors.pool import release_pools
+
+    release_pools()
+
+
+@pytest.fixture
+def cluster_where_marked(request: pytest.FixtureRequest):
+    """A small Ray cluster for the tests of a module that are marked so."""
+    if request.node.get_closest_marker("ray") is not None:
+        request.getfixturevalue("cluster")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,6 +26,8 @@ def s3_endpoint() -> Iterator[str]:
     with s3_server(python) as endpoint, pytest.MonkeyPatch.context() as patch:
         for name, value in s3_variables(endpoint).items():
             patch.setenv(name, value)
+        # those of the library would ask the endpoint of an earlier module
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         yield endpoint
 
 

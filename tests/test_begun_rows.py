@@ -12,10 +12,10 @@ from tests.test_resume import run_until
 
 NUM_ROWS, NUM_TOKENS = 8, 1500
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
-def make_job(folder, sink, model, *, step_s):
+def make_job(folder, sink, model, *, step_s, executor="local"):
     write_parquet(
         folder / "in" / "0.parquet", pa.table({"text": [f"row {i}" for i in range(NUM_ROWS)]})
     )
@@ -26,7 +26,14 @@ def make_job(folder, sink, model, *, step_s):
         pool={"replicas": 1, "keep_tokens_every_s": 0.1, "feeder_timeout_s": 1.5},
         sampling={"max_tokens": NUM_TOKENS, "temperature": 1.0},
     )
-    return Job(folder / "in", folder / sink, stage, plan={"mode": "off"}, flush_every_s=0.2)
+    return Job(
+        folder / "in",
+        folder / sink,
+        stage,
+        plan={"mode": "off"},
+        flush_every_s=0.2,
+        executor=executor,
+    )
 
 
 def answers(folder):
@@ -34,13 +41,16 @@ def answers(folder):
     return {row["text"]: (row["generated_tokens"], row["finish_reason"]) for row in rows}
 
 
-def test_tokens_begun_are_not_generated_again(model, tmp_path):
+@pytest.mark.parametrize(
+    "executor", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
+def test_tokens_begun_are_not_generated_again(model, tmp_path, executor):
     sink = tmp_path / "out"
-    job = make_job(tmp_path, "out", model, step_s=0.003)
+    job = make_job(tmp_path, "out", model, step_s=0.003, executor=executor)
     run_until(job, lambda: any(sink.glob("_raybatch/frag/*/begun-*.arrow")))
     release_pools()
     stats = []
-    job = make_job(tmp_path, "out", model, step_s=0.003)
+    job = make_job(tmp_path, "out", model, step_s=0.003, executor=executor)
     report = job.run(progress=lambda pool, _: stats.append(pool))
     (replica,) = stats[-1].replicas
     assert 0 < replica.num_generated_tokens <= NUM_ROWS * (NUM_TOKENS - 256)

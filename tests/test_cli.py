@@ -189,7 +189,7 @@ def explained(monkeypatch, rng):
     found = explain_prompts(grouped_prompts(rng), kv_tokens=400)
     asked = []
 
-    def explain(job, **options):
+    def explain(job, *, start_ray, **options):
         asked.append((job.config, options))
         return found
 
@@ -302,7 +302,7 @@ def test_clean_refuses_a_wrong_age(monkeypatch, capsys, tmp_path):
 def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, capsys, job_file):
     asked = []
 
-    def retry_errors(job, sink, *, progress, **options):
+    def retry_errors(job, sink, *, progress, start_ray, **options):
         asked.append((job.config.sink, sink, options))
         return RunReport(
             source="out", sink=sink, model="m", rows_in=1, rows_out=1, statuses={"invalid": 1}
@@ -321,7 +321,7 @@ def test_a_run_that_was_stopped_ends_with_a_line_that_says_how_to_go_on(
     monkeypatch, capsys, job_file
 ):
     report = RunReport(source="in", sink="out", model="m", rows_in=3, rows_out=1, rows_todo=2)
-    monkeypatch.setattr(Job, "run", lambda job, *, progress: report)
+    monkeypatch.setattr(Job, "run", lambda job, *, progress, start_ray: report)
     monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
@@ -348,7 +348,7 @@ def test_the_last_line_of_a_run_names_the_limit_that_stopped_it(monkeypatch, cap
         rows_todo=1,
         stopped="limits.max_tokens: 9 tokens are done",
     )
-    monkeypatch.setattr(Job, "run", lambda job, *, progress: report)
+    monkeypatch.setattr(Job, "run", lambda job, *, progress, start_ray: report)
     monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
     last = capsys.readouterr().out.splitlines()[-1]

@@ -18,6 +18,7 @@ from raybatch.config import (
     from_mapping,
 )
 from raybatch.errors import ConfigError
+from raybatch.policy.estimate import money
 from raybatch.pooling import Pooling
 from raybatch.stages.options import build_stage_config
 from raybatch.types import Sampling
@@ -33,7 +34,7 @@ def test_numbers_of_a_plan_that_are_not_whole_are_refused(name, value):
 @pytest.mark.parametrize("name", ["probe_fraction", "min_saved_fraction"])
 @pytest.mark.parametrize("value", ["abc", math.nan, math.inf, None, True, 1.5, -0.1], ids=repr)
 def test_shares_that_are_none_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"plan\.{name} must be a number .* got"):
+    with pytest.raises(ConfigError, match=rf"plan\.{name} must be a (finite )?number .* got"):
         PlanConfig(**{name: value})
 
 
@@ -55,8 +56,40 @@ def test_engines_take_whole_numbers(name):
 
 
 def test_a_limit_that_is_no_number_is_none():
-    with pytest.raises(ConfigError, match=r"pool\.feeder_timeout_s must be a number"):
+    with pytest.raises(ConfigError, match=r"pool\.feeder_timeout_s must be a finite number"):
         PoolConfig(feeder_timeout_s=math.nan)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=repr)
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda x: LimitConfig(max_wall_s=x), "limits.max_wall_s must be a finite number of at"),
+        (lambda x: PlanConfig(probe_fraction=x), "plan.probe_fraction must be a finite number abo"),
+        (lambda x: PoolConfig(replicas=x), "pool.replicas must be a finite number of at least 1"),
+        (lambda x: PoolConfig(resources={"a": x}), "'a' must be a finite number of at least 0, "),
+        (lambda x: PoolConfig(bundles=[{"a": x}]), "of a bundle must be a finite number above 0"),
+        (lambda x: Sampling(temperature=x), "sampling.temperature must be a finite number of at "),
+        (lambda x: Sampling(top_p=x), "sampling.top_p must be a finite number above 0 and at most"),
+        (lambda x: Sampling(repetition_penalty=x), "sampling.repetition_penalty must be a finite"),
+        (lambda x: Sampling(min_p=x), "sampling.min_p must be a finite number of at least 0 and"),
+        (lambda x: money(1.0, 1, x), "price_per_engine_hour must be a finite number of at least 0"),
+    ],
+)
+def test_a_number_without_an_end_is_told_to_be_finite(make, told, value):
+    with pytest.raises(ConfigError, match=f"{re.escape(told)}.*got {value}$"):
+        make(value)
+
+
+def test_a_number_that_is_too_small_is_not_told_to_be_finite():
+    with pytest.raises(ConfigError, match=r"max_wall_s must be a number of at least 0, got -1"):
+        LimitConfig(max_wall_s=-1)
+
+
+def test_samples_of_a_row_have_the_bound_of_vllm():
+    assert Sampling(n=16_384).n == 16_384
+    with pytest.raises(ConfigError, match=r"sampling\.n must be at least 1 and at most 16384, got"):
+        Sampling(n=16_385)
 
 
 def test_an_option_that_is_missing_is_named():

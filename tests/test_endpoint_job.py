@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from raybatch.errors import ReplicaError
 from raybatch.job import Job
@@ -18,7 +17,8 @@ from tests.backends.endpoint_server import (
     expected_text,
     prompt_ids,
 )
-from tests.stages.support import local_ray, write_parquet
+from tests.jobs import LARGE, local_job
+from tests.stages.support import write_parquet
 
 KEY = "k3y-of-the-tests-0f9a1b"
 NUM_ROWS = 64
@@ -28,13 +28,7 @@ PRICES = {
     "price_per_million_output_tokens": 2e6,
 }
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_ray():
-        yield
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def make_job(folder, server, *, options=(), plan=(), **job):
         pool={"max_start_failures": 1},
     )
     units = {"unit_rows": 8, "max_unit_rows": 8}
-    return Job(folder / "in", folder / "out", stage, plan={**units, **dict(plan)}, **job)
+    return local_job(folder / "in", folder / "out", stage, plan={**units, **dict(plan)}, **job)
 
 
 def messages_of(text):
@@ -91,7 +85,9 @@ def texts_asked(server):
     return [body["messages"][1]["content"] for body in server.asked]
 
 
-@pytest.mark.parametrize("plan", [{}, {"max_driver_bytes": 1}], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "plan", [{}, pytest.param(LARGE, marks=pytest.mark.ray)], ids=["small", "large"]
+)
 def test_every_row_is_answered_once_with_the_counts_of_the_endpoint(tmp_path, server, plan):
     write_source(tmp_path)
     report = make_job(tmp_path, server, plan=plan).run()
@@ -191,9 +187,12 @@ def rows_of(path):
     return pq.read_table(path).to_pylist()
 
 
+@pytest.mark.ray
 def test_the_key_is_sent_and_written_nowhere(tmp_path, server):
+    import ray
+
     write_source(tmp_path, 8)
-    job = make_job(tmp_path, server)
+    job = make_job(tmp_path, server, executor="ray")
     told = str(job.explain()) + str(job.run()) + repr(job.config)
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
     assert KEY not in told
@@ -228,7 +227,7 @@ def test_a_job_file_names_an_endpoint(tmp_path, server):
             "backend": {"kind": "openai", "options": options},
         },
     }
-    Job.from_mapping(json.loads(json.dumps(mapping))).run()
+    Job.from_mapping(json.loads(json.dumps(mapping)) | {"executor": "local"}).run()
     assert set(server.paths) == {"/v1/completions"}
     for row in output(tmp_path):
         (body,) = [body for body in server.asked if body["prompt"] == row["text"]]
@@ -248,7 +247,7 @@ def test_a_job_makes_embeddings_at_an_endpoint(tmp_path, server):
         backend={"kind": "openai", "options": options},
         pool={"max_start_failures": 1},
     )
-    report = Job(tmp_path / "in", tmp_path / "out", stage).run()
+    report = local_job(tmp_path / "in", tmp_path / "out", stage).run()
     rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
     expected = {t: expected_embedding({"input": t, "dimensions": 5}).tolist() for t in texts}
     assert {row["text"]: row["embeddings"] for row in rows} == expected

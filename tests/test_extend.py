@@ -10,15 +10,15 @@ import pytest
 import raybatch
 from raybatch.durable import local as local_module
 from raybatch.errors import ConfigError
-from raybatch.job import Job
 from raybatch.outputs.rebuilt import report_of
 from raybatch.stages.plan.store import read_plans
 from raybatch.stages.storage import store_of
+from tests.jobs import Hold, local_job
 from tests.outputs.support import contents
 from tests.stages.support import fake_stage, write_parquet
-from tests.test_resume import PLANS, run_until
+from tests.test_resume import EACH_PLAN, PLANS, parts_of, run_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 def add_file(folder, name, rows):
@@ -30,17 +30,17 @@ def run(folder, model, plan=PLANS["small"], **options):
     return make_job(folder, model, plan, **options).run(progress=lambda *_: None)
 
 
-def make_job(folder, model, plan=PLANS["small"], **options):
-    fake = {"step_s": 0.05, "max_num_seqs": 8}
+def make_job(folder, model, plan=PLANS["small"], *, fake=None, **options):
+    fake = {"max_num_seqs": 8, **(fake or {})}
     stage = fake_stage(model, prompt="{text}", replicas=1, fake=fake)
-    return Job(folder / "in", folder / "out", stage, plan=plan, **options)
+    return local_job(folder / "in", folder / "out", stage, plan=plan, **options)
 
 
 def parts(folder):
-    return {name: d for name, d in contents(folder / "out").items() if name.startswith("data/")}
+    return {f"data/{name}": data for name, data in parts_of(folder / "out").items()}
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", EACH_PLAN)
 def test_new_files_are_added_and_old_parts_stay(model, tmp_path, plan):
     add_file(tmp_path, "m.parquet", range(20))
     run(tmp_path, model, plan)
@@ -67,10 +67,14 @@ def test_new_files_are_added_and_old_parts_stay(model, tmp_path, plan):
 @pytest.fixture
 def grown(model, tmp_path):
     """A finished output to whose input a file has come."""
-    add_file(tmp_path, "a.parquet", range(20))
-    run(tmp_path, model)
-    add_file(tmp_path, "b.parquet", range(20, 220))
-    return tmp_path
+    return grow(tmp_path, model)
+
+
+def grow(folder, model, **options):
+    add_file(folder, "a.parquet", range(20))
+    run(folder, model, **options)
+    add_file(folder, "b.parquet", range(20, 220))
+    return folder
 
 
 def test_without_extend_a_new_file_is_refused_with_the_way_out(grown, model):
@@ -84,15 +88,21 @@ def test_an_old_file_that_has_changed_is_refused_with_extend_too(grown, model):
         run(grown, model, extend=True)
 
 
-def test_an_extension_that_was_cut_off_goes_on_and_success_is_true_meanwhile(grown, model):
+def test_an_extension_that_was_cut_off_goes_on_and_success_is_true_meanwhile(tmp_path, model):
+    hold = Hold(tmp_path, 200 - 8)
+    grown = grow(tmp_path, model, fake=hold.options)
     before, success = parts(grown), (grown / "out" / "_SUCCESS").read_bytes()
-    run_until(make_job(grown, model, extend=True), lambda: len(parts(grown)) > len(before) + 1)
+    run_until(
+        make_job(grown, model, extend=True, fake=hold.options),
+        lambda: len(parts(grown)) > len(before) + 1,
+    )
     assert success == (grown / "out" / "_SUCCESS").read_bytes()
     found, report = raybatch.verify(grown / "out", deep=True), report_of(str(grown / "out"))
     assert (True, False) == (found.is_clean, found.is_complete)
     assert 220 - found.written_rows == found.rows_to_do == report.rows_todo > 0
     # the new file belongs to the output now
-    report = run(grown, model)
+    hold.release()
+    report = run(grown, model, fake=hold.options)
     assert (220, 220, 0) == (report.rows_in, report.rows_out, report.exit_code())
     assert raybatch.verify(grown / "out", deep=True).is_complete
     said = json.loads((grown / "out" / "_SUCCESS").read_text())

@@ -1,4 +1,3 @@
-import _thread
 import datetime
 import shutil
 from pathlib import Path
@@ -15,9 +14,12 @@ from raybatch.stages.llm_stage import LLMStage
 from raybatch.stages.schema import OutputSchema
 from raybatch.stages.sink import prepare_sink
 from raybatch.types import PoolStats
+from tests.jobs import local_job, press_ctrl_c
 from tests.stages.support import LocalPool, fake_stage
 
 NUM_ROWS = 1500
+
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 def demo_rows(num_rows: int) -> pa.Table:
@@ -51,38 +53,36 @@ class Run(NamedTuple):
         return table.take(order)
 
 
-@pytest.fixture(scope="module")
-def run(cluster, model, tmp_path_factory) -> Run:
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def run(request, model, tmp_path_factory) -> Run:
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
     folder = tmp_path_factory.mktemp("job")
     table = demo_rows(NUM_ROWS)
     (folder / "in" / "part").mkdir(parents=True)
     pq.write_table(table, folder / "in" / "part" / "a.parquet", row_group_size=600)
-    stage = fake_stage(model, prompt="{text}", fake={"step_s": 0.05})
+    stage = fake_stage(model, prompt="{text}", fake={"step_s": 0.01})
     progress: list[tuple[PoolStats, int]] = []
-    job = Job(folder / "in", folder / "out", stage)
+    job = Job(folder / "in", folder / "out", stage, executor=request.param)
     report = job.run(progress=lambda stats, num_rows: progress.append((stats, num_rows)))
     return Run(table, folder / "out", report, progress)
 
 
-@pytest.mark.ray
 def test_every_row_comes_out_once_and_is_counted_from_the_files(run):
-    assert run.report.to_text().splitlines()[2] == "rows: 1500 in, 1500 out, 0 lost"
+    assert "rows: 1500 in, 1500 out, 0 lost" in run.report.to_text().splitlines()
     assert run.report.rows_duplicated == 0
     assert pq.read_table(run.sink).num_rows == NUM_ROWS
 
 
-@pytest.mark.ray
 def test_row_ids_are_file_and_position(run):
     ids = run.output().column("row_id").to_pylist()
     assert ids == [f"part/a.parquet:{i}" for i in range(NUM_ROWS)]
 
 
-@pytest.mark.ray
 def test_user_columns_are_bit_identical_in_the_files(run):
     assert run.output().select(run.source.column_names).equals(run.source)
 
 
-@pytest.mark.ray
 def test_every_file_has_the_one_schema(run):
     expected = pa.schema([*run.source.schema, *OutputSchema().arrow()])
     schemas = [pq.read_schema(path) for path in sorted(run.sink.glob("data/*.parquet"))]
@@ -90,87 +90,79 @@ def test_every_file_has_the_one_schema(run):
     assert all(schema.equals(expected) for schema in schemas)
 
 
-@pytest.mark.ray
 def test_bad_rows_are_counted_by_class(run):
     errors = [(e.error_class, e.rows, set(e.row_ids)) for e in run.report.errors]
     assert errors == [("InvalidPrompt", 2, {"part/a.parquet:3", "part/a.parquet:5"})]
     assert run.report.exit_code() == 2
 
 
-@pytest.mark.ray
 def test_tokens_are_summed_over_the_files(run):
     prompt = sum(len(f"t{i}") for i in range(NUM_ROWS) if i not in (3, 5))
     assert (run.report.prompt_tokens, run.report.generated_tokens) == (prompt, 4 * (NUM_ROWS - 2))
 
 
-@pytest.mark.ray
 def test_report_lies_below_the_sink(run):
     assert read_report(str(run.sink)) == run.report
 
 
-@pytest.mark.ray
 def test_progress_is_called_with_the_number_of_rows(run):
     assert {num_rows for _, num_rows in run.progress} == {NUM_ROWS}
 
 
-@pytest.mark.ray
 def test_last_progress_is_of_the_finished_run(run):
     stats, _ = run.progress[-1]
     assert (stats.rows_received, stats.rows_done) == (NUM_ROWS, NUM_ROWS)
 
 
-@pytest.mark.ray
-def test_progress_of_a_second_run_counts_that_run_alone(cluster, model, tmp_path):
+def test_progress_of_a_second_run_counts_that_run_alone(model, tmp_path):
     pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}", replicas=1)
     progress: list[tuple[PoolStats, int]] = []
     for sink in ("first", "second"):
-        job = Job(tmp_path / "a.parquet", tmp_path / sink, stage)
+        job = local_job(tmp_path / "a.parquet", tmp_path / sink, stage)
         job.run(progress=lambda *told: progress.append(told))
     stats, num_rows = progress[-1]
     assert (stats.rows_received, stats.rows_done, num_rows) == (3, 3, 3)
 
 
-@pytest.mark.ray
 def test_errors_of_the_last_progress_are_those_of_the_report(run):
     # the two bad rows never reach the pool
     assert run.progress[-1][0].errors == {e.error_class: e.rows for e in run.report.errors}
 
 
-@pytest.mark.ray
 def test_run_after_success_generates_nothing_and_reports_the_same(run, model):
-    stage = fake_stage(model, prompt="{text}", fake={"step_s": 0.05})
-    job = Job(run.sink.parent / "in", run.sink, stage)
+    stage = fake_stage(model, prompt="{text}", fake={"step_s": 0.01})
+    job = local_job(run.sink.parent / "in", run.sink, stage)
     before = [(p, p.stat().st_mtime_ns) for p in sorted(run.sink.rglob("*")) if p.is_file()]
     assert job.run() == run.report
     after = [(p, p.stat().st_mtime_ns) for p in sorted(run.sink.rglob("*")) if p.is_file()]
     assert after == before
 
 
-@pytest.mark.ray
 def test_another_job_into_the_same_sink_is_refused_with_what_differs(run, model):
-    stage = fake_stage(model, prompt="{text}!", seed=7, fake={"step_s": 0.05})
+    stage = fake_stage(model, prompt="{text}!", seed=7, fake={"step_s": 0.01})
     message = r"prompt is .*!.* and was .*; sampling\.seed is 7 and was 0"
     with pytest.raises(ConfigError, match=message):
-        Job(run.sink.parent / "in", run.sink, stage).run()
+        local_job(run.sink.parent / "in", run.sink, stage).run()
 
 
-@pytest.mark.ray
-def test_job_in_which_all_rows_fail_has_the_same_schema(cluster, model, tmp_path):
+def test_job_in_which_all_rows_fail_has_the_same_schema(model, tmp_path):
     table = demo_rows(8).set_column(0, "text", pa.nulls(8, pa.string()))
     pq.write_table(table, tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}")
-    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=lambda *_: None)
+    report = local_job(tmp_path / "a.parquet", tmp_path / "out", stage).run(
+        progress=lambda *_: None
+    )
     expected = pa.schema([*table.schema, *OutputSchema().arrow()])
     assert pq.read_schema(next((tmp_path / "out").glob("data/*.parquet"))).equals(expected)
     assert (report.rows_failed, report.rows_lost) == (8, 0)
 
 
-@pytest.mark.ray
-def test_on_error_raise_ends_the_job_with_the_row(cluster, model, tmp_path):
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_on_error_raise_ends_the_job_with_the_row(model, tmp_path, executor):
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}", on_error="raise")
-    job = Job(tmp_path / "a.parquet", tmp_path / "out", stage)
+    job = Job(tmp_path / "a.parquet", tmp_path / "out", stage, executor=executor)
     with pytest.raises(RowError) as caught:
         job.run(progress=lambda *_: None)
     # and without the advice that Ray adds
@@ -178,7 +170,6 @@ def test_on_error_raise_ends_the_job_with_the_row(cluster, model, tmp_path):
     assert str(caught.value) == expected
 
 
-@pytest.mark.ray
 @pytest.mark.ray
 def test_error_that_ends_a_job_is_left_to_its_exception(cluster, model, tmp_path, capfd):
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
@@ -190,8 +181,7 @@ def test_error_that_ends_a_job_is_left_to_its_exception(cluster, model, tmp_path
     assert "issue" not in told
 
 
-@pytest.mark.ray
-def test_sink_that_vanishes_during_the_run_is_named(cluster, model, tmp_path):
+def test_sink_that_vanishes_during_the_run_is_named(model, tmp_path):
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
     sink = tmp_path / "out"
 
@@ -200,7 +190,9 @@ def test_sink_that_vanishes_during_the_run_is_named(cluster, model, tmp_path):
             shutil.rmtree(sink)
             sink.touch()
 
-    job = Job(tmp_path / "a.parquet", sink, fake_stage(model, prompt="{text}", fake={"step_s": 1}))
+    job = local_job(
+        tmp_path / "a.parquet", sink, fake_stage(model, prompt="{text}", fake={"step_s": 1})
+    )
     with pytest.raises(ConfigError) as caught:
         job.run(progress=replace_sink)
     message = str(caught.value)
@@ -208,40 +200,41 @@ def test_sink_that_vanishes_during_the_run_is_named(cluster, model, tmp_path):
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.ray
-def test_interrupted_job_says_how_far_it_came_and_what_to_do(cluster, model, tmp_path, caplog):
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_interrupted_job_says_how_far_it_came_and_what_to_do(model, tmp_path, caplog, executor):
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}", fake={"step_s": 1})
-    interrupts = iter([_thread.interrupt_main])
+    interrupts = iter([press_ctrl_c])
 
     def interrupt(stats: PoolStats, num_rows: int) -> None:
         if stats.rows_received:
             next(interrupts, lambda: None)()
 
+    job = Job(tmp_path / "a.parquet", tmp_path / "out", stage, executor=executor)
     with pytest.raises(KeyboardInterrupt):
-        Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=interrupt)
+        job.run(progress=interrupt)
     told = [m for m in caplog.messages if m.startswith("interrupted: ")]
     assert len(told) == 1
     assert " of 8 rows were done" in told[0]
     assert "start the job again to go on" in told[0]
 
 
-@pytest.mark.ray
-def test_hub_id_that_cannot_be_had_ends_the_job_before_any_work(cluster, tmp_path, monkeypatch):
+def test_hub_id_that_cannot_be_had_ends_the_job_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
     stage = LLMStage("nobody/no-such-model", prompt="{text}")
     with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
-        Job(tmp_path / "a.parquet", tmp_path / "out", stage).run()
+        local_job(tmp_path / "a.parquet", tmp_path / "out", stage).run()
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.ray
-def test_source_without_rows_leaves_one_empty_file(cluster, model, tmp_path):
+def test_source_without_rows_leaves_one_empty_file(model, tmp_path):
     table = pa.table({"text": pa.array([], pa.string())})
     pq.write_table(table, tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}")
-    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=lambda *_: None)
+    report = local_job(tmp_path / "a.parquet", tmp_path / "out", stage).run(
+        progress=lambda *_: None
+    )
     written = pq.read_table(tmp_path / "out")
     assert (report.rows_in, written.num_rows, written.schema.names[0]) == (0, 0, "text")
 
@@ -305,7 +298,8 @@ def test_restarts_of_earlier_runs_are_not_counted(model, tmp_path):
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
     stage = fake_stage(model, prompt="{text}")
     stage.pool = RestartedPool(stage.pool.spec)
-    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage).run()
+    # that of another executor would take its place
+    report = Job(tmp_path / "a.parquet", tmp_path / "out", stage, executor="ray").run()
     assert report.restarts == 0
 
 

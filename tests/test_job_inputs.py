@@ -12,7 +12,10 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.job_flags import JOB_OPTIONS, parse_settings, read_job_flags
 from raybatch.outputs.rebuilt import report_of
+from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, write_ipc
+
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 def job_of(model, **options):
@@ -36,6 +39,7 @@ def test_columns_are_a_list_or_a_text_with_commas(model, columns):
         ({"schema_policy": "casts"}, r"schema_policy must be one of strict, cast.*mean 'cast'"),
         ({"skip_bad_files": "yes"}, "skip_bad_files must be true or false, got 'yes'"),
         ({"max_row_group_bytes": 0}, "max_row_group_bytes must be a number of at least 1"),
+        ({"max_decompressed_bytes": 0}, "max_decompressed_bytes must be a number of at least 1"),
     ],
     ids=str,
 )
@@ -112,18 +116,19 @@ def save_to_disk(folder, tables):
     (folder / "dataset_info.json").write_text("{}")
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
-    "plan", ["off", {}, {"max_driver_bytes": 0}], ids=["off", "small", "large"]
+    "plan",
+    ["off", {}, pytest.param(LARGE, marks=pytest.mark.ray)],
+    ids=["off", "small", "large"],
 )
-def test_rows_of_a_saved_dataset_come_out_once_with_the_chosen_columns(
-    cluster, model, tmp_path, plan
-):
+def test_rows_of_a_saved_dataset_come_out_once_with_the_chosen_columns(model, tmp_path, plan):
     table = typed_rows(200)
     save_to_disk(tmp_path / "in", [table.slice(0, 130), table.slice(130)])
     stage = fake_stage(model, prompt="{text}")
     options = {"plan": plan, "columns": ["json", "text", "uuid"]}
-    report = Job(tmp_path / "in", tmp_path / "out", stage, **options).run(progress=print_nothing)
+    report = local_job(tmp_path / "in", tmp_path / "out", stage, **options).run(
+        progress=print_nothing
+    )
     out = pq.read_table(tmp_path / "out").sort_by("text")
     chosen = table.select(["json", "text", "uuid"]).sort_by("text")
     assert (report.rows_lost, report.rows_duplicated) == (0, 0)
@@ -132,16 +137,19 @@ def test_rows_of_a_saved_dataset_come_out_once_with_the_chosen_columns(
     assert sorted(out.column("row_id").to_pylist())[:1] == ["data-00000-of-00002.arrow:0"]
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize("plan", [{}, {"max_driver_bytes": 0}], ids=["small", "large"])
-def test_files_of_several_widths_and_a_bad_one_make_one_output(cluster, model, tmp_path, plan):
+@pytest.mark.parametrize(
+    "plan", [{}, pytest.param(LARGE, marks=pytest.mark.ray)], ids=["small", "large"]
+)
+def test_files_of_several_widths_and_a_bad_one_make_one_output(model, tmp_path, plan):
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"text": ["a"], "n": pa.array([1], pa.int8())}), tmp_path / "in/a.pq")
     pq.write_table(pa.table({"text": pa.array(["b"], pa.large_string())}), tmp_path / "in/b.pq")
     (tmp_path / "in" / "c.pq").write_bytes(b"PAR1")
     options = {"plan": plan, "schema_policy": "cast", "skip_bad_files": True}
     stage = fake_stage(model, prompt="{text}")
-    report = Job(tmp_path / "in", tmp_path / "out", stage, **options).run(progress=print_nothing)
+    report = local_job(tmp_path / "in", tmp_path / "out", stage, **options).run(
+        progress=print_nothing
+    )
     out = pq.read_table(tmp_path / "out").sort_by("text")
     assert (report.rows_in, report.rows_out) == (2, 2)
     ((name, reason),) = report.skipped
@@ -159,16 +167,15 @@ def print_nothing(stats, num_rows):
     """Take the place of the log lines."""
 
 
-@pytest.mark.ray
-def test_a_bad_file_that_is_mended_later_is_no_more_left_out(cluster, model, tmp_path):
+def test_a_bad_file_that_is_mended_later_is_no_more_left_out(model, tmp_path):
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "in" / "a.pq")
     (tmp_path / "in" / "b.pq").write_bytes(b"PAR1")
     stage = fake_stage(model, prompt="{text}")
     job = {"source": tmp_path / "in", "sink": tmp_path / "out", "stage": stage}
-    assert Job(**job, skip_bad_files=True).run(progress=print_nothing).skipped
+    assert local_job(**job, skip_bad_files=True).run(progress=print_nothing).skipped
     pq.write_table(pa.table({"text": ["b"]}), tmp_path / "in" / "b.pq")
-    report = Job(**job, skip_bad_files=True, extend=True).run(progress=print_nothing)
+    report = local_job(**job, skip_bad_files=True, extend=True).run(progress=print_nothing)
     assert ((), 2) == (report.skipped, report.rows_out)
 
 

@@ -321,8 +321,8 @@ def kill_when_written(cluster, data, num_parts):
 
 
 def test_a_submitted_job_that_is_killed_twice_ends_with_every_row_once(cluster, tmp_path):
-    texts = [f"Oak {i} is green." for i in range(600)]
-    job = write_job(tmp_path, texts=texts, unit_rows=10, step_s=0.02, max_num_seqs=8)
+    texts = [f"Oak {i} is green." for i in range(300)]
+    job = write_job(tmp_path, texts=texts, unit_rows=5, step_s=0.02, max_num_seqs=8)
     sink = Path(job["sink"])
     for number, num_parts in enumerate((5, 25)):
         running = start_submit(cluster, tmp_path, "--submission-id", f"killed-{number}")
@@ -331,8 +331,8 @@ def test_a_submitted_job_that_is_killed_twice_ends_with_every_row_once(cluster, 
         assert code, out + err
         assert not (sink / "_SUCCESS").exists()
     code, out, err = finish(start_submit(cluster, tmp_path, "--submission-id", "killed-last"))
-    assert (code, "rows: 600 in, 600 out, 0 lost" in out) == (0, True), out + err
+    assert (code, "rows: 300 in, 300 out, 0 lost" in out) == (0, True), out + err
     code, out, err = finish(start(cluster, tmp_path, *RAYBATCH, "verify", str(sink), "--deep"))
     assert code == 0, out + err
     rows = pq.read_table(sink, columns=["n"]).column("n").to_pylist()
-    assert sorted(rows) == list(range(600))
+    assert sorted(rows) == list(range(300))

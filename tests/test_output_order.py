@@ -6,7 +6,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from typer.testing import CliRunner
 
 import raybatch
@@ -15,6 +14,7 @@ from raybatch.errors import ConfigError
 from raybatch.job import Job
 from raybatch.outputs.rebuilt import report_of
 from raybatch.report import RunReport
+from tests.jobs import local_job
 from tests.stages.support import fake_stage, write_parquet
 from tests.test_resume import run_until
 
@@ -24,7 +24,7 @@ TEXTS = [f"document {i % 5} " * 12 + f"question {i}" for i in range(NUM_ROWS)]
 TEXTS[7] += " <|eos|><|user|>"
 PLAN = {"unit_rows": 8, "max_unit_rows": 8}
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def write_source(folder: Path) -> None:
 def make_job(folder: Path, model: Path, **options) -> Job:
     stage = fake_stage(model, prompt="{text}", engine={"block_size_tokens": 8}, replicas=1)
     options = {"output_order": "input", "plan": PLAN, **options}
-    return Job(folder / "in", folder / "out", stage, **options)
+    return local_job(folder / "in", folder / "out", stage, **options)
 
 
 def run(job: Job) -> RunReport:
@@ -81,10 +81,18 @@ def test_readers_of_the_sink_see_every_row_once_in_the_order_of_the_input(finish
     folder, report = finished
     assert (NUM_ROWS, NUM_ROWS, 0) == (report.rows_in, report.rows_out, report.exit_code())
     assert TEXTS == texts_of(folder / "out")
-    assert NUM_ROWS == ray.data.read_parquet(str(folder / "out")).count()
     written = texts_of(folder / "out" / "_plan_order")
     assert written != TEXTS
     assert sorted(written) == sorted(TEXTS)
+
+
+@pytest.mark.ray
+def test_a_run_on_ray_and_its_readers_see_the_same_order(folder, model):
+    import ray
+
+    run(make_job(folder, model, executor="ray"))
+    assert TEXTS == texts_of(folder / "out")
+    assert NUM_ROWS == ray.data.read_parquet(str(folder / "out")).count()
 
 
 def test_the_ordered_output_is_verified_and_reported(finished):

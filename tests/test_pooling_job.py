@@ -10,12 +10,13 @@ import raybatch
 from raybatch import Job, ProcessorConfig, build_processor
 from raybatch.errors import ConfigError
 from raybatch.stages.schema import OutputSchema
+from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 
 NUM_ROWS = 40
 LONG = [3, 17]
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +43,18 @@ def make_job(folder: Path, sink: Path, task: str, **options) -> Job:
         **options,
     )
     columns = ["id", "document"] if task != "score" else None
-    return Job(folder / "in", sink, stage, plan=plan, columns=columns)
+    return local_job(folder / "in", sink, stage, plan=plan, columns=columns)
 
 
 def rows_in(sink: Path) -> dict[int, dict]:
     return {row["id"]: row for row in pq.read_table(sink / "data").to_pylist()}
 
 
-PLANS = [{"unit_rows": 8}, {"unit_rows": 8, "max_driver_bytes": 1}, "off"]
+PLANS = [
+    {"unit_rows": 8},
+    pytest.param({"unit_rows": 8, **LARGE}, marks=[pytest.mark.ray, pytest.mark.slow]),
+    "off",
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["small", "large", "off"])
@@ -116,6 +121,7 @@ def test_options_about_generated_tokens_are_refused(folder, tmp_path, options):
         Job(folder / "in", tmp_path / "out", stage, **options)
 
 
+@pytest.mark.ray
 def test_a_processor_makes_embeddings_and_takes_options_per_row(folder):
     import ray
 

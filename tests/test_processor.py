@@ -11,7 +11,8 @@ from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProce
 from raybatch.stages.row_functions import Postprocess, Preprocess
 from raybatch.stages.schema import ERROR_COLUMN
 from raybatch.types import UNBOUNDED_TOKENS, Sampling
-from tests.stages.support import answer, local, local_ray, make_tokenizer
+from tests.clusters import local_ray
+from tests.stages.support import answer, local, make_tokenizer
 
 
 @pytest.fixture(scope="module")

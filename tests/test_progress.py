@@ -1,11 +1,14 @@
 """The progress display: figures from snapshots, lines and panel."""
 
 import io
+import logging
+import sys
 
 import pytest
 
 from raybatch.history.recorder import UnitsSoFar
 from raybatch.progress import ProgressPrinter, Snapshot, measure, progress_line
+from raybatch.stages.quiet_ray import StderrHandler
 from raybatch.types import OpenUnit, PoolStats, ReplicaStats
 
 
@@ -215,6 +218,38 @@ def test_a_terminal_gets_a_panel(monkeypatch):
         printer.update(stats(rows_done=7), 100)
     assert "my job" in stream.getvalue()
     assert "7/100" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("width", "times"), [(80, 0), (60, 0), (30, 1), (12, 3)])
+def test_a_panel_that_a_narrower_terminal_has_wrapped_is_erased_as_a_whole(
+    monkeypatch, width, times
+):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with ProgressPrinter(stream=stream) as printer:
+        printer.update(stats(rows_done=7), 100)
+        num_lines = stream.getvalue().count("\n") + 1
+        before = len(stream.getvalue())
+        printer._console.width = width
+        printer.update(stats(rows_done=8), 100)
+        rows_up = stream.getvalue()[before:].count("\x1b[1A")
+    assert num_lines > 10
+    assert rows_up == num_lines - 1 + times * num_lines
+
+
+def test_a_log_line_between_two_panels_leaves_no_piece_of_the_first(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = StderrHandler()
+    with ProgressPrinter() as printer:
+        printer.update(stats(rows_done=7), 100)
+        before = len(stream.getvalue())
+        handler.emit(logging.makeLogRecord({"msg": "a word between"}))
+        said = stream.getvalue()[before:]
+    erased, _, drawn = said.partition("a word between")
+    assert erased.count("\x1b[2K") == drawn.count("\n")
+    assert "7/100" in drawn
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch):

@@ -10,13 +10,14 @@ import pytest
 import raybatch
 from raybatch.errors import ConfigError
 from raybatch.job import Job
+from tests.jobs import LARGE, local_job
 from tests.outputs.support import contents
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 
 NUM_ROWS = 30
 LONG = [4, 11, 29]
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,17 @@ def make_job(
         engine={"max_model_len": 40},
         replicas=1,
     )
-    return Job(folder / "in", folder / "out", stage, plan=plan or {"unit_rows": 8}, **options)
+    return local_job(folder / "in", folder / "out", stage, plan=plan or {"unit_rows": 8}, **options)
 
 
-PLANS = [{"unit_rows": 8}, {"unit_rows": 8, "max_driver_bytes": 1}, "off"]
+PLANS = [
+    pytest.param({"unit_rows": 8}, id="small"),
+    pytest.param({"unit_rows": 8, **LARGE}, id="large", marks=pytest.mark.ray),
+    pytest.param("off", id="off"),
+]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=["small", "large", "off"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_error_rows_get_answers_under_their_ids_and_nothing_else_changes(folder, tmp_path, plan):
     before = contents(folder / "out")
     job = make_job(folder, "truncate_left", plan)

@@ -7,19 +7,25 @@ import pytest
 
 from raybatch.errors import RunStopped
 from raybatch.stages.plan import run as plan_run
+from tests.jobs import Hold
 from tests.test_resume import check_output, make_job, num_kept, parts_of, write_source
 
 PLAN = {"order": "ascending", "unit_rows": 600, "max_unit_rows": 600, "min_saved_fraction": 0}
 NUM_SHORT = 300
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(model, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "executor", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
+def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(
+    model, tmp_path, caplog, executor
+):
     write_source(tmp_path, num_rows=600, lengths=[2] * NUM_SHORT + [400] * 300)
     signals = iter([terminate])
 
@@ -27,13 +33,15 @@ def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(model, tm
         if stats.rows_done >= NUM_SHORT:
             next(signals, lambda: None)()
 
-    options = {"num_seqs": 600, "flush_every_s": 600}
+    hold = Hold(tmp_path, NUM_SHORT)
+    options = {"num_seqs": 600, "fake": hold.options, "flush_every_s": 600, "executor": executor}
     report = make_job(tmp_path, model, PLAN, **options).run(progress=stop_when_short_rows_are_done)
     assert (1, 600, 0) == (report.exit_code(), report.rows_todo, report.rows_lost)
     assert "SIGTERM: no further unit starts" in caplog.text
     assert not parts_of(tmp_path / "out")
     kept = num_kept(tmp_path / "out")
     assert 0 < kept <= NUM_SHORT
+    hold.release()
     received = []
     job = make_job(tmp_path, model, PLAN, **options)
     report = job.run(progress=lambda stats, _: received.append(stats.rows_received))

@@ -12,21 +12,20 @@ from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.store import open_store
 from raybatch.job import Job
 from raybatch.stages.plan.store import read_all_units, read_plans
+from tests.jobs import store_plan
 from tests.stages.support import fake_stage, write_parquet
 from tests.test_resume import run_until
 
 POISON = "~"
 PLAN = {"mode": "off", "unit_rows": 4, "max_unit_rows": 4}
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 
-def make_job(folder, model, texts, **options):
+def make_job(folder, model, texts, *, executor="local", **options):
     write_parquet(folder / "in" / "0.parquet", pa.table({"text": texts}))
-    # no engine runs a row before a test that sees the plan has ended its driver
-    fake = {"crash_on": ord(POISON), "start_s": 1.5}
-    stage = fake_stage(model, prompt="{text}", replicas=1, fake=fake)
-    return Job(folder / "in", folder / "out", stage, plan=PLAN, **options)
+    stage = fake_stage(model, prompt="{text}", replicas=1, fake={"crash_on": ord(POISON)})
+    return Job(folder / "in", folder / "out", stage, plan=PLAN, executor=executor, **options)
 
 
 def plan_of(folder):
@@ -48,18 +47,18 @@ def errors_of(folder):
     return {row["text"]: row["__inference_error__"] for row in rows}
 
 
-def cut(job, pattern):
-    """Run a job until there is such a file, and end its driver and its engines then."""
-    run_until(job, lambda: any(Path(job.config.sink, "_raybatch").glob(pattern)))
+def cut_at_first_death(folder, model, texts, **options):
+    """Run a job until a death is written down, and end its driver and its engines then."""
+    job = make_job(folder, model, texts, **options)
+    run_until(job, lambda: any(Path(job.config.sink, "_raybatch").glob("attempts/*/*.json")))
     release_pools()
 
 
-def cut_at_first_death(folder, model, texts):
-    cut(make_job(folder, model, texts), "attempts/*/*.json")
-
-
-def test_a_death_is_written_down_while_the_run_goes_on(model, tmp_path):
-    cut_at_first_death(tmp_path, model, ["a", "b", POISON, "c"])
+@pytest.mark.parametrize(
+    "executor", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
+def test_a_death_is_written_down_while_the_run_goes_on(model, tmp_path, executor):
+    cut_at_first_death(tmp_path, model, ["a", "b", POISON, "c"], executor=executor)
     assert 1 <= strikes_of(tmp_path, 0).crashes[2]
 
 
@@ -67,7 +66,7 @@ def test_a_row_that_ended_engines_of_earlier_drivers_is_given_up_at_its_third_de
     model, tmp_path
 ):
     texts = ["a", "b", POISON, "c"]
-    cut(make_job(tmp_path, model, texts), "plan.json")
+    store_plan(make_job(tmp_path, model, texts))
     leave(tmp_path, 0, Strikes(crashes={2: 2}))
     report = make_job(tmp_path, model, texts).run(progress=lambda *_: None)
     # it went alone at once: more deaths would have been counted
@@ -78,7 +77,7 @@ def test_a_row_that_ended_engines_of_earlier_drivers_is_given_up_at_its_third_de
 
 def test_a_row_that_was_given_up_is_not_asked_by_the_next_driver(model, tmp_path):
     texts, waves = ["a", "b", POISON, "c"], [{"on": "crashed", "sampling": {"max_tokens": 2}}]
-    cut(make_job(tmp_path, model, texts, waves=waves), "plan.json")
+    store_plan(make_job(tmp_path, model, texts, waves=waves))
     leave(tmp_path, 0, Strikes(crashes={2: 7}, given_up=frozenset({2})))
     report = make_job(tmp_path, model, texts, waves=waves).run(progress=lambda *_: None)
     assert (crash_error(7), 2) == (errors_of(tmp_path)[POISON], report.exit_code())

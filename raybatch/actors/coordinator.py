@@ -1,4 +1,4 @@
-"""The actor between feeders and replicas, with one global queue for all of them."""
+"""What stands between feeders and replicas, with one global queue for all of them; no Ray."""
 
 import asyncio
 import logging
@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-import ray
-from ray.exceptions import ObjectLostError, RayActorError
 
 from raybatch.actors.assignments import make_assignments
 from raybatch.actors.counters import ClientCounters
@@ -30,6 +28,7 @@ from raybatch.actors.records import (
     Span,
     Submission,
 )
+from raybatch.actors.site import Site
 from raybatch.errors import error_text
 from raybatch.types import PoolStats, ReplicaStats
 
@@ -51,23 +50,25 @@ class Coordinator:
     Args:
         spec: of the pool.
         plan: size and resources of the crew.
+        site: where this object and its replicas run.
     """
 
-    def __init__(self, spec: PoolSpec, plan: CrewPlan) -> None:
+    def __init__(self, spec: PoolSpec, plan: CrewPlan, site: Site) -> None:
+        self._site = site
         self._pool = spec.pool
         self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
         self._inbox = Inbox(self._queue, on_drop=self._abort_rows)
-        self._metrics = PoolMetrics()
+        self._metrics = PoolMetrics(site.metrics)
         self._pulls: dict[int, _Pull] = {}
-        self._crew = Crew(spec, plan, on_lost=self._lose, on_exhausted=self._inbox.fail)
+        self._crew = Crew(spec, plan, site, on_lost=self._lose, on_exhausted=self._inbox.fail)
         self._crew_lock = asyncio.Lock()
         self._is_stopping = False
         # the event loop itself keeps no task alive
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._room = RoomSeeker(spec.pool, plan)
+        self._room = RoomSeeker(spec.pool, plan, site.make_room)
         self._not_worth_asking: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -87,7 +88,7 @@ class Coordinator:
         batch = self._inbox.take_over(submission)
         if batch is None:
             # what a feeder owns goes with it, while its rows are still wanted
-            batch = self._inbox.add(replace(submission, refs=[ray.put(requests)]))
+            batch = self._inbox.add(replace(submission, refs=[self._site.keep(requests)]))
         if batch is None:
             return Answer(status="unknown")
         self._dispatch()
@@ -225,6 +226,11 @@ class Coordinator:
             self._ticking.cancel()
         await self._stop_crew()
 
+    async def rest(self) -> None:
+        """End the replicas where no rows are; they start again on demand."""
+        if not len(self._inbox):
+            await self._stop_crew()
+
     async def make_room(self) -> bool:
         """End replicas that are idle and hold what others wait for; return whether there were."""
         is_idle = not len(self._inbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
@@ -245,7 +251,7 @@ class Coordinator:
         async with self._crew_lock:
             if self._inbox.failure is not None:
                 return
-            self._crew.start(ray.get_runtime_context().current_actor)
+            self._crew.start(self._site.coordinator())
             if self._ticking is None:
                 self._ticking = self._spawn(self._tick())
 
@@ -299,7 +305,7 @@ class Coordinator:
         replica_id, num_waiting = victim.replica_id, victim.stats.num_waiting
         try:
             rows = await victim.actor.give_back.remote(num_waiting // 2, max_cost)
-        except (RayActorError, ObjectLostError):
+        except self._site.died:
             # its death is noticed, and its rows are queued again, where it is awaited
             rows = []
         self._stealing = None
@@ -314,7 +320,7 @@ class Coordinator:
     async def _abort(self, member: Member, batch_id: int) -> None:
         try:
             await member.actor.abort.remote(batch_id)
-        except RayActorError:
+        except self._site.died:
             # its death is noticed, and its load forgotten, where it is awaited
             return
         self._queue.note_aborted(member.replica_id, batch_id)

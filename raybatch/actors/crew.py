@@ -1,4 +1,4 @@
-"""The replica actors of one pool: starts them, watches them, starts them again."""
+"""The replicas of one pool: starts them, watches them, starts them again; no Ray."""
 
 import asyncio
 import itertools
@@ -8,14 +8,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
-
 from raybatch.actors.crew_plan import CrewPlan, asked_of_ray
 from raybatch.actors.records import FailedStart, PoolSpec
-from raybatch.actors.replica import Replica
-from raybatch.actors.reserving import Reserved, reserve
+from raybatch.actors.site import Handle, Site, Started
+from raybatch.actors.start_news import StartNews
 from raybatch.actors.starts import StartLedger
 from raybatch.errors import error_text, last_line
 from raybatch.types import ReplicaStats
@@ -31,14 +27,18 @@ class Member:
 
     replica_id: int
     rank: int
-    actor: ActorHandle
-    reserved: Reserved
+    started: Started
     pid: int | None = None
     is_ready: bool = False
     num_finished_rows: int = 0
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     cause: str = ""
     made_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def actor(self) -> Handle:
+        """The handle of the replica."""
+        return self.started.actor
 
 
 class Crew:
@@ -47,6 +47,7 @@ class Crew:
     Args:
         spec: of the pool.
         plan: size and resources.
+        site: where replicas start.
         on_lost: called with a replica that ended and why it died, None when it was stopped;
             returns whether its death cost rows.
         on_exhausted: called with rank and cause when no rank is left.
@@ -56,6 +57,7 @@ class Crew:
         self,
         spec: PoolSpec,
         plan: CrewPlan,
+        site: Site,
         *,
         on_lost: Callable[[Member, str | None], bool],
         on_exhausted: Callable[[int, str], None],
@@ -65,13 +67,15 @@ class Crew:
         self.past_busy_s = 0.0
         self._spec = spec
         self._plan = plan
+        self._site = site
+        self._news = StartNews()
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_stopping = False
 
-    def start(self, coordinator: ActorHandle) -> None:
+    def start(self, coordinator: Handle) -> None:
         """Start every rank that has no replica and is not given up."""
         for rank in range(self._plan.num_replicas):
             if rank not in self._tasks and not self.ledger.is_retired(rank):
@@ -106,7 +110,7 @@ class Crew:
             self._on_exhausted(rank, f"the coordinator failed: {error_text(error)}")
             raise
 
-    async def _keep(self, rank: int, coordinator: ActorHandle) -> None:
+    async def _keep(self, rank: int, coordinator: Handle) -> None:
         while not self._is_stopping:
             member = self._make(rank)
             failed: FailedStart | None = None
@@ -122,23 +126,33 @@ class Crew:
                 return
             is_final = failed is not None and failed.is_final
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
+            trace = failed.trace if failed else ""
             if delay_s is None:
-                _logger.error("replica %d is given up: %s", rank, cause)
-                if self.ledger.is_exhausted():
-                    self._on_exhausted(rank, cause)
+                self._give_up(rank, cause, trace)
                 return
-            _logger.warning("replica %d is started again: %s", rank, cause)
+            _logger.warning("%s", self._news.again(rank, cause, trace))
             await asyncio.sleep(delay_s)
+
+    def _give_up(self, rank: int, cause: str, trace: str) -> None:
+        if self.ledger.is_exhausted():
+            # whoever asks for rows is told of the cause, and of no trace
+            if told := self._news.new_trace(trace):
+                _logger.error("no engine can be started:%s", told)
+            self._on_exhausted(rank, cause)
+            return
+        self._news.given_up(rank, cause, trace)
+        if self.ledger.num_ready():
+            self._tell()
+
+    def _tell(self) -> None:
+        for line in self._news.take():
+            _logger.error("%s", line)
 
     def _make(self, rank: int) -> Member:
         replica_id = next(self._ids)
         self.ledger.begin(rank, time.monotonic())
-        pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(self):x}"
-        reserved = reserve(self._plan, self._spec.pool, name=f"{pool_name}-{rank}")
-        actor = reserved.start(
-            Replica, self._spec, replica_id, scheduling_strategy="SPREAD", max_concurrency=64
-        )
-        member = Member(replica_id=replica_id, rank=rank, actor=actor, reserved=reserved)
+        started = self._site.start(self._spec, self._plan, rank, replica_id)
+        member = Member(replica_id=replica_id, rank=rank, started=started)
         self.members[replica_id] = member
         return member
 
@@ -152,23 +166,24 @@ class Crew:
                     self._plan.num_engines_on_host
                 )
         except TimeoutError:
-            asked = asked_of_ray(self._plan, self._spec.pool)
-            return FailedStart(
-                cause=f"the start took longer than start_timeout_s={timeout_s} (one replica asks "
-                f"for {asked})"
-            )
-        except RayError as error:
+            cause = f"the start took longer than start_timeout_s={timeout_s}"
+            if any(self._plan.total().values()):
+                asked = asked_of_ray(self._plan, self._spec.pool)
+                cause += f" (one replica asks for {asked})"
+            return FailedStart(cause=cause)
+        except self._site.failed as error:
             return FailedStart(cause=last_line(error))
         if failed is None:
             member.is_ready = True
             self.ledger.ready(member.rank, time.monotonic())
+            self._tell()
         return failed
 
-    async def _run(self, member: Member, coordinator: ActorHandle) -> str | None:
+    async def _run(self, member: Member, coordinator: Handle) -> str | None:
         """Return why the replica died, None when it ended as asked."""
         try:
             await member.actor.run.remote(coordinator)
-        except RayError as error:
+        except self._site.failed as error:
             return member.cause or last_line(error)
         return None
 
@@ -176,4 +191,4 @@ class Crew:
         self.past_busy_s += member.stats.engine_s
         del self.members[member.replica_id]
         self.ledger.stopped(member.rank)
-        member.reserved.end(member.actor)
+        member.started.end()

@@ -1,22 +1,35 @@
 """How many replicas a pool gets, and what Ray reserves for each, by the cluster as it is."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import ray
+from types import ModuleType
 
 from raybatch.actors.records import PoolSpec
+from raybatch.backends.choice import VllmBuild, unproven_on_gpus, vllm_build
 from raybatch.backends.options import (
     actors_of_engine,
     check_pool,
     check_share,
-    gpus_of_engine,
+    gpus_of_replica,
+    waits_for_others,
 )
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
-__all__ = ["CrewPlan", "asked_of_ray", "check_cluster", "check_hosts", "plan_crew"]
+__all__ = [
+    "ClusterView",
+    "CrewPlan",
+    "asked_of_ray",
+    "check_cluster",
+    "check_hosts",
+    "cluster_now",
+    "connected_ray",
+    "gpu_warnings",
+    "gpus_asked",
+    "plan_crew",
+]
 
 # of a resource that hosts have to tell what they are
 _SOME = 0.001
@@ -64,38 +77,95 @@ def asked_of_ray(plan: CrewPlan, pool: PoolConfig) -> str:
     return ", ".join([plan.asks_for(), *others])
 
 
-def plan_crew(spec: PoolSpec) -> CrewPlan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterView:
+    """What a plan of a crew needs to know of a cluster and of its driver.
+
+    Args:
+        gpus_of_hosts: of each host that is alive; 0 for one without.
+        cpus_of_hosts: of the same hosts.
+        cores_of_driver: that the driver may use.
+        vllm: what is installed on the driver's host.
+        may_grow: hosts may come; not to a Ray that the driver itself has started.
+    """
+
+    gpus_of_hosts: tuple[float, ...] = ()
+    cpus_of_hosts: tuple[float, ...] = ()
+    cores_of_driver: int = 1
+    vllm: VllmBuild | None = None
+    may_grow: bool = True
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of all hosts."""
+        return sum(self.gpus_of_hosts)
+
+
+def connected_ray() -> ModuleType | None:
+    """Return Ray where this process is connected to a cluster; it is not loaded for that."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
+def cluster_now() -> ClusterView:
+    """Return the cluster as it is; one that is not connected has no hosts."""
+    ray = connected_ray()
+    hosts = [] if ray is None else [node for node in ray.nodes() if node["Alive"]]
+    return ClusterView(
+        gpus_of_hosts=tuple(float(host["Resources"].get("GPU", 0)) for host in hosts),
+        cpus_of_hosts=tuple(float(host["Resources"].get("CPU", 0)) for host in hosts),
+        cores_of_driver=len(os.sched_getaffinity(0)),
+        vllm=vllm_build(),
+        may_grow=ray is None or not _is_own(ray),
+    )
+
+
+def _is_own(ray: ModuleType) -> bool:
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.is_head())
+
+
+def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
+    """Return the GPUs that Ray is asked for with each replica, its ranks included."""
+    if bundles := _bundles_of(spec):
+        return sum(bundle.get("GPU", 0) for bundle in bundles)
+    return gpus_of_replica(
+        spec.pool,
+        spec.backend,
+        spec.engine,
+        has_gpus=cluster.num_gpus > 0,
+        may_grow=cluster.may_grow,
+        vllm=cluster.vllm,
+    )
+
+
+def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     """Size the crew of a pool by the cluster as it is now.
+
+    Options that mean GPUs ask for them also where there are none yet: clusters grow for what is
+    asked of them. What hosts to come will have is not known, so nothing is checked then.
 
     Raises:
         ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
             of one engine.
     """
-    pool = spec.pool
-    cluster_gpus = float(ray.cluster_resources().get("GPU", 0))
-    num_gpus = pool.num_gpus_per_replica
-    bundles = _bundles_of(spec)
-    if bundles:
-        num_gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
-    elif num_gpus is None:
-        num_gpus = float(gpus_of_engine(spec.backend, spec.engine)) if cluster_gpus else 0.0
+    pool, bundles = spec.pool, _bundles_of(spec)
+    num_gpus = gpus_asked(spec, cluster)
     if pool.replicas is not None:
         num_replicas = pool.replicas
-    elif spec.backend.kind == "openai":
-        # it waits for answers, and one has room for hundreds of them
+    elif waits_for_others(spec.backend):
         num_replicas = 1
     elif num_gpus:
-        num_replicas = max(1, int(cluster_gpus / num_gpus))
+        num_replicas = max(1, int(cluster.num_gpus / num_gpus))
     else:
-        num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+        num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
     check_share(num_gpus, spec.backend, spec.engine)
-    kind = "GPU" if num_gpus else "CPU"
-    hosts = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind)]
-    of_hosts = [float(host["Resources"].get("GPU", 0)) for host in hosts]
-    if bundles:
-        check_cluster(num_gpus, of_hosts)
-    elif num_gpus > 1:
-        check_hosts(num_gpus, of_hosts)
+    with_gpus = [number for number in cluster.gpus_of_hosts if number]
+    if bundles and with_gpus:
+        check_cluster(num_gpus, with_gpus)
+    elif num_gpus > 1 and with_gpus:
+        check_hosts(num_gpus, with_gpus)
+    hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
     return CrewPlan(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,
@@ -103,6 +173,19 @@ def plan_crew(spec: PoolSpec) -> CrewPlan:
         num_engines_on_host=-(-num_replicas // max(1, len(hosts))),
         bundles=bundles,
     )
+
+
+def gpu_warnings(spec: PoolSpec, plan: CrewPlan, cluster: ClusterView) -> list[str]:
+    """Return what the user of a pool has to know of its GPUs before it starts."""
+    if not plan.num_gpus:
+        return []
+    said = unproven_on_gpus(spec.backend)
+    if not cluster.num_gpus:
+        said.append(
+            f"the cluster has no GPU now, and each engine asks for {asked_of_ray(plan, spec.pool)}:"
+            " engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
+        )
+    return said
 
 
 def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:

@@ -7,9 +7,10 @@ room(): what to ask for next        wakes the loop when there is news
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from raybatch.actors.giving import choose_given
 from raybatch.actors.open_rows import OpenRows
@@ -23,6 +24,10 @@ _T = TypeVar("_T")
 _MIN_UNCACHED_FRACTION = 1 / 16
 # short rows: enough for the time of a round trip to the coordinator
 _MIN_LEAD_ROWS = 64
+
+
+class EngineEndedError(RuntimeError):
+    """The thread of the engine has ended before it came to a call."""
 
 
 class EngineThread:
@@ -52,7 +57,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
         self._begun: dict[int, Sequence[SequenceState]] = {}
-        self._calls: list[Callable[[Backend], None]] = []
+        self._calls: deque[tuple[Callable[[Backend], None], Future[Any]]] = deque()
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
         self._rows = OpenRows()
@@ -60,7 +65,7 @@ class EngineThread:
         # requests that the engine took since `_stats` was read
         self._num_in_hand = 0
         self._is_asking = False
-        self._is_closing = False
+        self._is_closing = self._is_over = False
         self._failure: BaseException | None = None
         self._started: Future[Capacity] = Future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -130,14 +135,21 @@ class EngineThread:
             return self._failure
 
     def close(self) -> None:
-        """End the thread after its present step."""
+        """End the thread after its present step, and wait for it."""
+        self.close_soon()
+        self._thread.join()
+
+    def close_soon(self) -> None:
+        """Let the thread end after its present step."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join()
 
     def _call(self, work: Callable[[Backend], _T]) -> Future[_T]:
-        """Run `work` in the thread, after the requests that were submitted before."""
+        """Run `work` in the thread, after the requests that were submitted before.
+
+        The future raises `EngineEndedError` where the thread ends before.
+        """
         future: Future[_T] = Future()
 
         def call(backend: Backend) -> None:
@@ -146,8 +158,11 @@ class EngineThread:
                 future.set_result(work(backend))
 
         with self._changed:
-            self._calls.append(call)
+            self._calls.append((call, future))
+            is_over = self._is_over
             self._changed.notify()
+        if is_over:
+            self._refuse_calls()
         return future
 
     def _room(self) -> Room | None:
@@ -165,6 +180,17 @@ class EngineThread:
         return Room(tokens=tokens, rows=rows) if is_hungry else None
 
     def _main(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._is_over = True
+            self._refuse_calls()
+
+    def _serve(self) -> None:
+        # who waits for the start may be cancelled, and the future with it
+        if not self._started.set_running_or_notify_cancel():
+            return
         # whatever ends the engine ends the replica: the exception goes to the event loop
         try:
             backend = self._build()
@@ -185,16 +211,31 @@ class EngineThread:
                 self._failure = error
             self._wake()
 
+    def _refuse_calls(self) -> None:
+        """Tell those who wait for calls that the thread will not make them."""
+        with self._changed:
+            calls, self._calls = self._calls, deque()
+        for _, future in calls:
+            # the one at which the engine broke is running
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(EngineEndedError("the engine has ended"))
+
+    def _run_calls(self, backend: Backend, num_calls: int) -> None:
+        for _ in range(num_calls):
+            # it stays in the line until it is made: an error leaves it there
+            call, _ = self._calls[0]
+            call(backend)
+            self._calls.popleft()
+
     def _step(self, backend: Backend) -> bool:
-        requests, begun, calls = self._wait_for_work(backend)
+        requests, begun, num_calls = self._wait_for_work(backend)
         if self._is_closing:
             return False
         if begun:
             backend.restore([state for states in begun.values() for state in states])
         if requests:
             backend.submit([r for r in requests if r.request_id not in begun])
-        for call in calls:
-            call(backend)
+        self._run_calls(backend, num_calls)
         completions = backend.poll() if backend.num_unfinished() else []
         stats = backend.stats()
         with self._changed:
@@ -205,22 +246,21 @@ class EngineThread:
             self._num_in_hand = 0
             is_hungry = self._room() is not None and not self._is_asking
             self._is_asking |= is_hungry
-            has_news = is_hungry or bool(calls) or len(self._finished) > num_before
+            has_news = is_hungry or num_calls > 0 or len(self._finished) > num_before
         if has_news:
             self._wake()
         return True
 
     def _wait_for_work(
         self, backend: Backend
-    ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], list[Callable[[Backend], None]]]:
+    ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], int]:
         with self._changed:
             while not (self._inbox or self._calls or self._is_closing or backend.num_unfinished()):
                 self._changed.wait()
             requests, self._inbox = self._inbox, []
             begun, self._begun = self._begun, {}
             self._num_in_hand = len(requests)
-            calls, self._calls = self._calls, []
-            return requests, begun, calls
+            return requests, begun, len(self._calls)
 
     def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
         unstarted = backend.drain()

@@ -1,13 +1,8 @@
 """What idle engines hold while others of the same driver wait for it."""
 
-import asyncio
 import logging
 import math
-from contextlib import suppress
-
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from collections.abc import Awaitable, Callable
 
 from raybatch.actors.crew_plan import CrewPlan, asked_of_ray
 from raybatch.config import PoolConfig
@@ -27,9 +22,13 @@ class RoomSeeker:
     Args:
         pool: options of this pool.
         plan: what one engine asks of Ray.
+        make_room: asks the other pools for what its text names.
     """
 
-    def __init__(self, pool: PoolConfig, plan: CrewPlan) -> None:
+    def __init__(
+        self, pool: PoolConfig, plan: CrewPlan, make_room: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._make_room = make_room
         self._asks_for = asked_of_ray(plan, pool)
         self._asked_s = -math.inf
         self._has_told = False
@@ -55,30 +54,9 @@ class RoomSeeker:
 
     async def seek(self) -> None:
         """Ask the other pools; those that are at work, or hold nothing, do nothing."""
-        for other in await asyncio.to_thread(_other_pools):
-            with suppress(RayError):
-                if await other.make_room.remote():
-                    # below the level of a warning it would not reach the driver
-                    _logger.warning(
-                        "idle engines with other options end, because an engine waits for %s",
-                        self._asks_for,
-                    )
+        await self._make_room(self._asks_for)
 
 
 def has_reserved(pool: PoolConfig, plan: CrewPlan) -> bool:
     """Return whether an engine holds anything that another one could wait for."""
     return bool(plan.bundles or pool.resources or any(plan.total().values()))
-
-
-def _other_pools() -> list[ActorHandle]:
-    """Return the coordinators of the other pools of this driver; called in one of them."""
-    own = ray.get_runtime_context().get_actor_name() or ""
-    of_driver = own.rpartition("-")[0]
-    found = []
-    for name in ray.util.list_named_actors() if of_driver else ():
-        if name.startswith(f"{of_driver}-") and name != own:
-            try:
-                found.append(ray.get_actor(name))
-            except ValueError:  # it has just ended
-                continue
-    return found

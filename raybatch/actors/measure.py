@@ -10,20 +10,23 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raybatch.actors.crew_plan import CrewPlan, asked_of_ray, plan_crew
+from raybatch.actors.crew_plan import CrewPlan, asked_of_ray, cluster_now, plan_crew
 from raybatch.actors.records import PoolSpec
 from raybatch.actors.reserving import reserve
 from raybatch.actors.worker_log import obey_log_level
-from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
+from raybatch.backends.cost_cache import (
+    MEASURE_S,
+    NO_SPEED_OF_ENDPOINTS,
+    cost_model_path,
+    load_cost_model,
+    load_or_measure,
+)
+from raybatch.backends.options import waits_for_others
 from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost_model import CostModel
 
-__all__ = ["NO_SPEED_OF_ENDPOINTS", "busy_resources", "measure_pool"]
+__all__ = ["busy_resources", "measure_pool"]
 
-NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request may cost money"
-
-# beyond the start: the program takes about 10 s, and longer only for models that are very slow
-_MEASURE_S = 300.0
 # until what an actor that has ended had is free again
 _RETURN_S = 1.0
 
@@ -48,11 +51,11 @@ def measure_pool(
             it needs but others hold it now; the message says why.
         ConfigError: the pool's options do not fit the cluster.
     """
-    if spec.backend.kind == "openai":
+    if waits_for_others(spec.backend):
         raise MeasureError(NO_SPEED_OF_ENDPOINTS)
     if not ray.is_initialized():
         ray.init()
-    plan = plan_crew(spec)
+    plan = plan_crew(spec, cluster_now())
     is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
     path = cost_model_path(
         spec.model,
@@ -73,7 +76,7 @@ def _measure_in_actor(
     spec: PoolSpec, plan: CrewPlan, folder: Path | None, timeout_s: float | None
 ) -> CostModel:
     if timeout_s is None and spec.pool.start_timeout_s is not None:
-        timeout_s = spec.pool.start_timeout_s + _MEASURE_S
+        timeout_s = spec.pool.start_timeout_s + MEASURE_S
     reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
     actor = reserved.start(_Measurer, spec)
     try:

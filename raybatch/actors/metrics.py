@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ray.util import metrics
-
 from raybatch.actors.counters import ClientCounters
 from raybatch.types import ReplicaStats
 
@@ -35,7 +33,7 @@ class PoolMetrics:
         registry: makes counters, gauges and histograms as `ray.util.metrics` does.
     """
 
-    def __init__(self, registry: Any = metrics) -> None:  # noqa: ANN401 - a module, or a fake of it
+    def __init__(self, registry: Any) -> None:  # noqa: ANN401 - a module, or a fake of it
         self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
         self._tokens = {
             name: _Rising(registry, f"raybatch_{name}_total", description, "stage")
@@ -88,7 +86,7 @@ class ReplicaMetrics:
         registry: makes counters, gauges and histograms as `ray.util.metrics` does.
     """
 
-    def __init__(self, replica_id: int, registry: Any = metrics) -> None:  # noqa: ANN401
+    def __init__(self, replica_id: int, registry: Any) -> None:  # noqa: ANN401
         self._replica = str(replica_id)
         self._gauges = {
             name: registry.Gauge(f"raybatch_{name}", description=description, tag_keys=("replica",))

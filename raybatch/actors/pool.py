@@ -1,45 +1,32 @@
 """The handle through which stages reach a pool of engines.
 
-A pool belongs to one Ray job: equal specs share it, it stays warm between executions of one driver,
-and it dies with the driver. Its coordinator is a named actor that the driver owns; it is made when
-a handle is first used, or pickled on its way to a worker.
+Equal specs share a pool: one of a Ray job (`raybatch.actors.ray_pools`), or one of this process
+(`raybatch.actors.local_pools`). It stays warm between executions, and is made when a handle is
+first used, or pickled on its way to a worker.
 """
 
 import asyncio
-import hashlib
-import json
 import os
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raybatch.actors.coordinator import Coordinator
-from raybatch.actors.crew_plan import plan_crew
 from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
+from raybatch.actors.site import Handle, Pools
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.watching import RowWatch, tell, with_news
 from raybatch.actors.wire import RESULT_SCHEMA, combine_results
+from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
 from raybatch.types import PoolStats, Sampling
 
 __all__ = ["PoolHandle", "PoolSpec", "release_pools"]
 
-_NAME_PREFIX = "raybatch-pool"
-_MAX_CALLS = 10_000
-
-# an actor ends when its owner drops the handle that made it, although it has a name: these keep
-# the pools of this process warm
-_coordinators: dict[tuple[str, str], ActorHandle] = {}
-_making = threading.Lock()
+_made: list[Pools] = []
 
 
 class PoolHandle:
@@ -47,23 +34,44 @@ class PoolHandle:
 
     Nothing starts before the first use. In the process that made the handle, use connects to the
     pool of this Ray job or makes it; Ray is initialised only if it is not. A handle that travelled
-    to a worker carries the address of the pool.
+    to a worker carries the address of the pool. A local one is of use in its own process alone.
 
     Example:
         >>> handle = PoolHandle(spec)                                    # doctest: +SKIP
         >>> results = handle.generate_sync(table, (Sampling(),))         # doctest: +SKIP
 
     Args:
-        spec: model, backend and limits.
+        spec: model, backend and limits; a backend that nobody named is decided at the first use.
+        is_local: the engines are processes of this one, and Ray is not used.
     """
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec, *, is_local: bool = False) -> None:
         self.spec = spec
-        self._carried: ActorHandle | None = None
+        self.is_local = is_local
+        self._carried: Handle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_local:
+            raise TypeError("a pool without Ray is of use in the process that made its handle")
+        import ray  # who pickles a handle sends it to a worker
+
         coordinator = self._connect_afresh() if ray.is_initialized() else None
         return _restore, (self.spec, coordinator)
+
+    def settled(
+        self, *, began_with: str | None = None, connect: bool = True
+    ) -> "tuple[PoolHandle, BackendChoice | None]":
+        """Return a handle whose backend is decided, and why; None where the user named it.
+
+        Args:
+            began_with: kind of the backend that answered the first rows of the same output.
+            connect: to a cluster where there is no connection; else options alone decide then.
+
+        Raises:
+            ConfigError: no host could say what it has.
+        """
+        spec, choice = self._pools.settle(self.spec, began_with=began_with, connect=connect)
+        return PoolHandle(spec, is_local=self.is_local), choice
 
     async def generate(
         self,
@@ -108,7 +116,7 @@ class PoolHandle:
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise
-        except RayActorError as error:
+        except self._pools.gone as error:
             raise self._coordinator_died(error) from error
         return _results(answer)
 
@@ -116,13 +124,13 @@ class PoolHandle:
         """Return whether rows of this name are in the pool, so that they need not run again."""
         try:
             return bool(await self._connect().has_named.remote(client, name))
-        except RayActorError:
+        except self._pools.gone:
             # whoever asks for the rows hears of it
             return False
 
     def forget(self, names: Sequence[str], *, client: str) -> None:
         """Say that the results of rows of these names are safe; nothing waits for it."""
-        with suppress(RayError):
+        with suppress(*self._pools.failed):
             self._connect().forget.remote(client, list(names))
 
     async def so_far(
@@ -142,7 +150,7 @@ class PoolHandle:
         """
         try:
             answer = await self._connect().so_far.remote(client, name, num_seen)
-        except RayActorError:
+        except self._pools.gone:
             # whoever waits for the rows hears of it
             answer = Answer(status="unknown")
         await tell(watch, answer)
@@ -158,17 +166,17 @@ class PoolHandle:
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine)
         try:
-            answer = ray.get(coordinator.generate.remote(submission, requests))
+            answer = self._pools.result(coordinator.generate.remote(submission, requests))
             while answer.status != "done":
                 if answer.status == "unknown":
                     submission = submission.again()
-                    answer = ray.get(coordinator.generate.remote(submission, requests))
+                    answer = self._pools.result(coordinator.generate.remote(submission, requests))
                 else:
-                    answer = ray.get(_ask_again(coordinator, submission, answer))
+                    answer = self._pools.result(_ask_again(coordinator, submission, answer))
         except KeyboardInterrupt:
             coordinator.cancel.remote(submission.token)
             raise
-        except RayActorError as error:
+        except self._pools.gone as error:
             raise self._coordinator_died(error) from error
         return _results(answer)
 
@@ -185,7 +193,7 @@ class PoolHandle:
         are lost raise nothing.
         """
         if num_rows or errors:
-            with suppress(RayError):
+            with suppress(*self._pools.failed):
                 await self._connect().note_outside.remote(client, num_rows, dict(errors))
 
     def note_unit(self, unit: int, state: str, *, client: str = "default") -> None:
@@ -193,90 +201,94 @@ class PoolHandle:
 
         It serves the progress display alone, so nothing waits for it and nothing is raised.
         """
-        with suppress(RayError):
+        with suppress(*self._pools.failed):
             coordinator, place = self._connect(), (socket.gethostname(), os.getpid())
             coordinator.note_unit.remote(client, unit, state, *place)
 
     def stop(self, *, client: str = "default") -> None:
         """Let no further unit of a client start; open ones keep what is finished and end."""
-        with suppress(RayError):
+        with suppress(*self._pools.failed):
             self._connect().stop.remote(client)
 
     async def is_stopped(self, *, client: str = "default") -> bool:
         """Return whether no further unit of a client may start."""
         # a pool that is gone is told of where rows are asked for
-        with suppress(RayError):
+        with suppress(*self._pools.failed):
             return bool(await self._connect().is_stopped.remote(client))
         return False
 
     def stats(self, client: str = "default") -> PoolStats:
         """Return the counters of a client and the state of the pool."""
-        stats: PoolStats = ray.get(self._connect().stats.remote(client))
+        stats: PoolStats = self._pools.result(self._connect().stats.remote(client))
         return stats
 
     def state(self) -> PoolState:
         """Return what the pool holds at this moment, over all clients."""
-        state: PoolState = ray.get(self._connect().state.remote())
+        state: PoolState = self._pools.result(self._connect().state.remote())
         return state
 
     def shutdown(self) -> None:
         """End the replicas and the coordinator; the next use makes a new pool."""
-        if not ray.is_initialized():
-            return
-        name = _name(self.spec)
-        coordinator = self._carried or _find(name)
-        _coordinators.pop(_key(name), None)
-        if coordinator is not None:
-            _end(coordinator)
+        self._pools.end(self.spec)
 
-    def _coordinator_died(self, error: RayActorError) -> ReplicaError:
+    @property
+    def _pools(self) -> Pools:
+        return _pools(self.is_local)
+
+    def _coordinator_died(self, error: Exception) -> ReplicaError:
         # so that the next use makes a new one
-        _coordinators.pop(_key(_name(self.spec)), None)
+        self._pools.forget(self.spec)
         return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
 
-    def _connect_afresh(self) -> ActorHandle:
+    def _connect_afresh(self) -> Handle:
         """Connect before an execution: a pool that failed in an earlier one gets another try."""
         coordinator = self._connect()
         if self._carried is not None:
             return coordinator
         try:
-            has_failed = ray.get(coordinator.has_failed.remote())
-        except RayActorError:
+            has_failed = self._pools.result(coordinator.has_failed.remote())
+        except self._pools.gone:
             has_failed = True
         if has_failed:
             self.shutdown()
             coordinator = self._connect()
         return coordinator
 
-    def _connect(self) -> ActorHandle:
+    def _connect(self) -> Handle:
         if self._carried is not None:
             return self._carried
-        if not ray.is_initialized():
-            ray.init()
-        name = _name(self.spec)
-        with _making:
-            coordinator = _find(name)
-            if coordinator is None:
-                coordinator = _coordinators[_key(name)] = _make(name, self.spec)
-        return coordinator
+        self.spec, _ = self._pools.settle(self.spec)
+        return self._pools.connect(self.spec)
+
+
+@cache
+def _pools(is_local: bool) -> Pools:
+    pools: Pools
+    if is_local:
+        from raybatch.actors.local_pools import LocalPools
+
+        pools = LocalPools()
+    else:
+        from raybatch.actors.ray_pools import RayPools  # slow to load, and others do without
+
+        pools = RayPools()
+    _made.append(pools)
+    return pools
 
 
 def release_pools() -> None:
     """End every pool that this process made."""
-    for key in list(_coordinators):
-        coordinator = _coordinators.pop(key)
-        # the pools of a Ray session that has been shut down are gone already
-        if ray.is_initialized() and key == _key(key[1]):
-            _end(coordinator)
+    for pools in _made:
+        pools.end_all()
 
 
-def _restore(spec: PoolSpec, coordinator: ActorHandle) -> PoolHandle:
+def _restore(spec: PoolSpec, coordinator: Handle | None) -> PoolHandle:
     handle = PoolHandle(spec)
     handle._carried = coordinator
     return handle
 
 
-def _ask_again(coordinator: ActorHandle, submission: Submission, answer: Answer) -> ray.ObjectRef:
+def _ask_again(coordinator: Handle, submission: Submission, answer: Answer) -> Any:  # noqa: ANN401
     if answer.status == "failed":
         raise ReplicaError(answer.rank, answer.cause)
     return coordinator.collect.remote(submission.token)
@@ -286,47 +298,3 @@ def _results(answer: Answer) -> pa.Table:
     if answer.attempts is None:
         raise AssertionError("an answer that is done carries the attempts")
     return combine_results(answer.results, answer.attempts)
-
-
-def _name(spec: PoolSpec) -> str:
-    # the job is part of the name: two drivers in one namespace must not share an actor
-    text = json.dumps(asdict(spec), sort_keys=True, default=repr)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return f"{_NAME_PREFIX}-{ray.get_runtime_context().get_job_id()}-{digest}"
-
-
-def _key(name: str) -> tuple[str, str]:
-    """Return where the pool lives and its name; job ids repeat from one local Ray to the next."""
-    return ray.get_runtime_context().gcs_address, name
-
-
-def _find(name: str) -> ActorHandle | None:
-    try:
-        return ray.get_actor(name)
-    except ValueError:
-        return None
-
-
-def _make(name: str, spec: PoolSpec) -> ActorHandle:
-    node_id = ray.get_runtime_context().get_node_id()
-    return (
-        ray.remote(Coordinator)
-        .options(
-            name=name,
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=0,
-            max_concurrency=_MAX_CALLS,
-            # it should live as long as the driver, so not on a host that may be taken away
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
-        )
-        .remote(spec, plan_crew(spec))
-    )
-
-
-def _end(coordinator: ActorHandle) -> None:
-    try:
-        ray.get(coordinator.shutdown.remote())
-    except RayActorError:
-        return
-    ray.kill(coordinator, no_restart=True)

@@ -1,8 +1,10 @@
 """Frozen records that travel between pool handle, coordinator and replicas."""
 
+import hashlib
+import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +35,12 @@ class PoolSpec:
     backend: BackendConfig
     engine: EngineConfig
     pool: PoolConfig
+
+
+def digest_of(spec: PoolSpec) -> str:
+    """Return what names a pool among others of one process; equal specs have the same."""
+    text = json.dumps(asdict(spec), sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Span(NamedTuple):
@@ -177,12 +185,14 @@ class FailedStart:
     """Why an engine could not be built.
 
     Args:
-        cause: as text, because exceptions of an engine need not survive pickling.
+        cause: as text of one line, because exceptions of an engine need not survive pickling.
         is_final: whether another start would fail in the same way, as options do.
+        trace: of an error that says nothing of the way out; "" for those of this library.
     """
 
     cause: str
     is_final: bool = False
+    trace: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,32 +1,28 @@
-"""The actor around one engine: pulls rows, feeds the engine thread, sends finished rows."""
+"""What is around one engine: pulls rows, feeds the engine thread, sends finished rows; no Ray."""
 
 import asyncio
 import contextlib
 import logging
 import os
+import traceback
 from collections import defaultdict
 from dataclasses import dataclass
 
 import pyarrow as pa
-import ray
-from ray.actor import ActorHandle
 
 from raybatch.actors.begun import encode_begun, sequence_states
 from raybatch.actors.engine_thread import EngineThread
 from raybatch.actors.metrics import ReplicaMetrics
 from raybatch.actors.records import Assignment, FailedStart, PoolSpec, RowGroups
+from raybatch.actors.site import Handle, ReplicaSite
 from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.actors.worker_log import obey_log_level
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
-from raybatch.errors import (
-    ConfigError,
-    EndpointError,
-    MissingDependency,
-    UnreachableError,
-    error_text,
-)
+from raybatch.backends.options import chooses_rows
+from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
 from raybatch.policy.admission_order import batches_ahead
+from raybatch.redaction import redacted
 from raybatch.types import Completion, Request, SequenceState
 
 _LEAD_STEPS = 4
@@ -49,20 +45,24 @@ class _OpenBatch:
 
 
 class Replica:
-    """One engine in one process; the coordinator makes it and calls `start`, then `run`.
+    """One engine, as a rule in a process of its own.
+
+    The coordinator makes it and calls `start`, then `run`.
 
     Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
 
     Args:
         spec: of the pool.
         replica_id: unique among all starts of the pool.
+        site: where this object runs.
     """
 
-    def __init__(self, spec: PoolSpec, replica_id: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
+    def __init__(self, spec: PoolSpec, replica_id: int, site: ReplicaSite) -> None:
+        site.settle(spec)
+        self._site = site
         self._spec = spec
         self._replica_id = replica_id
-        self._metrics = ReplicaMetrics(replica_id)
+        self._metrics = ReplicaMetrics(replica_id, site.metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._outbox = asyncio.Event()
@@ -75,22 +75,20 @@ class Replica:
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
         self._loop = asyncio.get_running_loop()
-        is_native, engine = self._spec.backend.kind == "native", self._spec.engine
-        lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
+        engine, lead_batches = self._spec.engine, 0
+        if chooses_rows(self._spec.backend):
+            lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
             lead_tokens=_LEAD_STEPS * engine.max_batched_tokens,
-            lead_batches=lead_batches if is_native else 0,
+            lead_batches=lead_batches,
         )
         try:
             capacity = await asyncio.wrap_future(self._engine.start())
         except Exception as error:
-            _logger.exception("the engine could not be built")
-            is_final = isinstance(error, ConfigError | MissingDependency)
-            # a bucket or a hub that is away may come back
-            is_final = is_final and not isinstance(error, UnreachableError)
-            return FailedStart(cause=error_text(error), is_final=is_final)
+            _logger.debug("the engine could not be built", exc_info=error)
+            return _failed_start(error)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
@@ -98,7 +96,7 @@ class Replica:
         """Return the process id."""
         return os.getpid()
 
-    async def run(self, coordinator: ActorHandle) -> None:
+    async def run(self, coordinator: Handle) -> None:
         """Work until the coordinator says that there is nothing more to come."""
         engine = self._engine
         if engine is None:
@@ -123,6 +121,11 @@ class Replica:
             for task in reports:
                 task.cancel()
         await asyncio.to_thread(engine.close)
+
+    def close_soon(self) -> None:
+        """Let the engine end after its present step, without waiting for it."""
+        if self._engine is not None:
+            self._engine.close_soon()
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
         """Return unstarted rows as (batch id, row), see `raybatch.actors.giving.choose_given`."""
@@ -165,7 +168,7 @@ class Replica:
         self._outbox.set()
 
     async def _admit(
-        self, engine: EngineThread, coordinator: ActorHandle, work: list[Assignment]
+        self, engine: EngineThread, coordinator: Handle, work: list[Assignment]
     ) -> None:
         """Fetch the tables of all assignments, then submit their rows in the order of the pull."""
         batches = await asyncio.gather(*(self._open_batch(coordinator, each) for each in work))
@@ -180,19 +183,17 @@ class Replica:
         requests.sort(key=lambda of_span: of_span[0])
         engine.submit([request for _, of_span in requests for request in of_span], begun)
 
-    async def _open_batch(self, coordinator: ActorHandle, work: Assignment) -> _OpenBatch | None:
+    async def _open_batch(self, coordinator: Handle, work: Assignment) -> _OpenBatch | None:
         batch = self._open.get(work.batch_id)
         if batch is None:
-            try:
-                table, samplings = await work.refs[0]
-            except ray.exceptions.ObjectLostError:
-                # the host that held the table is gone
+            requests = await self._site.fetch(work.refs[0])
+            if requests is None:
                 await coordinator.note_lost.remote(work.batch_id)
                 return None
-            batch = _OpenBatch(RequestReader(table, samplings))
+            batch = _OpenBatch(RequestReader(*requests))
         return batch
 
-    async def _report(self, engine: EngineThread, coordinator: ActorHandle) -> None:
+    async def _report(self, engine: EngineThread, coordinator: Handle) -> None:
         """Send finished rows as they come, but not more often than needed."""
         while True:
             try:
@@ -214,7 +215,7 @@ class Replica:
                     await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
 
     async def _report_begun(
-        self, engine: EngineThread, coordinator: ActorHandle, every_s: float
+        self, engine: EngineThread, coordinator: Handle, every_s: float
     ) -> None:
         """Tell what long generations have, so that nothing but their last tokens dies with us."""
         while True:
@@ -225,7 +226,7 @@ class Replica:
             if states:
                 await coordinator.note_begun.remote(_by_batch(states))
 
-    async def _send(self, engine: EngineThread, coordinator: ActorHandle) -> None:
+    async def _send(self, engine: EngineThread, coordinator: Handle) -> None:
         completions = engine.collect()
         by_batch: dict[int, list[Completion]] = defaultdict(list)
         for completion in completions:
@@ -249,15 +250,24 @@ class Replica:
         if not batch.num_rows:
             del self._open[batch_id]
 
-    async def _give_up(self, coordinator: ActorHandle, failure: BaseException) -> None:
-        """End the process: a broken engine must look like a death, so that it is replaced.
+    async def _give_up(self, coordinator: Handle, failure: BaseException) -> None:
+        """End: a broken engine must look like a death, so that it is replaced.
 
         An endpoint that refuses every request would refuse those of another replica as well.
         """
         _logger.error("the engine broke", exc_info=failure)
         ends_run = isinstance(failure, EndpointError)
         await coordinator.note_cause.remote(self._replica_id, error_text(failure), ends_run)
-        os._exit(1)
+        await self._site.die()
+
+
+def _failed_start(error: Exception) -> FailedStart:
+    is_own = isinstance(error, RaybatchError)
+    return FailedStart(
+        cause=one_line(error_text(error)),
+        is_final=is_permanent(error),
+        trace="" if is_own else redacted("".join(traceback.format_exception(error))),
+    )
 
 
 def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]]:

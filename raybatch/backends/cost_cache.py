@@ -22,7 +22,17 @@ from raybatch.engine.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
 from raybatch.policy.cost_model import CostModel, EngineLimits, fit
 
-__all__ = ["cost_model_path", "load_cost_model", "load_or_measure"]
+__all__ = [
+    "MEASURE_S",
+    "NO_SPEED_OF_ENDPOINTS",
+    "cost_model_path",
+    "load_cost_model",
+    "load_or_measure",
+]
+
+# beyond the start: the program takes about 10 s, and longer only for models that are very slow
+MEASURE_S = 300.0
+NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request may cost money"
 
 _FOLDER = "cost-models"
 # by kind of backend: packages whose version decides how fast an engine is

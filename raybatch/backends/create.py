@@ -1,6 +1,7 @@
 """Builds the backend that a config names, and imports only that one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import get_args
 
@@ -32,6 +33,9 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
         backend: kind, options and task.
         engine: options that a backend may not have.
     """
+    if backend.kind == "auto":
+        # what runs everywhere is what the native engine has; vLLM has it as well
+        backend = replace(backend, kind="native")
     if backend.task not in _TASKS.get(backend.kind, ("generate",)):
         able = " or ".join(repr(k) for k in _TASKS if k != "fake" and backend.task in _TASKS[k])
         told = "makes text and embeddings" if backend.kind == "openai" else "generates text"
@@ -88,7 +92,8 @@ def create_backend(
 
     Args:
         model: checkpoint directory, hub id or URI; for an endpoint the name there.
-        backend: which backend, and its options.
+        backend: which backend, and its options; "auto" is the native one here, for callers that
+            ask no cluster what its engines have.
         engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
         num_replicas: of the pool, which share the budgets of an endpoint.

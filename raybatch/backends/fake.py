@@ -20,6 +20,7 @@ from raybatch.types import Capacity, Completion, ReplicaStats, Request, Sequence
 
 __all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
 
+_HELD_S = 0.001
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -57,6 +58,7 @@ class FakeBackend(IntakeBackend):
         self._ending: dict[int, list[_Sequence]] = {}
         self._seen_groups: set[int] = set()
         self._num_steps = 0
+        self._num_finished = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
@@ -74,9 +76,13 @@ class FakeBackend(IntakeBackend):
     def poll(self) -> list[Completion]:
         if not self._intake.num_open:
             return []
+        if self._is_held():
+            time.sleep(_HELD_S)
+            return []
         began = time.perf_counter()
         has_work = self._intake.num_waiting or self._running
         finished = self._intake.close(self._run_step() if has_work else [])
+        self._num_finished += len(finished)
         log_finished(self._options.finished_log, len(finished))
         self._engine_s += time.perf_counter() - began
         return finished
@@ -117,6 +123,14 @@ class FakeBackend(IntakeBackend):
         self._running.clear()
         self._ending.clear()
         self._intake = Intake(self._find_failure)
+
+    def _is_held(self) -> bool:
+        hold_file = self._options.hold_file
+        return (
+            hold_file is not None
+            and self._num_finished >= self._options.hold_after
+            and os.path.exists(hold_file)
+        )
 
     def _run_step(self) -> list[Completion]:
         self._num_steps += 1

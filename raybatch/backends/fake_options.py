@@ -28,6 +28,9 @@ class FakeOptions:
         num_slow_starts: so many first started engines take `slow_step_s` per step.
         slow_step_s: see `num_slow_starts`.
         finished_log: a file that grows by one byte per finished sequence, over all engines.
+        hold_file: an engine that has finished `hold_after` sequences takes no step while this file
+            exists, so that what interrupts a run meets it at work.
+        hold_after: see `hold_file`.
     """
 
     step_s: float = 0.0
@@ -46,6 +49,8 @@ class FakeOptions:
     num_slow_starts: int = 0
     slow_step_s: float = 0.1
     finished_log: str | None = None
+    hold_file: str | None = None
+    hold_after: int = 0
 
     def __post_init__(self) -> None:
         if self.marks_dir is None and (self.num_failing_starts or self.num_slow_starts):

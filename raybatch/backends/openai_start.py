@@ -7,7 +7,7 @@ from raybatch.backends.openai_errors import said_by, secrets_in
 from raybatch.backends.openai_http import HttpThread
 from raybatch.backends.openai_options import OpenAIOptions, headers_of
 from raybatch.config import environment, proxy_of
-from raybatch.errors import EndpointError
+from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.types import Task
 
 __all__ = ["create"]
@@ -48,7 +48,7 @@ def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None
     for answer in answers:
         said = said_by(answer, secrets_in(headers))
         if answer.failure == "refused":
-            raise EndpointError(
+            raise EndpointUnreachable(
                 f"{options.base_url} cannot be reached ({said}); start the server, or mend base_url"
             )
         # not every endpoint lists its models, and not every key may see the list

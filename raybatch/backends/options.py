@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raybatch.backends.choice import VllmBuild
 from raybatch.backends.openai_options import decisive_options, openai_options
 from raybatch.backends.vllm_args import (
     VllmOptions,
@@ -26,11 +27,18 @@ __all__ = [
     "answering_options",
     "check_pool",
     "check_share",
+    "chooses_rows",
     "gpus_of_engine",
+    "gpus_of_replica",
     "length_of_model",
+    "may_end_its_process",
     "parsed_columns",
     "score_form",
+    "waits_for_others",
 ]
+
+# of Ray's names of accelerators, the beginnings of those that its resource "GPU" does not count
+_OTHER_ACCELERATORS = ("TPU-", "aws-neuron", "Intel-GAUDI", "Ascend", "Apple-", "M1", "M2", "M3")
 
 
 def score_form(backend: BackendConfig, model: str) -> ScoreForm:
@@ -45,6 +53,35 @@ def score_form(backend: BackendConfig, model: str) -> ScoreForm:
     return form_of_scores(resolve_model(model), kwargs)
 
 
+def waits_for_others(backend: BackendConfig) -> bool:
+    """Return whether an engine computes nothing itself, so that one has room for hundreds of rows.
+
+    Args:
+        backend: of the engine.
+    """
+    return backend.kind == "openai"
+
+
+def chooses_rows(backend: BackendConfig) -> bool:
+    """Return whether an engine chooses by `engine.admission` which of its waiting rows run next.
+
+    Args:
+        backend: of the engine.
+    """
+    return backend.kind == "native"
+
+
+def may_end_its_process(backend: BackendConfig) -> bool:
+    """Return whether a row may take the process of its engine along.
+
+    Args:
+        backend: of the engine; the fake one does so only where it is told to.
+    """
+    if backend.kind == "fake":
+        return bool(backend.options.get("crashes")) or backend.options.get("crash_on") is not None
+    return not waits_for_others(backend)
+
+
 def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
     """Return the GPUs that one engine computes on, where there are any."""
     if backend.kind in ("fake", "openai") or engine.device == "cpu":
@@ -52,6 +89,48 @@ def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
     if backend.kind == "vllm":
         return gpus_per_engine(vllm_options(backend, engine))
     return 1
+
+
+def gpus_of_replica(
+    pool: PoolConfig,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    has_gpus: bool,
+    may_grow: bool,
+    vllm: VllmBuild | None,
+) -> float:
+    """Return the GPUs that Ray is asked for with each replica.
+
+    Args:
+        pool: of the replicas.
+        backend: that they run; "auto" counts like the native one.
+        engine: options of their engines.
+        has_gpus: there is a GPU in the cluster.
+        may_grow: hosts with GPUs may come to the cluster.
+        vllm: what is installed on the driver's host.
+    """
+    if pool.num_gpus_per_replica is not None:
+        return pool.num_gpus_per_replica
+    if has_gpus or _means_gpus(pool, backend, engine, vllm, may_grow):
+        return float(gpus_of_engine(backend, engine))
+    return 0.0
+
+
+def _means_gpus(
+    pool: PoolConfig,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    vllm: VllmBuild | None,
+    may_grow: bool,
+) -> bool:
+    """Return whether options ask for GPUs that the cluster is still to get."""
+    kind = pool.accelerator_type
+    if kind is not None and not kind.startswith(_OTHER_ACCELERATORS):
+        return True
+    # a driver without vLLM says nothing of the engines' hosts, where it is rarely one for CPUs
+    has_replicas = pool.replicas is not None and may_grow and vllm != "cpu"
+    return engine.device.startswith("cuda") or (backend.kind == "vllm" and has_replicas)
 
 
 def actors_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
@@ -125,6 +204,8 @@ def length_of_model(
         return length
     if backend.kind == "native":
         return read_model_spec(model_dir).max_model_len
+    if backend.kind == "auto":
+        return _length_of_either(model_dir)
     if backend.kind == "vllm":
         kwargs = vllm_options(backend, engine).engine_kwargs
         is_trusted = bool(kwargs.get("trust_remote_code", False))
@@ -132,6 +213,17 @@ def length_of_model(
         return length_of(model_dir, trust_remote_code=is_trusted)
     is_trusted = bool(backend.options.get("trust_remote_code"))
     return read_max_positions(model_dir, trust_remote_code=is_trusted)
+
+
+def _length_of_either(model_dir: Path) -> int | None:
+    """Return the length of a model that the native engine or vLLM can run."""
+    try:
+        return read_model_spec(model_dir).max_model_len
+    except ConfigError as refusal:
+        try:
+            return model_length(model_dir, trust_remote_code=False)
+        except ConfigError:
+            raise refusal from None
 
 
 def answering_options(backend: BackendConfig, model: str) -> Mapping[str, Any]:

@@ -73,15 +73,22 @@ class HubModel:
             dtype = "float32"
         disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=options.attn_implementation,
                 trust_remote_code=options.trust_remote_code,
+                output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             kind = UnreachableError if isinstance(error, OSError) else ConfigError
             raise kind(f"transformers cannot load {path}: {error_text(error)}") from error
+        # transformers would draw them at random, and every answer would be wrong
+        if missing := sorted(loaded["missing_keys"]):
+            raise ConfigError(
+                f"{path} lacks {len(missing)} tensors that {type(model).__name__} needs, the first "
+                f"{missing[0]!r}; fetch the checkpoint again, or mend config.json"
+            )
         model.to(device).eval()
         logger.info("%s loaded as %s on %s", type(model).__name__, model.dtype, device)
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT

@@ -16,6 +16,7 @@ __all__ = [
     "answer_options",
     "engine_args",
     "gpus_per_engine",
+    "native_options",
     "vllm_options",
 ]
 
@@ -121,6 +122,11 @@ NATIVE_ONLY = (
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
     (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
 )
+
+
+def native_options(engine: EngineConfig) -> tuple[str, ...]:
+    """Return the names of the options that were changed and that only the native engine has."""
+    return tuple(name for names, _ in NATIVE_ONLY for name in names if _is_changed(engine, name))
 
 
 def _refuse_native_options(engine: EngineConfig) -> None:

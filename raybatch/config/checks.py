@@ -1,12 +1,13 @@
 """Checks of options that all configs share, and configs from plain mappings."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.errors import ConfigError, did_you_mean, told_range
 
 _T = TypeVar("_T")
 
@@ -48,13 +49,13 @@ def option_name(config: object, name: str) -> str:
 
 
 def check_min(config: object, name: str, minimum: float) -> None:
-    """Raise ConfigError unless the field is a number of at least `minimum`."""
+    """Raise ConfigError unless the field is a finite number of at least `minimum`."""
     value = getattr(config, name)
     # also NaN, of which nothing is true
-    if not is_number(value) or not value >= minimum:
+    if not is_number(value) or not minimum <= value < math.inf:
         raise ConfigError(
-            f"{option_name(config, name)} must be a number of at least {minimum}, got {value!r}"
-            f"{_bytes_hint(name, value)}"
+            f"{option_name(config, name)} must be {told_range(f'at least {minimum}', value)}, "
+            f"got {value!r}{_bytes_hint(name, value)}"
         )
 
 
@@ -96,7 +97,8 @@ def check_fraction(config: object, name: str, *, is_zero_allowed: bool = True) -
     if not is_number(value) or not 0 <= value <= 1 or not (value or is_zero_allowed):
         lowest = "from 0 to 1" if is_zero_allowed else "above 0 and at most 1"
         raise ConfigError(
-            f"{option_name(config, name)} must be a number {lowest}, such as 0.01, got {value!r}"
+            f"{option_name(config, name)} must be {told_range(lowest, value)}, such as 0.01, "
+            f"got {value!r}"
         )
 
 

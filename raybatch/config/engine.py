@@ -13,7 +13,7 @@ Quantization = Literal["int8", "fp8"]
 VictimOrder = Literal["least", "most", "lifo"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
-BackendKind = Literal["native", "vllm", "transformers", "openai", "fake"]
+BackendKind = Literal["auto", "native", "vllm", "transformers", "openai", "fake"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,16 +220,17 @@ class BackendConfig:
     """Which backend a replica runs.
 
     Args:
-        kind: "native", "vllm", "transformers" (slow, for models that the native engine has not),
-            "openai" (an endpoint that speaks OpenAI's API), or "fake" (no model: answers are
-            derived from the prompt; for tests).
+        kind: "auto" (vLLM where the engines have GPUs and it is installed there, else native; an
+            output goes on with what it was begun with), "native", "vllm", "transformers" (slow, for
+            models that the native engine has not), "openai" (an endpoint that speaks OpenAI's API),
+            or "fake" (no model: answers are derived from the prompt; for tests).
         options: of the backend itself, for example the address of an endpoint; None has none.
         task: what its engines make of a prompt; that of the stage.
     """
 
     WHERE: ClassVar[str] = "backend."
 
-    kind: BackendKind = "native"
+    kind: BackendKind = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     task: Task = "generate"
 

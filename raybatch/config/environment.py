@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
 
+_KERNEL_VECTORS = ("avx512", "avx2", "plain")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -44,6 +45,20 @@ def log_level() -> int | None:
             f"RAYBATCH_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {name!r}"
         )
     return logging.getLevelNamesMapping()[name.upper()]
+
+
+def kernel_vectors() -> str | None:
+    """Return the vectors that kernels are compiled for (RAYBATCH_KERNEL_VECTORS); None if unset.
+
+    Raises:
+        ConfigError: the variable names none.
+    """
+    name = os.environ.get("RAYBATCH_KERNEL_VECTORS", "").strip().lower()
+    if name and name not in _KERNEL_VECTORS:
+        raise ConfigError(
+            f"RAYBATCH_KERNEL_VECTORS must be one of {', '.join(_KERNEL_VECTORS)}, got {name!r}"
+        )
+    return name or None
 
 
 def armed_fault() -> str | None:

@@ -1,11 +1,12 @@
 """Options of the pool of engines."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_min, is_number
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, told_range
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
@@ -19,11 +20,12 @@ class PoolConfig:
             the driver's host where the cluster has no GPU.
         num_cpus_per_replica: logical CPUs that Ray reserves for one replica; with any, feeders that
             Ray Data starts first can take all CPUs of a small cluster and no engine ever starts.
-        num_gpus_per_replica: GPUs of one replica; None takes, where the cluster has GPUs, 1 or with
-            vLLM the product of its tensor, pipeline and context parallel sizes.
+        num_gpus_per_replica: GPUs of one replica; None takes 1, or with vLLM the product of its
+            tensor, pipeline and context parallel sizes, where the cluster has GPUs or options mean
+            them: a GPU as `accelerator_type`, `engine.device` "cuda", or `replicas` of vLLM.
         max_row_crashes: a row whose replica died this often with it becomes an error row.
         max_start_failures: starts of one replica that may fail in a row before it is given up, one
-            where it refuses its options; the pool fails when no replica is left.
+            where another would fail alike; the pool fails when no replica is left.
         start_timeout_s: a start that takes longer counts as failed; it includes the wait for
             resources. None waits for ever.
         feeder_timeout_s: the rows of a feeder that was silent for so long are dropped.
@@ -117,9 +119,9 @@ def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False)
 def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  # noqa: ANN401
     # also NaN, of which nothing is true
     is_enough = is_number(amount) and (amount >= 0 if is_zero_allowed else amount > 0)
-    if not is_enough:
-        lowest = "of at least 0" if is_zero_allowed else "above 0"
-        raise ConfigError(f"{where} must be a number {lowest}, got {amount!r}")
+    if not is_enough or not amount < math.inf:
+        lowest = "at least 0" if is_zero_allowed else "above 0"
+        raise ConfigError(f"{where} must be {told_range(lowest, amount)}, got {amount!r}")
 
 
 def _check_beside_bundles(pool: PoolConfig) -> None:

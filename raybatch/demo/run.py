@@ -1,6 +1,7 @@
 """The demo command: writes the demo dataset, runs the main job over it, scores the answers."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,14 +47,22 @@ class DemoResult:
         )
 
 
-def run_demo(out: str | Path, *, rows: int, seed: int, replicas: int | None = None) -> DemoResult:
+def run_demo(
+    out: str | Path,
+    *,
+    rows: int,
+    seed: int,
+    replicas: int | None = None,
+    start_ray: Callable[[], None] | None = None,
+) -> DemoResult:
     """Write the dataset below `out`, answer it with the embedded model, and score it.
 
     Args:
         out: folder of prompts, answers and report; an earlier demo in it is replaced.
         rows: questions to ask, rounded up to whole documents.
         seed: of the dataset.
-        replicas: engine actors; None leaves it to the pool.
+        replicas: engines; None leaves it to the pool.
+        start_ray: called before Ray is used, where it is.
 
     Raises:
         ConfigError: `out` holds something that is not a demo.
@@ -78,7 +87,7 @@ def run_demo(out: str | Path, *, rows: int, seed: int, replicas: int | None = No
         pool=raybatch.PoolConfig(replicas=replicas),
     )
     job = raybatch.Job(source=str(folder / "prompts"), sink=str(folder / "answers"), stage=stage)
-    report = job.run()
+    report = job.run(start_ray=start_ray)
     scored, right = score_answers(report)
     return DemoResult(report=report, rows_scored=scored, rows_right=right)
 

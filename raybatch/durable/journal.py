@@ -172,7 +172,9 @@ def _encoded(table: pa.Table, unit: Unit, plan_hash: str) -> bytes:
     said = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
     marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: said})
     buffer = pa.BufferOutputStream()
-    with pa.ipc.new_file(buffer, marked.schema) as out:
+    # rows that were read apart bring dictionaries of their own, and a file has one for each column
+    options = pa.ipc.IpcWriteOptions(unify_dictionaries=True)
+    with pa.ipc.new_file(buffer, marked.schema, options=options) as out:
         out.write_table(marked)
     return bytes(buffer.getvalue())
 

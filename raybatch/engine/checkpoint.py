@@ -1,7 +1,6 @@
 """The tensors of a Hugging Face checkpoint folder, one file or sharded, read one by one."""
 
 import hashlib
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import SafetensorError, safe_open
 
+from raybatch.engine.json_files import read_json
 from raybatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,17 +23,12 @@ def weight_files(path: Path) -> list[Path]:
     Raises:
         ConfigError: there are none; the message says so where only pickled weights exist.
     """
-    index = path / _INDEX
-    if index.exists():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is not a valid weight index: {error}") from error
+    if names := sorted(set(indexed_files(path).values())):
         missing = [name for name in names if not (path / name).exists()]
         if missing:
-            raise ConfigError(f"{index} names {missing[0]}, which is not in the folder")
+            raise ConfigError(
+                f"{path / _INDEX} names {missing[0]}, which is not in the folder; download it too"
+            )
         return [path / name for name in names]
     if (path / "model.safetensors").exists():
         # some folders hold a second copy of the weights in another layout
@@ -46,7 +41,28 @@ def weight_files(path: Path) -> list[Path]:
             f"{path} has only pickled weights, which can run any code when loaded; convert them "
             "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
         )
-    raise ConfigError(f"{path} has no *.safetensors file")
+    raise ConfigError(
+        f"{path} has no *.safetensors file; pass the folder that holds the weights of the model"
+    )
+
+
+def indexed_files(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, by name, as the index of a checkpoint has it.
+
+    Empty where there is no index.
+
+    Raises:
+        ConfigError: it is no index.
+    """
+    index = path / _INDEX
+    raw = read_json(index)
+    if raw is None:
+        return {}
+    found = raw.get("weight_map")
+    is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
+    if not found or not is_map:
+        raise ConfigError(f"{index} is not a valid weight index; download the checkpoint again")
+    return dict(found)
 
 
 class Checkpoint:

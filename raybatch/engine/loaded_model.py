@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.config import EngineConfig
+from raybatch.engine.checkpoint_check import check_tensors
 from raybatch.engine.limits import check_max_model_len, pick_byte_dtype, pick_device, pick_dtype
 from raybatch.engine.model_config import ModelSpec, read_model_spec
 from raybatch.engine.model_source import resolve_model
@@ -65,6 +66,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     """
     path = resolve_model(source)
     spec = read_model_spec(path)
+    check_tensors(path, spec)
     check_max_model_len(config, spec.max_model_len, path.name)
     device = pick_device(config)
     _set_up_process(config, device)

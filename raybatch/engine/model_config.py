@@ -4,12 +4,14 @@ The file is read directly, so that an engine starts without importing transforme
 missing keys are those of the architecture in transformers.
 """
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from raybatch.engine.json_files import read_json
+from raybatch.engine.other_backends import SAME_MODEL, backends_for
 from raybatch.engine.rope import RopeSpec, read_rope
 from raybatch.errors import ConfigError
 
@@ -103,6 +105,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+# models have some hundred; what belongs to each of them is listed before a tensor is looked at
+_MAX_LAYERS = 10_000
 
 
 def read_model_spec(path: Path) -> ModelSpec:
@@ -111,7 +115,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     Raises:
         ConfigError: config.json is missing, makes no sense, or asks for what the engine lacks.
     """
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     if raw is None:
         raise ConfigError(
             f"{path} has no config.json; pass the folder of a Hugging Face checkpoint"
@@ -120,12 +124,12 @@ def read_model_spec(path: Path) -> ModelSpec:
     config = _Config({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
     num_heads, num_kv_heads, head_dim = _read_heads(config)
-    num_layers = config.size("num_hidden_layers")
+    num_layers = config.size("num_hidden_layers", most=_MAX_LAYERS)
     has_attention_bias = bool(config.get("attention_bias", False))
     rope, max_positions = read_rope(
         config.values, max_positions=config.size("max_position_embeddings", 32768)
     )
-    generation = _read_json(path / "generation_config.json") or {}
+    generation = read_json(path / "generation_config.json") or {}
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
@@ -135,7 +139,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_dim=config.size("intermediate_size"),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=config.number("rms_norm_eps", 1e-6),
         has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_attention_bias,
         has_o_bias=has_attention_bias and architecture != "Qwen2ForCausalLM",
         has_mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
@@ -160,23 +164,22 @@ class _Config:
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401
         return self.values.get(key, default)
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.where}: {key} must be a number of at least 1, got {value!r}")
+        if most is not None and value > most:
+            raise ConfigError(f"{self.where}: {key} must be at most {most}, got {value}")
         return value
 
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
-    return loaded
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{self.where}: {key} must be a finite number of at least 0, got {value!r}"
+            )
+        return float(value)
 
 
 def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
@@ -187,7 +190,7 @@ def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
     found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
     raise ConfigError(
         f"{path / 'config.json'}: architecture {found} is not supported by the native engine; "
-        f"it runs {', '.join(SUPPORTED_ARCHITECTURES)}"
+        f"it runs {', '.join(SUPPORTED_ARCHITECTURES)}; {backends_for([*map(str, named)])}"
     )
 
 
@@ -207,13 +210,20 @@ def _refuse_unsupported(config: _Config) -> None:
     if config.get("quantization_config"):
         raise ConfigError(
             f"{config.where}: quantized checkpoints are not supported by the native engine; "
-            "pass the float32, bfloat16 or float16 checkpoint"
+            "pass the float32, bfloat16 or float16 checkpoint, or set backend: vllm, which runs "
+            "most of them"
         )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(f"{config.where}: hidden_act {activation!r} is not supported, only silu")
+        raise ConfigError(
+            f"{config.where}: hidden_act {activation!r} is not supported by the native engine, "
+            f"only silu; {SAME_MODEL}"
+        )
     if config.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise ConfigError(f"{config.where}: partial_rotary_factor other than 1 is not supported")
+        raise ConfigError(
+            f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
+            f"engine; {SAME_MODEL}"
+        )
 
 
 def _read_windows(config: _Config, architecture: str, num_layers: int) -> tuple[int | None, ...]:
@@ -276,4 +286,7 @@ def _read_dtype(config: _Config) -> CheckpointDType:
     name = name.removeprefix("torch.")
     if name in ("float32", "bfloat16", "float16"):
         return name  # type: ignore[return-value]
-    raise ConfigError(f"{config.where}: dtype {name!r} is not supported")
+    raise ConfigError(
+        f"{config.where}: dtype {name!r} is not supported by the native engine, only float32, "
+        f"bfloat16 and float16; {SAME_MODEL}"
+    )

@@ -160,8 +160,9 @@ def _hub_errors(source: str) -> Iterator[None]:
 
 def _unreachable(source: str) -> UnreachableError:
     return UnreachableError(
-        f"model {source!r} is not in the local hub cache and the hub cannot be reached; pass a "
-        f"local folder, or pre-download it where there is a network: hf download {source}"
+        f"model {source!r} is no folder here and not in the local hub cache, and "
+        "the hub cannot be reached; pass a local folder, or pre-download it where there is a "
+        f"network: hf download {source}"
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from raybatch.engine.other_backends import SAME_MODEL
 from raybatch.errors import ConfigError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -52,11 +53,14 @@ def read_rope(config: Mapping[str, Any], *, max_positions: int) -> tuple[RopeSpe
     kind: Any = options.get("rope_type", options.get("type", "default"))
     if kind not in get_args(RopeType):
         raise ConfigError(
-            f"config.json: rope type {kind!r} is not supported, "
-            f"only {', '.join(get_args(RopeType))}"
+            f"config.json: rope type {kind!r} is not supported by the native engine, "
+            f"only {', '.join(get_args(RopeType))}; {SAME_MODEL}"
         )
     if options.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported")
+        raise ConfigError(
+            "config.json: partial_rotary_factor other than 1 is not supported by the native "
+            f"engine; {SAME_MODEL}"
+        )
     # the top-level key wins in transformers, for checkpoints that carry it beside the options
     key = "original_max_position_embeddings"
     original = config.get(key) or options.get(key) or max_positions

@@ -1,19 +1,22 @@
 """Explains a source: plans it without running it, and says how long it would take."""
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import ray
-
-from raybatch.actors.crew_plan import plan_crew
-from raybatch.actors.measure import NO_SPEED_OF_ENDPOINTS, measure_pool
+from raybatch.actors.crew_plan import cluster_now, connected_ray, plan_crew
+from raybatch.actors.local_measure import measure_local
+from raybatch.actors.local_pools import plan_local_crew
 from raybatch.actors.records import PoolSpec
-from raybatch.backends.cost_cache import cost_model_path, load_cost_model
+from raybatch.backends.cost_cache import (
+    NO_SPEED_OF_ENDPOINTS,
+    cost_model_path,
+    load_cost_model,
+)
 from raybatch.backends.create import has_prices
 from raybatch.backends.openai_options import openai_options
+from raybatch.backends.options import waits_for_others
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
@@ -33,8 +36,8 @@ from raybatch.policy.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.profile import InputProfile
 from raybatch.stages.layout_lint import lint_source, told_of_templates
-from raybatch.stages.plan.large import LargePlan, forecast_large, plan_large
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
+from raybatch.stages.plan.records import LargePlan
 from raybatch.stages.plan.run import fit_units, is_small
 from raybatch.stages.plan.small import gather, plan_gathered
 from raybatch.stages.plan.work import planned_work
@@ -51,7 +54,8 @@ class Question:
 
     Args:
         job: its source and options.
-        spec: of the pool that runs it.
+        spec: of the pool that runs it, with a backend that is decided.
+        backend_reason: why it is that one; "" where the user named it.
         name: of the source.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
         kv_tokens_found: what an engine had that has run; taken where neither is known.
@@ -59,6 +63,7 @@ class Question:
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.
+        is_local: engines run without Ray.
 
     Raises:
         ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
@@ -67,12 +72,14 @@ class Question:
     job: PlannedRun
     spec: PoolSpec
     name: str
+    backend_reason: str = ""
     kv_tokens: int | None = None
     kv_tokens_found: int | None = None
     price_per_engine_hour: float | None = None
     measure: bool = True
     max_rows: int = MAX_ROWS_EXPLAINED
     lint: bool = True
+    is_local: bool = False
 
     def __post_init__(self) -> None:
         kv_tokens = self.kv_tokens
@@ -95,6 +102,8 @@ def explain_source(question: Question) -> Explanation:
     question = replace(question, job=job)
     if is_small(source, job.plan):
         return explain_planned(question, plan_gathered(gather(job), job.config, job.plan))
+    from raybatch.stages.plan.large import plan_large  # Ray is slow to load
+
     return explain_planned(question, plan_large(job))
 
 
@@ -126,6 +135,8 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         explanation = _explain_large(question, planned, kv, common)
     explanation = replace(
         explanation,
+        backend=spec.backend.kind,
+        backend_reason=question.backend_reason,
         has_cache=spec.engine.enable_prefix_caching,
         ends_at_error=job.config.on_error == "raise",
         answer_cost=_answer_cost(spec, explanation),
@@ -135,7 +146,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     work = _work(question, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
-    return replace(explanation, time=_time(costs, work, num_replicas(spec)))
+    return replace(explanation, time=_time(costs, work, _crew_size(question)[0]))
 
 
 def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float] | None:
@@ -183,6 +194,8 @@ def _explain_large(
     if not planned.tables:
         why_not = "what was known of the rows of a large plan does not outlast their run"
         return replace(explanation, kv=kv, no_orders=why_not)
+    from raybatch.stages.plan.large import forecast_large  # Ray is slow to load
+
     size = cache_size(question.spec.engine, kv.tokens, planned.block_size)
     return with_orders(
         explanation, forecast_large(job, planned, size, max_rows=question.max_rows), kv
@@ -252,39 +265,43 @@ def likely_engine_s(
     return band.expected, band.low, band.high
 
 
-def num_replicas(spec: PoolSpec) -> int:
-    """Return how many engines a pool would have, here or on the cluster that is connected."""
-    return _crew_size(spec)[0]
+def _crew_size(question: Question) -> tuple[int, int]:
+    """Return how many engines a pool would have, and how many of them on one host.
 
-
-def _crew_size(spec: PoolSpec) -> tuple[int, int]:
-    """Return how many engines a pool would have, and how many of them on one host."""
-    if ray.is_initialized():
-        crew = plan_crew(spec)
-        return crew.num_replicas, crew.num_engines_on_host
-    if spec.backend.kind == "openai":
-        return (spec.pool.replicas or 1,) * 2
-    here = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return (spec.pool.replicas or here,) * 2
+    They are those on the cluster that is connected, or on this host where there is none.
+    """
+    if question.is_local or connected_ray() is None:
+        crew = plan_local_crew(question.spec)
+    else:
+        crew = plan_crew(question.spec, cluster_now())
+    return crew.num_replicas, crew.num_engines_on_host
 
 
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
-    if spec.backend.kind == "openai":
+    if waits_for_others(spec.backend):
         return None, NO_SPEED_OF_ENDPOINTS
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"
     if question.measure:
         try:
-            return measure_pool(spec), ""
+            return _measured(question), ""
         except MeasureError as error:
             return None, str(error)
     path = cost_model_path(
-        spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(spec)[1]
+        spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(question)[1]
     )
     found = load_cost_model(path)
     return found, "" if found else "this model was not measured on this host yet"
+
+
+def _measured(question: Question) -> CostModel:
+    if question.is_local:
+        return measure_local(question.spec)
+    from raybatch.actors.measure import measure_pool  # Ray is slow to load
+
+    return measure_pool(question.spec)
 
 
 def _time(costs: CostModel, work: WorkTotals, replicas: int) -> TimeEstimate:

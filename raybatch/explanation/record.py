@@ -19,7 +19,7 @@ from raybatch.explanation.facts import (
     uncompared_section,
 )
 from raybatch.explanation.plain import from_plain
-from raybatch.explanation.time import TimeEstimate, time_section
+from raybatch.explanation.time import TimeEstimate, time_section, with_backend
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.lengths import LengthBands
@@ -53,6 +53,8 @@ class Explanation:
         source: input path or URI.
         model: as the user named it.
         order: of the groups, by name.
+        backend: kind of the backend that runs it; "" where there are no rows.
+        backend_reason: why it is that one; "" where the user named it.
         is_reordered: rows run in another order than that of the input.
         is_off: nobody asked for a plan.
         has_cache: rows find blocks that others have left; else only the groups of a plan share.
@@ -70,6 +72,7 @@ class Explanation:
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
         boxes: the prefix tree, to be drawn.
+        executor: where a run would have its engines, and why; "" where that is not said.
     """
 
     source: str
@@ -77,6 +80,8 @@ class Explanation:
     order: str
     is_reordered: bool
     profile: InputProfile
+    backend: str = ""
+    backend_reason: str = ""
     is_off: bool = False
     has_cache: bool = True
     ends_at_error: bool = False
@@ -91,6 +96,7 @@ class Explanation:
     answer_cost: tuple[float, float] | None = None
     layout: str = ""
     boxes: tuple[TreeBox, ...] = ()
+    executor: str = ""
 
     @property
     def title(self) -> str:
@@ -139,9 +145,17 @@ class Explanation:
             ),
             sharing_section(profile, self.boxes, self.layout),
             group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
-            time_section(self.time, self.no_time, self.price_per_engine_hour, self.answer_cost),
+            self._time_section(),
             self._order_section(kv),
         )
+
+    def _time_section(self) -> Section:
+        section = time_section(
+            self.time, self.no_time, self.price_per_engine_hour, self.answer_cost
+        )
+        told = (("executor", self.executor),) if self.executor else ()
+        section = dataclasses.replace(section, facts=(*section.facts, *told))
+        return with_backend(section, self.backend, self.backend_reason)
 
     def _order_section(self, kv: str) -> Section:
         if not self.orders:

@@ -1,13 +1,14 @@
 """How long a plan will take, and what that costs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from raybatch.backends.choice import told_backend
 from raybatch.pictures.document import Section
 from raybatch.pictures.wording import count, duration
 from raybatch.policy.estimate import money
 from raybatch.policy.limits import amount_of_money
 
-__all__ = ["TimeEstimate", "time_section"]
+__all__ = ["TimeEstimate", "time_section", "with_backend"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +62,10 @@ def time_section(
         held = f"{count(time.num_replicas, 'replica')} for all of the time"
         facts.append(("money", f"{said}, {held}"))
     return Section(title="Time", facts=tuple(facts))
+
+
+def with_backend(section: Section, kind: str, reason: str) -> Section:
+    """Return a section that begins with what the engines run, and why where nobody named it."""
+    if not kind:
+        return section
+    return replace(section, facts=(("backend", told_backend(kind, reason)), *section.facts))

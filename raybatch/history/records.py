@@ -111,7 +111,10 @@ class RunRecord:
         host: of the driver.
         source: as the user named it.
         model: as the user named it.
+        backend: kind of the backend that answered.
+        backend_reason: why it was that one; "" where the user named it.
         versions: package to version.
+        executor: of its engines, "local" or "ray"; "" where the log does not say.
         units_resumed: units that were there already.
         rows_resumed: rows of these.
         units_written: units that this run wrote.
@@ -131,7 +134,10 @@ class RunRecord:
     host: str = ""
     source: str = ""
     model: str = ""
+    backend: str = ""
+    backend_reason: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    executor: str = ""
     units_resumed: int = 0
     rows_resumed: int = 0
     units_written: int = 0

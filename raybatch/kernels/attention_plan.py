@@ -43,7 +43,9 @@ class ContextPart:
 class DecodePart:
     """Decode tokens over cache blocks that no context covers ("page-centric").
 
-    Every (block, owner) pair occurs once; the blocks hold the token of this step as well.
+    Every (block, owner) pair occurs once; the blocks hold the token of this step as well. A row
+    without entries gets an empty result: where contexts cover all that it sees, its own token
+    included. So there may be no entries at all.
 
     Args:
         block_ids: int64 [P], ascending, so that memory is walked in order.

@@ -13,7 +13,7 @@ import torch
 from raybatch.kernels.attention_plan import ContextPart
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 from raybatch.kernels.kv_rows import is_quantised, read_rows
-from raybatch.kernels.merge import merge_parts
+from raybatch.kernels.softmax import merge_parts
 
 # sets of up to so many queries that differ by less than a step are padded to one size
 _MAX_PADDED_QUERIES = 64

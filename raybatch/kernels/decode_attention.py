@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodePart, FixedDecode
 from raybatch.kernels.kv_rows import is_quantised, read_rows
+from raybatch.kernels.softmax import base_of, log_sum_exp, shares_of
 
 # starting another run costs about as much as walking over so many bytes of foreign KV
 _RUN_COST_BYTES = 128 << 10
@@ -67,7 +68,10 @@ def plan_walk(
     runs: tuple[_Run, ...] = ()
     rows = torch.arange(len(part.block_ids), device=device)
     block_ids = part.block_ids
-    if part.is_contiguous:
+    if not len(block_ids):
+        # every row reads nothing but contexts
+        pass
+    elif part.is_contiguous:
         runs = (_Run(0, len(block_ids), int(block_ids[0])),)
     elif device.type == "cpu":
         block_bytes = 2 * num_kv_heads * block_size * width * pool.element_size()
@@ -207,9 +211,10 @@ def attend_decode(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_pool.shape[1:3]
     num_rows = len(walk.owners)
-    batch = num_rows * num_kv_heads
-    queries = q.index_select(0, walk.owners).view(batch, -1, head_dim)
-    scores = queries.new_empty(batch, queries.shape[1], block_size)
+    # a view cannot work out a dimension of nothing
+    batch, num_grouped = num_rows * num_kv_heads, num_heads // num_kv_heads
+    queries = q.index_select(0, walk.owners).view(batch, num_grouped, head_dim)
+    scores = queries.new_empty(batch, num_grouped, block_size)
     scale = 1.0 / math.sqrt(head_dim)
     for rows, keys in _slices(k_pool, walk, q):
         torch.baddbmm(
@@ -220,19 +225,24 @@ def attend_decode(
             out=scores[rows],
         )
     weights = scores.float()
+    # an owner without rows has a highest score of 0 here
     highest = functional.embedding_bag(
-        walk.rows_by_owner, weights.amax(dim=-1).view(num_rows, -1), walk.offsets, mode="max"
+        walk.rows_by_owner,
+        weights.amax(dim=-1).view(num_rows, num_heads),
+        walk.offsets,
+        mode="max",
     )
-    weights = weights.sub_(highest.index_select(0, walk.owners).view(batch, -1, 1)).exp_()
-    total = _sum_by_owner(weights.sum(dim=-1).view(num_rows, -1), walk)
+    base = base_of(highest)
+    weights = weights.sub_(base.index_select(0, walk.owners).view(batch, num_grouped, 1)).exp_()
+    total = _sum_by_owner(weights.sum(dim=-1).view(num_rows, num_heads), walk)
     if weights.dtype != q.dtype:
         weights = weights.to(q.dtype)
     partial = torch.empty_like(queries)
     for rows, values in _slices(v_pool, walk, q):
         torch.bmm(weights[rows], values, out=partial[rows])
-    output = _sum_by_owner(partial.view(num_rows, -1).float(), walk)
-    output = output.view(num_seqs, num_heads, head_dim).div_(total.unsqueeze(-1))
-    return output.to(q.dtype), total.log_().add_(highest)
+    output = _sum_by_owner(partial.view(num_rows, num_heads * head_dim).float(), walk)
+    output = shares_of(output.view(num_seqs, num_heads, head_dim), total.unsqueeze(-1))
+    return output.to(q.dtype), log_sum_exp(base, total)
 
 
 def _slices(

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from raybatch.kernels.softmax import masked_softmax
+
 # queries of one windowed tile: bounds the scores, and keeps keys outside the window cheap
 _TILE_QUERIES = 256
 
@@ -46,8 +48,8 @@ def attend_windowed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `attend_dense`, where a query sees the last `window` positions up to its own.
 
-    A query that sees no key at all gets a finite output and a log-sum-exp of -inf, so that it
-    has no weight in a merge.
+    A query that sees no key at all gets an output of 0 and a log-sum-exp of -inf, so that it has
+    no weight in a merge.
     """
     outputs, sums = [], []
     for start in range(0, q.shape[2], _TILE_QUERIES):
@@ -69,15 +71,17 @@ def _attend_masked(
     is_visible: torch.Tensor | None,  # bool [Q, P]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_kv_heads, heads_per_kv, num_queries, head_dim = q.shape
-    scores = torch.bmm(q.reshape(num_kv_heads, -1, head_dim), k.transpose(1, 2)).float()
-    scores *= 1.0 / math.sqrt(head_dim)
+    # scaled within the product, as sums before that can be more than float16 holds
+    scores = torch.baddbmm(
+        q.new_zeros(1, 1, 1),
+        q.reshape(num_kv_heads, -1, head_dim),
+        k.transpose(1, 2),
+        beta=0,
+        alpha=1.0 / math.sqrt(head_dim),
+    ).float()
     scores = scores.view(num_kv_heads, heads_per_kv, num_queries, -1)
     if is_visible is not None:
         scores = scores.masked_fill_(~is_visible, -math.inf)
-    # a finite stand-in for the maximum of a fully masked row keeps its exponentials at 0
-    highest = scores.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(dim=-1)
+    weights, lse = masked_softmax(scores)
     output = torch.bmm(weights.flatten(1, 2).to(v.dtype), v).view(q.shape)
-    output = output / total.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1).to(v.dtype)
-    return output, total.log().add_(highest.squeeze(-1))
+    return output, lse

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from raybatch.backends.options import waits_for_others
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
 from raybatch.job import Job
@@ -70,7 +71,7 @@ class BatchOptions:
                 f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
                 "it themselves; leave it out"
             )
-        if self.stage.backend.kind == "openai":
+        if waits_for_others(self.stage.backend):
             raise ConfigError(
                 f"{self.where}: the backend 'openai' sends rows to an endpoint that has the Batch "
                 "API itself, or answers datasets; take another backend for batch files"

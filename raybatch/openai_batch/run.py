@@ -15,7 +15,6 @@ from raybatch.openai_batch.writing import (
     BatchCounts,
     BatchFiles,
     answers_of,
-    is_done,
     write_answers,
 )
 from raybatch.progress import ProgressPrinter
@@ -63,7 +62,7 @@ class BatchRun:
         self,
         *,
         progress: ProgressCallback | ProgressPrinter | None = None,
-        prepare: Callable[[], None] | None = None,
+        start_ray: Callable[[], None] | None = None,
         ending: Callable[[], str | None] | None = None,
         overwrite: bool = False,
     ) -> BatchCounts:
@@ -71,7 +70,7 @@ class BatchRun:
 
         Args:
             progress: of each job, see `Job.run`.
-            prepare: called before the first job, where one is not done.
+            start_ray: of each job, see `Job.run`.
             ending: see `answer`.
             overwrite: see `convert`.
 
@@ -79,9 +78,7 @@ class BatchRun:
             ConfigError: found before any work starts, where it can be.
         """
         found = self.convert(overwrite=overwrite)
-        if prepare is not None and not all(is_done(self.files, rows) for rows in found.forms):
-            prepare()
-        stopped = self.answer(found, progress=progress, ending=ending)
+        stopped = self.answer(found, progress=progress, ending=ending, start_ray=start_ray)
         if stopped:
             return BatchCounts(num_requests=found.num_lines, stopped=stopped)
         return self.finish(found)
@@ -92,6 +89,7 @@ class BatchRun:
         *,
         progress: ProgressCallback | ProgressPrinter | None = None,
         ending: Callable[[], str | None] | None = None,
+        start_ray: Callable[[], None] | None = None,
         watch: RowWatch | None = None,
     ) -> str:
         """Run the jobs that are not done.
@@ -100,6 +98,7 @@ class BatchRun:
             found: requests of the batch.
             progress: of each job, see `Job.run`.
             ending: asked about every second; a text ends the run early, as a limit does.
+            start_ray: of each job, see `Job.run`.
             watch: called about every second with the rows that have an answer and those that
                 have an error, in place of `progress`.
 
@@ -114,7 +113,7 @@ class BatchRun:
             source = posixpath.join(self.files.folder, folder)
             job = self.options.job_of(rows, source=source, sink=answers_of(self.files, rows))
             callback = progress if watch is None else _telling(watch, num_before, rows.num_rows)
-            report = job.run(progress=callback, ending=ending)
+            report = job.run(progress=callback, ending=ending, start_ray=start_ray)
             if report.exit_code() == 1:
                 return report.stopped or "the output of a job is not complete"
             num_before += rows.num_rows

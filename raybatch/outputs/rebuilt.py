@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from raybatch import report
 from raybatch.durable.layout import PLAN, PLAN_ORDER
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, shell_path
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, read_report
 from raybatch.stages.sink import is_marked, output_files
@@ -73,7 +73,8 @@ def keep_report(found: RunReport, sink: str) -> RunReport:
         with told_as(f"the report cannot be written below {sink!r}"):
             found.write(sink)
     except ConfigError as error:
-        logger.error("%s; the same command, or 'raybatch report', makes it again", error)
+        again = f"raybatch report {shell_path(sink)}"
+        logger.error("%s; the same command, or `%s`, makes it again", error, again)
         return replace(found, is_rebuilt=True)
     return found
 

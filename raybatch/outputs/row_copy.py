@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import part_name
@@ -19,7 +18,6 @@ from raybatch.stages.fingerprint import output_columns
 from raybatch.stages.plan.movable import as_movable
 from raybatch.stages.plan.store import StoredPlan, read_shards, read_units
 from raybatch.stages.plan_columns import RANK, places, rank_of
-from raybatch.stages.ray_context import settle_context
 from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_writer import UnitWriter
@@ -164,6 +162,11 @@ def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> Non
 
 def _run_tasks(copy: RowCopy) -> None:
     """Sort twice by Ray: places by unit, so that each part is read once, then rows by number."""
+    # slow to load, and small outputs do without
+    import ray
+
+    from raybatch.stages.ray_context import settle_context
+
     shared = ray.put(copy)
 
     def read_places(batch: pa.Table) -> Iterator[pa.Table]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 from raybatch.pictures.svg import drawing, rect, text
 
 __all__ = ["Card", "draw_cards"]
 
-_WIDTH, _HEIGHT, _GAP = 960, 84, 14
-# characters of a number that fit a card in large type where there are five of them
+_WIDTH, _HEIGHT = 180, 84
+# characters of a number that fit a card in large type
 _MAX_BIG = 9
 
 
@@ -28,15 +29,22 @@ class Card:
 
 
 def draw_cards(cards: Sequence[Card], *, label: str) -> str:
-    """Draw numbers beside each other."""
-    width = (_WIDTH - _GAP * (len(cards) - 1)) / max(1, len(cards))
-    parts = []
-    for i, card in enumerate(cards):
-        x = i * (width + _GAP)
-        kind = {None: "big", True: "big good", False: "big bad"}[card.is_good]
-        kind += " long" if len(card.value) > _MAX_BIG else ""
-        parts.append(rect(x + 0.5, 0.5, width - 1, _HEIGHT - 1, rx=6, class_="card"))
-        parts.append(text(x + 16, 28, card.name, class_="axis"))
-        parts.append(text(x + 16, 64, card.value, class_=kind))
-    said = ", ".join(f"{card.name} {card.value}" for card in cards)
-    return drawing(_WIDTH, _HEIGHT, f"{label}: {said}", parts)
+    """Draw numbers beside each other, in as many lines as the page needs.
+
+    Args:
+        cards: from left to right.
+        label: what a screen reader says before them.
+    """
+    drawn = "".join(_card(card) for card in cards)
+    return f'<div class="cards" role="group" aria-label="{escape(label)}">{drawn}</div>'
+
+
+def _card(card: Card) -> str:
+    kind = {None: "big", True: "big good", False: "big bad"}[card.is_good]
+    kind += " long" if len(card.value) > _MAX_BIG else ""
+    parts = [
+        rect(0.5, 0.5, _WIDTH - 1, _HEIGHT - 1, rx=6, class_="card"),
+        text(16, 28, card.name, class_="axis"),
+        text(16, 64, card.value, class_=kind),
+    ]
+    return drawing(_WIDTH, _HEIGHT, f"{card.name} {card.value}", parts)

@@ -9,6 +9,10 @@ from raybatch.pictures.wording import printable
 
 __all__ = ["Figure", "Section", "Table", "to_fragment", "to_page", "to_text"]
 
+# characters of a cell on one line; a longer one is no number and takes several
+_MAX_CELL = 30
+_LONG = ' class="long"'
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -123,8 +127,16 @@ def _section_html(section: Section, *, has_wide: bool = True) -> str:
 
 def _table_html(table: Table) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
+    # a narrow window has no room for columns and writes the name before each cell
+    names = [escape(cell) for cell in table.header]
     body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
+        "<tr>"
+        + "".join(
+            f'<td data-name="{name}"{_LONG if len(cell) > _MAX_CELL else ""}>{escape(cell)}</td>'
+            for name, cell in zip(names, row, strict=True)
+        )
+        + "</tr>"
+        for row in table.rows
     )
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 

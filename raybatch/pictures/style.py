@@ -15,6 +15,26 @@ _DARK = (
     "--cold:#2d5890;--warn:#e8974a;--good:#5cc08a;--bad:#f0736c;"
 )
 
+# a window of a telephone, or half of a narrow one: cells below each other, drawings that are
+# too wide to be read at that size in a box of their own that scrolls
+_NARROW = (
+    "@media (max-width:640px){"
+    ".raybatch{padding:14px}"
+    ".raybatch dl{grid-template-columns:1fr}"
+    ".raybatch dd{margin-bottom:6px}"
+    ".raybatch :is(table,tbody,tr){display:block}"
+    ".raybatch tr:has(th){display:none}"
+    ".raybatch tr{padding:6px 0;border-bottom:1px solid var(--line)}"
+    ".raybatch td,.raybatch td:is(:first-child,:last-child,.long){display:grid;"
+    "grid-template-columns:7.5em minmax(0,1fr);gap:10px;padding:1px 0;border:0;text-align:left;"
+    "white-space:normal;overflow-wrap:anywhere;min-width:0}"
+    ".raybatch td::before{content:attr(data-name);color:var(--soft)}"
+    ".raybatch figure.wide{overflow-x:auto}"
+    ".raybatch figure.wide>svg{min-width:720px}"
+    ".raybatch figure.wide>figcaption{position:sticky;left:0}"
+    "}"
+)
+
 STYLE = (
     f".raybatch{{{_LIGHT}}}"
     f"@media (prefers-color-scheme:dark){{.raybatch{{{_DARK}}}}}"
@@ -35,9 +55,14 @@ STYLE = (
     "border-bottom:1px solid var(--line);white-space:nowrap}"
     ".raybatch th{color:var(--soft);font-weight:500}"
     ".raybatch :is(th,td):is(:first-child,:last-child){text-align:left}"
+    ".raybatch td{vertical-align:top}"
+    ".raybatch td.long{white-space:normal;overflow-wrap:anywhere;min-width:12em;text-align:left}"
     ".raybatch figure{margin:10px 0}"
     ".raybatch figcaption{color:var(--soft);font-size:13px;max-width:90ch}"
-    ".raybatch .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));"
+    ".raybatch .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));"
+    "gap:10px}"
+    ".raybatch .pair{display:grid;"
+    "grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));"
     "gap:8px 28px}"
     ".raybatch svg{display:block;width:100%;height:auto}"
     ".raybatch svg text{fill:var(--ink);font-size:12px;font-family:inherit}"
@@ -64,7 +89,7 @@ STYLE = (
     ".raybatch svg .long{font-size:19px}"
     ".raybatch svg .good{fill:var(--good)}"
     ".raybatch svg .bad{fill:var(--bad)}"
-    ".raybatch svg .inbox{font-size:11px;pointer-events:none}"
+    ".raybatch svg .inbox{font-size:11px;pointer-events:none}" + _NARROW
 )
 
 # of a page of its own, which a notebook must not get

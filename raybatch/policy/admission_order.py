@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, told_range
 
 __all__ = [
     "MAX_BINS",
@@ -84,7 +84,8 @@ def shortest_first(
     Complexity: E log E.
     """
     if not 0 <= patience < math.inf:
-        raise ConfigError(f"a patience of {patience}; it must be at least 0, and finite")
+        told = told_range("at least 0", patience)
+        raise ConfigError(f"a patience of {patience}; it must be {told}")
     return np.argsort(arrival_step + patience * service, kind="stable")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from raybatch.config import VictimOrder
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, told_range
 
 __all__ = [
     "BoundaryOptions",
@@ -184,4 +184,4 @@ class BoundaryPlan:
 
 def _check_at_least(name: str, value: float, least: int) -> None:
     if not least <= value < float("inf"):
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
+        raise ConfigError(f"{name} must be {told_range(f'at least {least}', value)}, got {value}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, told_range
 from raybatch.policy.cost_model import CostModel
 from raybatch.policy.step_forecast import forecast_steps
 from raybatch.policy.work import WorkTotals
@@ -171,7 +171,10 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
         ConfigError: the price is negative or not finite.
     """
     if not 0 <= price_per_engine_hour < float("inf"):
-        raise ConfigError(f"price_per_engine_hour must be at least 0, got {price_per_engine_hour}")
+        raise ConfigError(
+            f"price_per_engine_hour must be {told_range('at least 0', price_per_engine_hour)}, "
+            f"got {price_per_engine_hour}"
+        )
     return wall_s * num_replicas * price_per_engine_hour / 3600
 
 

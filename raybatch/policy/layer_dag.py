@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, told_range
 
 __all__ = ["CriticalPath", "DagNode", "critical_path"]
 
@@ -98,7 +98,8 @@ def _predecessors(nodes: Sequence[DagNode]) -> list[list[int]]:
         if node.name in idx_of:
             raise ConfigError(f"two nodes of the graph are named {node.name!r}")
         if not 0 <= node.seconds < float("inf"):
-            raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be at least 0")
+            told = told_range("at least 0", node.seconds)
+            raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be {told}")
         idx_of[node.name] = idx
     last_of: dict[str, int] = {}
     before = []

@@ -11,6 +11,7 @@ from raybatch.pictures.wording import count
 from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.record import RunReport, error_counts
+from raybatch.stages.fingerprint import backend_kind
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plan, read_plans
 from raybatch.stages.sink import output_files
 from raybatch.stages.storage import store_of, told_as
@@ -69,6 +70,8 @@ def counted_report(
         source=redacted(last.source or plans[0].source) or "not known",
         sink=redacted(sink),
         model=last.model or redacted(plans[0].model) or "not known",
+        backend=last.backend or backend_kind(plans[0].fingerprint) or "",
+        backend_reason=last.backend_reason,
         rows_in=found.expected_rows,
         rows_out=found.written_rows,
         rows_lost=found.lost_rows if is_complete else found.unreadable_rows,
@@ -87,6 +90,7 @@ def counted_report(
         total_s=history.total_s,
         replicas=max((s.num_ready for run in history.runs for s in run.samples), default=0),
         restarts=sum(run.last.restarts for run in history.runs),
+        executor=last.executor,
         versions=last.versions,
         output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
         planned_hit_rate=_planned_hit_rate(plans),

@@ -80,6 +80,8 @@ class RunReport:
         source: input path or URI.
         sink: output path or URI.
         model: as the user named it.
+        backend: kind of the backend that answered; "" where that is not known.
+        backend_reason: why it was that one; "" where the user named it.
         rows_in: rows of the source.
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
@@ -98,8 +100,10 @@ class RunReport:
         engines_s: from there to the last row that came back.
         write_s: what was left to write after that.
         total_s: the whole call.
-        replicas: engine actors of the pool.
+        replicas: engines of the pool.
         restarts: replicas started again after a death.
+        executor: of the engines of the last run: "ray", or "local" without it; "" where no log
+            says so.
         versions: package to version.
         output_files: paths below the sink.
         plan: the plan of the run and what became of it; None where there was none, or where it is
@@ -124,6 +128,8 @@ class RunReport:
     model: str
     rows_in: int
     rows_out: int
+    backend: str = ""
+    backend_reason: str = ""
     rows_lost: int = 0
     rows_duplicated: int = 0
     rows_todo: int = 0
@@ -140,6 +146,7 @@ class RunReport:
     total_s: float = 0.0
     replicas: int = 0
     restarts: int = 0
+    executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
     plan: PlanOutcome | None = None

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from raybatch.backends.choice import told_backend
+from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.history.lanes import lanes_of
 from raybatch.history.show import end_of, idle_facts
@@ -61,6 +63,7 @@ def facts_of(report: "RunReport") -> list[tuple[str, str]]:
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
     )
+    where = " on one host without Ray" if report.executor == "local" else ""
     runs = report.history.runs
     if len(runs) > 1:
         seconds += f" in {len(runs)} runs"
@@ -70,8 +73,9 @@ def facts_of(report: "RunReport") -> list[tuple[str, str]]:
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
-        ("replicas", f"{report.replicas}, {_count(report.restarts, 'restart')}"),
+        ("replicas", f"{report.replicas}{where}, {_count(report.restarts, 'restart')}"),
     ]
+    backend = told_backend(report.backend, report.backend_reason)
     unmeasured = [("note", "made from plan and parts; no run has left a log")]
     is_measured = runs or not report.is_rebuilt
     return [
@@ -82,8 +86,9 @@ def facts_of(report: "RunReport") -> list[tuple[str, str]]:
         ("tokens", tokens),
         *_hit_rates(report),
         *(measured if is_measured else unmeasured),
-        ("output", f"{report.sink} ({_count(len(report.output_files), 'file')})"),
-        ("report", "none yet" if report.is_rebuilt else report_path(report.sink)),
+        *((("backend", backend),) if report.backend else ()),
+        ("output", f"{shell_path(report.sink)} ({_count(len(report.output_files), 'file')})"),
+        ("report", "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))),
     ]
 
 

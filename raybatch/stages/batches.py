@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from ray.data.block import BlockAccessor
 
 from raybatch.errors import ConfigError
 
@@ -32,7 +31,7 @@ def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands 
     if isinstance(batch, Mapping):
         return pa.table({str(name): _to_array(name, values) for name, values in batch.items()})
     if hasattr(batch, "iloc"):
-        return BlockAccessor.for_block(batch).to_arrow()
+        return _block_accessor().for_block(batch).to_arrow()
     raise TypeError(f"a row batch must be numpy columns, pandas or pyarrow, got {type(batch)}")
 
 
@@ -45,7 +44,13 @@ def _to_array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:  # noqa: AN
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             if (maps := _to_maps(column)) is not None:
                 return maps
-    return BlockAccessor.batch_to_arrow_block({name: values}).column(0)
+    return _block_accessor().batch_to_arrow_block({name: values}).column(0)
+
+
+def _block_accessor() -> Any:  # noqa: ANN401 - Ray has no types
+    from ray.data.block import BlockAccessor  # slow to load, and Arrow does without
+
+    return BlockAccessor
 
 
 def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:

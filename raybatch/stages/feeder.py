@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pyarrow as pa
-import ray
-from ray.data import ActorPoolStrategy
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire import RESULT_SCHEMA
+from raybatch.backends.choice import BackendChoice
 from raybatch.durable.journal import ROW
 from raybatch.errors import RowError
 from raybatch.stages.batches import to_table
@@ -35,7 +34,7 @@ from raybatch.types import PoolStats
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
 # waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
-_CALLS_PER_FEEDER = 16
+CALLS_PER_FEEDER = 16
 _REPLICAS_PER_FEEDER = 8
 _ROWS_PER_CALL = 256
 # beside engines that hold CPUs, a part of one would keep the last whole one from reading tasks
@@ -47,15 +46,25 @@ class StageFeeder:
 
     A call takes a row batch of any format and returns an Arrow table: the columns that came in,
     and those of `raybatch.stages.schema`.
+
+    Attributes:
+        config: options of the stage.
+        pool: of its engines.
+        client: name under which its rows are counted.
+        is_mapped: over a dataset by the user, and not by a job.
+        choice: why the backend is what it is; None where the user named it, or nobody decided yet.
     """
 
-    config: ClassVar[StageConfig]
+    # of the class, and of an object where the class leaves the backend to the pool
+    config: StageConfig
     pool: ClassVar[PoolHandle]
     client: ClassVar[str]
+    is_mapped: ClassVar[bool] = True
+    choice: ClassVar[BackendChoice | None] = None
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
-        self._hint = FewRowsHint(_CALLS_PER_FEEDER)
+        self._hint = FewRowsHint(CALLS_PER_FEEDER, is_mapped=self.is_mapped)
         self._all_failed_alarm = AllFailedAlarm()
         self._no_cpu_hint = NoCpuHint()
         self._no_cpu_hint.start()
@@ -64,6 +73,9 @@ class StageFeeder:
             model_dir = find_model(self.config)
             # engines load their weights while this feeder loads its tokenizer
             self.pool.start()
+            if self.config.backend.kind == "auto":
+                # decided where the pool was made
+                self.config = replace(self.config, backend=self.pool.spec.backend)
             self._tokenizer = load_tokenizer(self.config, model_dir)
             self._reader = PromptReader(self.config, self._tokenizer)
             self._max_model_len = max_model_len(self.config, model_dir)
@@ -149,12 +161,14 @@ class StageFeeder:
         Example:
             >>> ds.map_batches(stage, **stage.map_options())  # doctest: +SKIP
         """
+        from ray.data import ActorPoolStrategy  # slow to load, and a local run does without
+
         return {
             "batch_format": "pyarrow",
             "batch_size": batch_size,
             "num_cpus": _CPUS_PER_FEEDER,
             "compute": ActorPoolStrategy(
-                size=_num_feeders(cls.config), max_concurrent_calls_per_actor=_CALLS_PER_FEEDER
+                size=_num_feeders(cls.config), max_concurrent_calls_per_actor=CALLS_PER_FEEDER
             ),
         }
 
@@ -171,6 +185,24 @@ class StageFeeder:
             again: count rows that waves have asked again, and no others.
         """
         return cls.pool.stats(again_client(cls.client) if again else cls.client)
+
+    @classmethod
+    def settled(cls, *, began_with: str | None = None, connect: bool = True) -> "type[StageFeeder]":
+        """Return the same stage with a backend that is decided, by what its engines will have.
+
+        Args:
+            began_with: kind of the backend that answered the first rows of the same output.
+            connect: to a cluster where there is no connection; else the options alone decide then.
+
+        Raises:
+            ConfigError: the backend cannot be decided, or has not what the stage asks for.
+        """
+        if cls.config.backend.kind != "auto":
+            return cls
+        pool, choice = cls.pool.settled(began_with=began_with, connect=connect)
+        config = replace(cls.config, backend=pool.spec.backend)
+        own = {"config": config, "pool": pool, "choice": choice}
+        return type(cls.__name__, (cls,), own)
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
@@ -239,6 +271,8 @@ class StageFeeder:
 
 
 def _num_feeders(config: StageConfig) -> int:
+    import ray  # for the same reason
+
     num_replicas = config.pool.replicas
     if num_replicas is None:
         num_replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from raybatch.errors import ConfigError
 from raybatch.stages.file_errors import safe_text
 from raybatch.stages.ipc_files import open_ipc, read_batches
-from raybatch.stages.json_lines import read_json_lines
+from raybatch.stages.json_lines import read_json_lines, scan_json_lines
 from raybatch.stages.listing import IPC_SUFFIXES, JSON_SUFFIXES, ListedFile
 from raybatch.stages.parquet_files import bytes_of, check_chunks, check_row_groups, open_parquet
 from raybatch.stages.storage import told_as
@@ -42,11 +42,13 @@ class FileSlice:
     Args:
         path: with its protocol.
         name: relative to the root of the source; part of the row ids.
-        row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file.
+        row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file,
+            because in a compressed one nothing can be found but from its beginning.
         first_row: position in the file of the slice's first row.
         num_rows: of the slice.
         num_bytes: about what its rows take in memory; of a Parquet file an estimate.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
+        schema: of a JSONL file that is read in several blocks.
     """
 
     path: str
@@ -56,6 +58,7 @@ class FileSlice:
     num_rows: int
     num_bytes: int
     offset: int = 0
+    schema: pa.Schema | None = None
 
     @property
     def size(self) -> Size:
@@ -69,6 +72,7 @@ def scan_file(
     row_bytes: float = 0.0,
     columns: Sequence[str] | None = None,
     max_row_group_bytes: int = 2 << 30,
+    max_decompressed_bytes: int | None = None,
 ) -> tuple[pa.Schema, list[FileSlice]]:
     """Return the schema and the slices of one file; neighbours among small row groups share one.
 
@@ -78,17 +82,21 @@ def scan_file(
             tells only the size of encoded pages, where equal values may count once.
         columns: that will be read; None reads all.
         max_row_group_bytes: that a row group may take in memory.
+        max_decompressed_bytes: that a compressed JSONL file may grow to, see `read_blocks`.
 
     Raises:
         BadFileError: what the file holds cannot be read.
-        ConfigError: the file cannot be opened, is not safe to read, or has too large row groups.
+        ConfigError: the file cannot be opened, is not safe to read, or grows too large.
     """
     path = file.path
     with told_as(f"source file {safe_text(path)} cannot be opened"):
         if path.lower().endswith(JSON_SUFFIXES):
-            table = read_json_lines(path)
-            sizes = [Size(table.num_rows, _chosen(table, columns).nbytes)]
-            return table.schema, list(_slices(file, [None], sizes))
+            found = scan_json_lines(
+                path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
+            )
+            schema = found.schema if found.num_blocks > 1 else None
+            (whole,) = _slices(file, [None], [Size(found.num_rows, found.num_bytes)])
+            return found.schema, [replace(whole, schema=schema)]
         with fsspec.open(path, "rb") as opened:
             if path.lower().endswith(IPC_SUFFIXES):
                 return _scan_ipc(opened, file, max_row_group_bytes)
@@ -180,7 +188,7 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
     """Yield the rows of one slice in order, a small table at a time.
 
     Memory: of Parquet, one table and a buffer per column; of Arrow IPC, one record batch; of
-    JSONL, the whole file.
+    JSONL, one block of lines.
 
     Args:
         part: of a file.
@@ -193,10 +201,14 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
     with told_as(f"source file {safe_text(part.path)} cannot be read any more"):
         for rows in _tables(part, columns):
             num_rows += rows.num_rows
+            # a file that was replaced may be without end
+            if num_rows > part.num_rows:
+                break
             yield rows
     if num_rows != part.num_rows:
+        least = "at least " if num_rows > part.num_rows else ""
         raise ConfigError(
-            f"source file {safe_text(part.path)} has {num_rows} rows where it had "
+            f"source file {safe_text(part.path)} has {least}{num_rows} rows where it had "
             f"{part.num_rows}; a source must not change while it is read: start the job again"
         )
 
@@ -204,7 +216,8 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
 def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table]:
     max_rows = min(ROWS_PER_TABLE, max(1, _TABLE_BYTES * part.num_rows // (part.num_bytes + 1)))
     if part.row_groups is None:
-        yield from _cut(_chosen(read_json_lines(part.path), columns), max_rows)
+        for rows in read_json_lines(part.path, part.schema):
+            yield from _cut(_chosen(rows, columns), max_rows)
         return
     with fsspec.open(part.path, "rb") as file:
         if part.path.lower().endswith(IPC_SUFFIXES):

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +30,7 @@ from raybatch.stages.storage import told_as
 
 __all__ = [
     "InputFile",
+    "backend_kind",
     "check_same",
     "compare_files",
     "fingerprint",
@@ -93,11 +95,12 @@ def fingerprint(
     Long texts and functions are there as digests.
 
     Args:
-        config: of the stage, as the user gave it.
+        config: of the stage, with a backend that is decided.
         schema: of the output.
         partition_by: columns by which it is laid out.
         waves: rules by which rows are asked again.
     """
+    assert config.backend.kind != "auto", "what answers is not decided yet"
     found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -123,6 +126,13 @@ def fingerprint(
     found["partition_by"] = list(partition_by)
     found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
     return {name: _as_text(value) for name, value in found.items()}
+
+
+def backend_kind(fingerprint: Mapping[str, str]) -> str | None:
+    """Return the kind of the backend in what decides the answers of a job; None for a pipeline."""
+    # the text of long options ends in a digest, and is no JSON then
+    found = re.match(r'\{"kind": "(\w+)"', fingerprint.get("backend", ""))
+    return None if found is None else found[1]
 
 
 def _model(config: StageConfig) -> dict[str, str]:

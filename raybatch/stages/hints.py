@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import ray
+from raybatch.actors.crew_plan import connected_ray
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,11 @@ class FewRowsHint:
 
     Args:
         calls_per_feeder: calls in flight where the dataset is mapped as it should be.
+        is_mapped: by the user; who runs a job has no say in how many rows come at once.
     """
 
-    def __init__(self, calls_per_feeder: int) -> None:
+    def __init__(self, calls_per_feeder: int, *, is_mapped: bool = True) -> None:
+        self._is_mapped = is_mapped
         self._calls_per_feeder = calls_per_feeder
         self._num_calls = 0
         self._num_rows = 0
@@ -46,7 +48,8 @@ class FewRowsHint:
         finally:
             self._num_rows -= num_rows
             self._num_calls += 1
-            if self._num_calls == _CALLS_BEFORE_HINT and self._most_rows < _FEW_ROWS:
+            is_time = self._is_mapped and self._num_calls == _CALLS_BEFORE_HINT
+            if is_time and self._most_rows < _FEW_ROWS:
                 logger.warning(
                     "Ray hands over at most %d rows at once, too few to fill the engines; "
                     "stage.apply(ds) in place of ds.map_batches(stage) keeps %d row batches in "
@@ -132,7 +135,8 @@ class AllFailedAlarm:
 
 def own_cpus() -> float:
     """Return the CPUs that Ray holds for this actor; 0 outside an actor."""
-    if not ray.is_initialized():
+    ray = connected_ray()
+    if ray is None:
         return 0.0
     context = ray.get_runtime_context()
     if context.get_actor_id() is None:
@@ -141,4 +145,6 @@ def own_cpus() -> float:
 
 
 def _free_cpus() -> float:
+    import ray  # slow to load, and only an actor asks
+
     return float(ray.available_resources().get("CPU", 0))

@@ -30,7 +30,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+JSON_SUFFIXES = tuple(
+    f"{name}{end}" for end in ("", ".gz", ".zst") for name in (".jsonl", ".ndjson", ".json")
+)
 IPC_SUFFIXES = (".arrow", ".feather", ".ipc")
 
 

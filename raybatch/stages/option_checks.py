@@ -92,7 +92,7 @@ def _check_images(config: "StageConfig") -> None:
         return
     if config.backend.kind not in ("vllm", "openai"):
         raise ConfigError(
-            f"images: the {config.backend.kind} backend reads text alone; set backend='vllm', or "
+            f"images: the {_kind(config)} backend reads text alone; set backend='vllm', or "
             "'openai' for an endpoint"
         )
     if config.task != "generate":
@@ -102,6 +102,11 @@ def _check_images(config: "StageConfig") -> None:
             "images are read beside a prompt, a column of messages or token ids; a function puts "
             "them into the messages that it returns"
         )
+
+
+def _kind(config: "StageConfig") -> str:
+    """Return what the options are checked for: a backend that is left out may be the native one."""
+    return "native" if config.backend.kind == "auto" else config.backend.kind
 
 
 def _check_tools(config: "StageConfig") -> None:
@@ -192,7 +197,7 @@ def _check_adapters(config: "StageConfig") -> None:
     kwargs = config.backend.options.get("engine_kwargs") or {}
     if config.backend.kind not in ("vllm", "fake"):
         raise ConfigError(
-            f"lora_column: the {config.backend.kind} backend has no adapters; set backend='vllm'"
+            f"lora_column: the {_kind(config)} backend has no adapters; set backend='vllm'"
         )
     if config.backend.kind == "vllm" and not kwargs.get("enable_lora"):
         raise ConfigError(

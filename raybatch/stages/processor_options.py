@@ -123,7 +123,7 @@ class ProcessorConfig(metaclass=Checked):
 
     def default_backend(self) -> BackendConfig:
         """Return what a replica runs where `backend` is left out."""
-        return BackendConfig()
+        return BackendConfig(kind="native")
 
 
 class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ray.data.llm
@@ -232,6 +232,11 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
         backend = from_mapping(BackendConfig, backend, where="backend")
     if config.task_type != "generate":
         backend = replace(backend, task=config.task_type)  # type: ignore[arg-type]
+    if backend.kind == "auto":
+        raise ConfigError(
+            "backend='auto' is for stages and jobs: a processor reads engine_kwargs for one kind "
+            "of engine; take vLLMEngineProcessorConfig, or set backend to 'vllm' or 'native'"
+        )
     if backend.kind == "vllm":
         return vllm_config(config.engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())

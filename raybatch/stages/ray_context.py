@@ -5,6 +5,9 @@ from typing import Any
 
 import ray
 
+# its loggers have their handlers once it is imported
+import ray.data
+
 __all__ = ["settle_context", "start_ray"]
 
 

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ray.exceptions import RayTaskError
-
 from raybatch.errors import RaybatchError
 
 # They log an error, with its traceback and an invitation to report it to Ray, and then raise it.
@@ -27,6 +25,8 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
     None if there is none.
     """
+    from ray.exceptions import RayTaskError  # slow to load, and who asks has used Ray
+
     seen: BaseException | None = error
     while seen is not None:
         # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message

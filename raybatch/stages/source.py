@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 
 import fsspec
 import pyarrow as pa
-import ray
 
 from raybatch.durable.layout import part_name
 from raybatch.errors import ConfigError
@@ -124,6 +123,7 @@ class Source:
         A slice is decoded once, by one task that hands over small blocks while it reads: what is
         in one block is fed through one call of a feeder.
         """
+        import ray  # slow to load, and a local run does without
 
         def read(batch: pa.Table) -> Iterator[pa.Table]:
             for task in batch.to_pylist():
@@ -143,6 +143,7 @@ def scan_source(
     schema_policy: SchemaPolicy = "strict",
     skip_bad_files: bool = False,
     max_row_group_bytes: int = 2 << 30,
+    max_decompressed_bytes: int | None = None,
 ) -> Source:
     """List the files of `source` and read their footers, and a few rows of a few Parquet files.
 
@@ -157,6 +158,8 @@ def scan_source(
             loss.
         skip_bad_files: leave out files that cannot be read, instead of refusing the source.
         max_row_group_bytes: that a row group or record batch may take in memory.
+        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
+            larger files a hundred times their size.
 
     Raises:
         ConfigError: no file, files whose schemas differ, a broken or too large file, or a type
@@ -179,6 +182,7 @@ def scan_source(
                 row_bytes=row_bytes.get(file, largest),
                 columns=columns,
                 max_row_group_bytes=max_row_group_bytes,
+                max_decompressed_bytes=max_decompressed_bytes,
             )
             schemas.append(FileSchema(file.path, schema))
             slices.extend(part for part in parts if part.num_rows)

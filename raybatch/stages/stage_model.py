@@ -3,6 +3,9 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow as pa
+
+from raybatch.backends.model_files import check_files
 from raybatch.backends.openai_options import openai_options
 from raybatch.backends.options import length_of_model
 from raybatch.engine.model_source import (
@@ -15,6 +18,7 @@ from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
 from raybatch.stages.endpoint import EndpointTokenizer
+from raybatch.stages.inputs import conventional_column
 from raybatch.stages.options import StageConfig
 
 __all__ = ["check_model", "find_model", "load_tokenizer", "max_model_len"]
@@ -49,21 +53,28 @@ def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
     return tokenizer
 
 
-def check_model(config: StageConfig, *, is_one_host: bool) -> None:
+def check_model(config: StageConfig, schema: pa.Schema) -> None:
     """Refuse a model, a grammar or memory for it that cannot be run, as far as this host can tell.
+
+    No weights are loaded and no engine is started; a model that lies elsewhere is fetched.
 
     Args:
         config: of the stage.
-        is_one_host: the engines run on this host, so what it lacks of the hub, they lack.
+        schema: of the rows.
 
     Raises:
         ConfigError: the first of them.
         CapacityError: the KV cache does not hold a block.
     """
-    if config.backend.kind == "openai" or is_local_model(config.model):
-        max_model_len(config, find_model(config))
-    elif is_one_host and "://" not in config.model:
+    is_elsewhere = config.backend.kind != "openai" and not is_local_model(config.model)
+    if is_elsewhere and "://" not in config.model:
         check_hub_model(config.model)
+    folder = find_model(config)
+    if folder is not None:
+        reads = _reads_template(config, schema)
+        has_tools = bool(config.tools) and not isinstance(config.tools, str)
+        check_files(folder, config.backend, reads_template=reads, has_tools=has_tools)
+    max_model_len(config, folder)
     constraint = config.sampling.structured_outputs
     if isinstance(constraint, str) and config.backend.kind in ("native", "transformers"):
         from raybatch.engine.grammars import check_grammar
@@ -71,6 +82,24 @@ def check_model(config: StageConfig, *, is_one_host: bool) -> None:
         if error := check_grammar(constraint):
             raise ConfigError(f"sampling.{error}")
     _check_budgets(config)
+
+
+def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:
+    """Return whether rows are rendered with the chat template of the model, if it has one."""
+    is_completion = (
+        config.backend.kind == "openai"
+        and openai_options(config.backend.options).endpoint == "completions"
+    )
+    if config.chat_template is not None or is_completion:
+        return False
+    column = conventional_column(schema, config)
+    if config.messages is not None or column == "messages":
+        return True
+    if config.tokenized_prompt is not None or config.query is not None:
+        return False
+    # what is pooled is the text itself
+    is_chat = config.task == "generate" if config.chat == "auto" else config.chat
+    return is_chat and column != "tokenized_prompt"
 
 
 def _check_budgets(config: StageConfig) -> None:

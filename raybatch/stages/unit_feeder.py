@@ -21,6 +21,7 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
 from raybatch.stages.batches import to_table
+from raybatch.stages.ending_calls import end_calls
 from raybatch.stages.feeder import StageFeeder, again_client
 from raybatch.stages.open_call import OpenCall
 from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
@@ -40,8 +41,6 @@ _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
 _WAKE_S = 1.0
-# for the journals of units that fail together
-_KEEP_S = 10.0
 
 _T = TypeVar("_T")
 
@@ -54,6 +53,7 @@ class PlacedFeeder(StageFeeder):
     """
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
+    is_mapped: ClassVar[bool] = False
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         self._no_cpu_hint.stop()
@@ -343,19 +343,13 @@ class UnitFeeder(PlacedFeeder):
 
 
 async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return all results; the first error cancels the others.
-
-    Where no engine is left all of them fail, and have time to keep what is finished.
-    """
+    """Return all results; the first error ends the others."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         return await asyncio.gather(*tasks)
-    except ReplicaError:
-        await asyncio.wait(tasks, timeout=_KEEP_S)
+    except BaseException as error:
+        await end_calls(tasks, error)
         raise
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _wave_name(name: str, number: int) -> str:

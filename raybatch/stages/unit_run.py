@@ -1,7 +1,8 @@
-"""Runs datasets of planned rows through feeders that write, and collects what comes back."""
+"""Runs planned rows through feeders that write, and collects what comes back."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +14,8 @@ from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.local_feeding import local_results
 from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
-from raybatch.stages.ray_context import settle_context
-from raybatch.stages.ray_errors import errors_told_once, own_cause
 from raybatch.stages.receipts import UnitReceipt
 from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
@@ -46,6 +46,7 @@ class FeederRunner:
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         observer: hears of the plan and of every unit that is written.
         waves: rules by which rows are asked again.
+        is_local: feeders are objects of this process; with Ray they are actors.
     """
 
     stage: type[StageFeeder]
@@ -55,6 +56,7 @@ class FeederRunner:
     flush_every_s: float
     observer: RunObserver
     waves: tuple[WaveConfig, ...] = ()
+    is_local: bool = False
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         with told_as(f"sink {self.sink!r} cannot be read"):
@@ -64,16 +66,18 @@ class FeederRunner:
         self.observer.planned(stored, done)
         return ~done[stored.first_unit : stored.first_unit + stored.num_units]
 
-    def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
+    def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
         feeder = self._feeder(
             UnitFeeder, writer=self._writer(stored), flush_every_s=self.flush_every_s
         )
-        for receipts in _results(dataset, feeder):
-            for row in receipts.to_pylist():
-                self.observer.unit_done(UnitReceipt(**row))
+        # an error of the observer ends the calls that are in flight
+        with closing(self._results(rows, feeder)) as results:
+            for receipts in results:
+                for row in receipts.to_pylist():
+                    self.observer.unit_done(UnitReceipt(**row))
 
-    def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
-        return pa.concat_tables(list(_results(dataset, self._feeder(PlacedFeeder))))
+    def collect(self, rows: Sequence[pa.Table]) -> pa.Table:
+        return pa.concat_tables(list(self._results(rows, self._feeder(PlacedFeeder))))
 
     def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
         writer = self._writer(stored)
@@ -91,6 +95,13 @@ class FeederRunner:
         """Write the one part of an input without rows, so that readers find the columns."""
         writer = self._writer(stored)
         writer.deliver(0, writer.journal_of(0))
+
+    def _results(self, rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
+        if self.is_local:
+            return local_results(rows, feeder)
+        from raybatch.stages.ray_feeding import ray_results  # slow to load
+
+        return ray_results(rows, feeder)
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
@@ -111,17 +122,3 @@ class FeederRunner:
             output=self.stage.config.output,
             attempt=self.attempt,
         )
-
-
-def _results(dataset: Any, feeder: type[StageFeeder]) -> Iterator[pa.Table]:  # noqa: ANN401
-    """Yield what feeders give back for the blocks of a dataset, as it comes."""
-    settle_context(dataset)
-    dataset.context.enable_progress_bars = False
-    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
-    dataset.context.issue_detectors_config.detectors = []
-    try:
-        with errors_told_once():
-            answered = feeder.apply(dataset, batch_size=None)
-            yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
-    except Exception as error:
-        raise own_cause(error) or error from None

@@ -17,15 +17,20 @@ def is_uri(path: str) -> bool:
 
 
 def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
-    """Refuse what the hosts of a cluster would not find, or would write where nobody looks.
+    """Refuse what the hosts of a cluster would not find, or would do where nobody looks.
 
     Args:
         job: options of the job.
         working_dir: the folder that is sent along; a relative source may lie in it.
 
     Raises:
-        ConfigError: a relative path, or a URI with a password.
+        ConfigError: a relative path, a URI with a password, or a job that uses no cluster.
     """
+    if job.executor == "local":
+        raise ConfigError(
+            "executor=local runs engines beside the driver alone, on one host of the cluster; "
+            "leave it out, or run the job here with raybatch run"
+        )
     for name, path in (("source", job.source), ("sink", job.sink), ("model", job.stage.model)):
         check_no_secret_in_uri(name, path)
     if _is_relative(job.sink):

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 import raybatch
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, shell_path
 from raybatch.job import Job
 from raybatch.job_config import JobConfig
 from raybatch.submission.bundle import write_bundle
@@ -251,8 +251,8 @@ def _check_sink_is_free(server: JobServer, sink: str, console: Console) -> None:
 
 def _commands(server: JobServer, submission_id: str) -> str:
     prefix = "RAY_AUTH_MODE=token " if server.has_token else ""
-    end = f"--address {server.address} {submission_id}"
+    end = f"--address {shell_path(server.address)} {shell_path(submission_id)}"
     return (
-        f"follow it with '{prefix}ray job logs --follow {end}', "
-        f"stop it with '{prefix}ray job stop {end}'"
+        f"follow it with `{prefix}ray job logs --follow {end}`, "
+        f"stop it with `{prefix}ray job stop {end}`"
     )

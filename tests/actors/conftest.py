@@ -1,31 +1,22 @@
-"""One small local Ray cluster for all tests of the actors, and pools on it."""
-
-import os
+"""The cluster that all tests of the actors share, and pools on it."""
 
 import pytest
-import ray
 
-from raybatch.actors.pool import release_pools
 from tests.actors.pools import handle_of
+from tests.clusters import local_ray, share_ray
 
 
 @pytest.fixture(scope="package")
-def ray_cluster():
-    # not of the session: the tests of other packages count on a cluster that nobody holds
-    # by default Ray starts workers with nice 15, and they starve on a busy machine
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        log_to_driver=False,
-        namespace="tests-actors",
-    )
-    yield
-    release_pools()
-    ray.shutdown()
-    del os.environ["RAY_worker_niceness"]  # noqa: SIM112
+def warm_pools():
+    """Keep the pools of this package warm from one module to the next."""
+    with local_ray():
+        yield
+
+
+@pytest.fixture
+def ray_cluster(warm_pools):
+    """The cluster, also after a test that has had one of its own."""
+    share_ray()
 
 
 @pytest.fixture

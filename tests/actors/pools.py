@@ -15,16 +15,18 @@ from raybatch.types import Sampling
 
 SAMPLING = Sampling(max_tokens=4)
 POISON = 999
+LONG = Sampling(max_tokens=100_000)
 
 
-def handle_of(*, pool=None, **options):
+def handle_of(*, pool=None, is_local=False, **options):
     return PoolHandle(
         PoolSpec(
             model="none",
             backend=BackendConfig(kind="fake", options=options),
             engine=EngineConfig(max_batched_tokens=64),
             pool=PoolConfig(**({"replicas": 2} | (pool or {}))),
-        )
+        ),
+        is_local=is_local,
     )
 
 
@@ -54,6 +56,25 @@ def wait_until(is_there, timeout_s=90.0):
         if time.monotonic() > deadline:
             raise TimeoutError("what the test waits for does not happen")
         time.sleep(0.02)
+
+
+def is_computing(handle):
+    """Whether any engine has a row, as far as it has told."""
+    replicas = handle.stats().replicas
+    return any(replica.num_running or replica.num_waiting for replica in replicas)
+
+
+def cancel_a_call(handle, num_rows):
+    """Start a call of rows that never end, and cancel it once engines run them."""
+
+    async def run():
+        task = asyncio.create_task(handle.generate(table_of(prompts_of(num_rows)), (LONG,)))
+        while not is_computing(handle):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 class Background:

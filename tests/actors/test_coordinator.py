@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from raybatch.actors.coordinator import Coordinator
 from raybatch.actors.crew import Member
 from raybatch.actors.crew_plan import CrewPlan
+from raybatch.actors.ray_site import RaySite, RayStarted
 from raybatch.actors.records import Room, Submission
 from raybatch.actors.reserving import Reserved
 from raybatch.actors.wire import encode_completions
@@ -47,7 +48,7 @@ class Bench:
 
     def __init__(self):
         plan = CrewPlan(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)
-        self.coordinator = Coordinator(handle_of().spec, plan)
+        self.coordinator = Coordinator(handle_of().spec, plan, RaySite())
         self.inbox = self.coordinator._inbox
         self.queue = self.coordinator._queue
 
@@ -55,8 +56,7 @@ class Bench:
         member = Member(
             replica_id=replica_id,
             rank=0,
-            actor=FakeActor(error),
-            reserved=Reserved({}),
+            started=RayStarted(FakeActor(error), Reserved({})),
             pid=replica_id,
         )
         member.is_ready = True

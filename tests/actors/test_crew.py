@@ -10,6 +10,7 @@ import ray
 from raybatch.actors import crew as crew_module
 from raybatch.actors.crew import Crew
 from raybatch.actors.crew_plan import CrewPlan
+from raybatch.actors.ray_site import RaySite
 from tests.actors.pools import handle_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -42,7 +43,9 @@ def run_crew(end, *, has_ended=False, bundles=()):
         plan = CrewPlan(
             num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1, bundles=bundles
         )
-        crew = Crew(handle_of().spec, plan, on_lost=on_lost, on_exhausted=lambda *_: None)
+        crew = Crew(
+            handle_of().spec, plan, RaySite(), on_lost=on_lost, on_exhausted=lambda *_: None
+        )
         coordinator = make_coordinator(has_ended=has_ended)
         crew.start(coordinator)
         while not crew.ledger.num_ready() and not lost:
@@ -80,12 +83,12 @@ def test_a_group_is_released_with_its_replica_and_made_anew_for_the_next():
 
     async def kill_the_first(crew):
         (first,) = crew.members.values()
-        groups.append(first.reserved.group)
+        groups.append(first.started.reserved.group)
         os.kill(first.pid, signal.SIGKILL)
         while not crew.members or first.replica_id in crew.members or not crew.ledger.num_ready():
             await asyncio.sleep(0.02)
         (second,) = crew.members.values()
-        groups.append(second.reserved.group)
+        groups.append(second.started.reserved.group)
         assert [state_of(group) for group in groups] == ["REMOVED", "CREATED"]
         await crew.stop()
 
@@ -110,7 +113,9 @@ def test_a_replica_that_ray_refuses_ends_its_rank_and_leaves_no_group(tmp_path):
             num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1, bundles=({"CPU": 0.1},)
         )
         spec = handle_of(pool={"runtime_env": {"working_dir": str(tmp_path)}}).spec
-        crew = Crew(spec, plan, on_lost=lambda *_: True, on_exhausted=lambda *of: told.append(of))
+        crew = Crew(
+            spec, plan, RaySite(), on_lost=lambda *_: True, on_exhausted=lambda *of: told.append(of)
+        )
         crew.start(make_coordinator())
         while not told:
             await asyncio.sleep(0.02)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.actors.engine_thread import EngineThread
+from raybatch.actors.engine_thread import EngineEndedError, EngineThread
 from raybatch.actors.records import Room
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.types import Request, Sampling
@@ -171,3 +171,47 @@ def test_a_call_that_was_cancelled_does_not_break_the_engine(start):
     driver.engine.give_back(5).cancel()
     assert [c.request_id for c in driver.rows(1)] == [1]
     assert driver.engine.failure() is None
+
+
+def test_a_start_that_nobody_waits_for_any_more_ends_quietly():
+    may_build = threading.Event()
+
+    def build():
+        may_build.wait(10)
+        return FakeBackend(FakeOptions())
+
+    engine = EngineThread(build, lambda: None, lead_tokens=1000, lead_batches=0)
+    engine.start().cancel()
+    may_build.set()
+    # an exception in the thread would be a warning, and warnings are errors
+    engine.close()
+    assert engine.failure() is None
+
+
+def test_calls_to_an_engine_that_has_broken_are_refused(start):
+    driver = start(raise_on=9)
+    driver.engine.submit([request(0, token=9)])
+    driver.wait_until(lambda: driver.engine.failure() is not None)
+    for call in (driver.engine.give_back(1), driver.engine.abort(0, 0)):
+        with pytest.raises(EngineEndedError):
+            call.result(10)
+
+
+def test_calls_that_wait_while_the_engine_breaks_are_refused(start, monkeypatch):
+    driver = start()
+
+    def broken(self):
+        raise RuntimeError("the engine broke")
+
+    monkeypatch.setattr(FakeBackend, "drain", broken)
+    calls = [driver.engine.give_back(1) for _ in range(3)]
+    for call in calls:
+        with pytest.raises(EngineEndedError):
+            call.result(10)
+
+
+def test_calls_to_an_engine_that_is_closed_are_refused(start):
+    driver = start()
+    driver.engine.close()
+    with pytest.raises(EngineEndedError):
+        driver.engine.give_back(1).result(10)

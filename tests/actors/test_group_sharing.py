@@ -42,7 +42,7 @@ def pool_of(model):
         handle = PoolHandle(
             PoolSpec(
                 model=str(model),
-                backend=BackendConfig(),
+                backend=BackendConfig(kind="native"),
                 engine=EngineConfig(
                     dtype="float32",
                     device="cpu",
@@ -99,7 +99,15 @@ def closed_form(degree):
     return NUM_ROWS // degree * PREFIX + NUM_ROWS * DISTINCT
 
 
-@pytest.mark.parametrize(("degree", "num_replicas"), [(2, 4), (16, 1), (16, 4), (64, 4)])
+@pytest.mark.parametrize(
+    ("degree", "num_replicas"),
+    [
+        (2, 4),
+        (16, 1),
+        pytest.param(16, 4, marks=pytest.mark.exhaustive),
+        pytest.param(64, 4, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_planned_rows_compute_each_prefix_once(pool_of, degree, num_replicas):
     tables = tables_of(degree, np.arange(NUM_ROWS), is_planned=True)
     computed = computed_tokens(pool_of(num_replicas, degree), tables)
@@ -108,7 +116,14 @@ def test_planned_rows_compute_each_prefix_once(pool_of, degree, num_replicas):
     assert closed_form(degree) <= computed <= closed_form(degree) + extra
 
 
-@pytest.mark.parametrize(("degree", "num_replicas"), [(4, 1), (16, 1), (16, 4)])
+@pytest.mark.parametrize(
+    ("degree", "num_replicas"),
+    [
+        pytest.param(4, 1, marks=pytest.mark.exhaustive),
+        pytest.param(16, 1, marks=pytest.mark.exhaustive),
+        (16, 4),
+    ],
+)
 def test_shuffled_rows_without_a_plan_compute_hardly_a_prefix_twice(pool_of, degree, num_replicas):
     rows = np.random.default_rng(0).permutation(NUM_ROWS)
     tables = tables_of(degree, rows, is_planned=False)

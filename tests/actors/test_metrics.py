@@ -5,6 +5,7 @@ import urllib.request
 
 import pytest
 import ray
+from ray.util import metrics
 
 from raybatch.actors.counters import ClientCounters
 from raybatch.actors.metrics import PoolMetrics, ReplicaMetrics
@@ -211,7 +212,7 @@ def test_the_oldest_of_the_open_units_is_told():
 
 
 def test_ray_takes_what_is_counted():
-    pool, engine, found = PoolMetrics(), ReplicaMetrics(1), counters(rows_done=5)
+    pool, engine, found = PoolMetrics(metrics), ReplicaMetrics(1, metrics), counters(rows_done=5)
     pool.update({"s": found}, 1)
     pool.unit("written", 2.0)
     engine.update(ReplicaStats(num_preemptions=1))

@@ -1,6 +1,15 @@
+from dataclasses import replace
+
 import pytest
 
-from raybatch.actors.crew_plan import CrewPlan, check_cluster, check_hosts, plan_crew
+from raybatch.actors.crew_plan import (
+    ClusterView,
+    CrewPlan,
+    check_cluster,
+    check_hosts,
+    gpu_warnings,
+    plan_crew,
+)
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.options import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -29,18 +38,15 @@ def spec_of(pool, **engine_kwargs):
     return PoolSpec(model="none", backend=backend, engine=EngineConfig(), pool=pool)
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """Ray says that there are eight GPUs on two hosts."""
-    hosts = [{"Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}}] * 2
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 8.0, "CPU": 16.0})
-    monkeypatch.setattr("ray.nodes", lambda: hosts)
+# eight GPUs on two hosts, and a cluster that has none yet
+GPUS = ClusterView(gpus_of_hosts=(4.0, 4.0), cpus_of_hosts=(8.0, 8.0), cores_of_driver=4)
+CPUS = ClusterView(gpus_of_hosts=(0.0, 0.0), cpus_of_hosts=(8.0, 0.0), cores_of_driver=4)
 
 
-def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked_for(gpus):
+def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked_for():
     pool = PoolConfig(accelerator_type="H100", num_cpus_per_replica=2, resources={"fast": 1})
     options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
-    plan = plan_crew(spec_of(pool, tensor_parallel_size=2, **options))
+    plan = plan_crew(spec_of(pool, tensor_parallel_size=2, **options), GPUS)
 
     rank = {"GPU": 1.0, "accelerator_type:H100": 0.001}
     assert plan.bundles == ({**rank, "CPU": 2, "fast": 1}, rank, rank, rank)
@@ -48,15 +54,15 @@ def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked
     assert plan.asks_for() == "2 CPUs and 4.0 GPUs in a placement group of 4 bundles"
 
 
-def test_given_bundles_are_taken_as_they_are(gpus):
+def test_given_bundles_are_taken_as_they_are():
     bundles = [{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
     spec = spec_of(
         PoolConfig(bundles=bundles), tensor_parallel_size=2, distributed_executor_backend="ray"
     )
-    assert plan_crew(spec).bundles == tuple(bundles)
+    assert plan_crew(spec, GPUS).bundles == tuple(bundles)
 
 
-def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator(gpus):
+def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator():
     bundles = [{"CPU": 1, "GPU": 1}, {"GPU": 1, "accelerator_type:H100": 0.5}, {"CPU": 1}]
     spec = spec_of(
         PoolConfig(bundles=bundles, accelerator_type="H100"),
@@ -64,7 +70,7 @@ def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator(gpus):
         distributed_executor_backend="ray",
     )
     of_host = {"accelerator_type:H100": 0.001}
-    assert plan_crew(spec).bundles == (bundles[0] | of_host, *bundles[1:])
+    assert plan_crew(spec, GPUS).bundles == (bundles[0] | of_host, *bundles[1:])
 
 
 def test_all_that_the_bundles_name_is_asked_for():
@@ -92,25 +98,25 @@ def test_engines_that_share_a_gpu_without_a_bound_are_refused_when_a_stage_is_ma
         )
 
 
-def test_gpus_of_a_replica_are_refused_where_each_rank_takes_one(gpus):
+def test_gpus_of_a_replica_are_refused_where_each_rank_takes_one():
     spec = spec_of(
         PoolConfig(num_gpus_per_replica=1),
         tensor_parallel_size=2,
         distributed_executor_backend="ray",
     )
     with pytest.raises(ConfigError, match=r"num_gpus_per_replica=1 has no effect .* 2 ranks"):
-        plan_crew(spec)
+        plan_crew(spec, GPUS)
 
 
-def test_ranks_that_are_processes_need_no_group(gpus):
-    plan = plan_crew(spec_of(PoolConfig(), tensor_parallel_size=2))
+def test_ranks_that_are_processes_need_no_group():
+    plan = plan_crew(spec_of(PoolConfig(), tensor_parallel_size=2), GPUS)
     assert plan == CrewPlan(num_replicas=4, num_cpus=0, num_gpus=2, num_engines_on_host=2)
 
 
-def test_bundles_without_ranks_that_take_them_are_refused_with_the_way_out(gpus):
+def test_bundles_without_ranks_that_take_them_are_refused_with_the_way_out():
     spec = spec_of(PoolConfig(bundles=[{"GPU": 1}]), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"pool\.bundles is for .* num_gpus_per_replica"):
-        plan_crew(spec)
+        plan_crew(spec, GPUS)
 
 
 @pytest.mark.parametrize("bundles", [[], {"GPU": 1}, [{}], [{"GPU": 0}], [{"GPU": "1"}]])
@@ -133,3 +139,88 @@ def test_a_stage_tells_options_of_its_pool_that_say_nothing_of_its_engines():
     options = {"pool": {"bundles": [{"GPU": 1}]}, "backend": "vllm"}
     with pytest.raises(ConfigError, match=r"pool\.bundles is for engines"):
         build_stage_config("m", options, where="LLMStage")
+
+
+def crew_of(cluster, kind, pool, device="auto"):
+    """Return replicas, GPUs of each, and engines on a host."""
+    spec = PoolSpec(
+        model="none",
+        backend=BackendConfig(kind=kind),
+        engine=EngineConfig(device=device),
+        pool=PoolConfig(**pool),
+    )
+    plan = plan_crew(spec, cluster)
+    return plan.num_replicas, plan.num_gpus, plan.num_engines_on_host
+
+
+@pytest.mark.parametrize(
+    ("kind", "pool", "device", "expected"),
+    [
+        ("auto", {}, "auto", (8, 1, 4)),
+        ("auto", {}, "cpu", (4, 0, 2)),
+        ("vllm", {}, "auto", (8, 1, 4)),
+        ("vllm", {"replicas": 2}, "auto", (2, 1, 1)),
+        ("native", {"num_gpus_per_replica": 2}, "auto", (4, 2, 2)),
+        ("native", {"num_gpus_per_replica": 0}, "auto", (4, 0, 2)),
+        ("fake", {"accelerator_type": "H100"}, "auto", (4, 0, 2)),
+        ("openai", {}, "auto", (1, 0, 1)),
+    ],
+)
+def test_a_crew_on_gpus(kind, pool, device, expected):
+    assert crew_of(GPUS, kind, pool, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "pool", "device", "expected"),
+    [
+        ("auto", {}, "auto", (4, 0, 4)),
+        ("auto", {"replicas": 8}, "auto", (8, 0, 8)),
+        ("auto", {"replicas": 8, "accelerator_type": "H100"}, "auto", (8, 1, 8)),
+        ("native", {"accelerator_type": "L4"}, "auto", (1, 1, 1)),
+        ("native", {"accelerator_type": "TPU-V4", "replicas": 2}, "auto", (2, 0, 2)),
+        ("native", {"num_gpus_per_replica": 2, "replicas": 3}, "auto", (3, 2, 3)),
+        ("native", {"replicas": 2}, "cuda", (2, 1, 2)),
+        ("vllm", {}, "auto", (4, 0, 4)),
+        ("vllm", {"replicas": 8}, "auto", (8, 1, 8)),
+        ("vllm", {"replicas": 8}, "cpu", (8, 0, 8)),
+        ("vllm", {"replicas": 8, "accelerator_type": "H100"}, "cpu", (8, 0, 8)),
+        ("fake", {"replicas": 8, "accelerator_type": "H100"}, "auto", (8, 0, 8)),
+    ],
+)
+def test_options_that_mean_gpus_ask_for_them_where_there_are_none_yet(kind, pool, device, expected):
+    assert crew_of(CPUS, kind, pool, device) == expected
+
+
+def test_a_driver_with_a_vllm_for_cpus_asks_for_no_gpus():
+    cluster = replace(CPUS, vllm="cpu")
+    assert crew_of(cluster, "vllm", {"replicas": 2}) == (2, 0, 2)
+    assert crew_of(cluster, "vllm", {"replicas": 2, "accelerator_type": "L4"}) == (2, 1, 2)
+
+
+def test_hosts_to_come_may_have_the_gpus_of_a_large_engine():
+    plan = plan_crew(spec_of(PoolConfig(replicas=2), tensor_parallel_size=8), CPUS)
+    assert (plan.num_replicas, plan.num_gpus) == (2, 8)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    assert len(plan_crew(spec_of(PoolConfig(), **ranks), CPUS).bundles) == 2
+
+
+def warnings_of(cluster, kind, **pool):
+    spec = PoolSpec(
+        model="none",
+        backend=BackendConfig(kind=kind),
+        engine=EngineConfig(),
+        pool=PoolConfig(**pool),
+    )
+    return gpu_warnings(spec, plan_crew(spec, cluster), cluster)
+
+
+def test_a_pool_of_native_engines_on_gpus_tells_that_nobody_has_tried_it():
+    (said,) = warnings_of(GPUS, "native")
+    assert "its CUDA path has never run on one" in said
+    assert warnings_of(CPUS, "native") == warnings_of(GPUS, "vllm") == []
+
+
+def test_a_pool_that_waits_for_hosts_with_gpus_says_so():
+    (said,) = warnings_of(CPUS, "vllm", replicas=2, accelerator_type="H100")
+    assert "each engine asks for 0 CPUs and 1.0 GPUs, a host with H100" in said
+    assert "engine.device='cpu'" in said

@@ -1,6 +1,5 @@
 """The pool on a local Ray cluster: whatever dies, no row is lost, doubled or run for nobody."""
 
-import asyncio
 import os
 import signal
 
@@ -9,13 +8,15 @@ import pytest
 import ray
 
 from raybatch.errors import ReplicaError
-from raybatch.types import Sampling
 from tests.actors.pools import (
+    LONG,
     POISON,
     SAMPLING,
     Background,
+    cancel_a_call,
     expected_tokens,
     handle_of,
+    is_computing,
     make_feeder,
     prompts_of,
     table_of,
@@ -24,14 +25,6 @@ from tests.actors.pools import (
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
-
-LONG = Sampling(max_tokens=100_000)
-
-
-def is_computing(handle):
-    """Whether any engine has a row, as far as it has told."""
-    replicas = handle.stats().replicas
-    return any(replica.num_running or replica.num_waiting for replica in replicas)
 
 
 def test_killed_replicas_lose_no_row_and_redo_no_finished_row(own):
@@ -67,74 +60,11 @@ def test_a_poison_row_becomes_one_error_row(own):
     assert [row for row, error in enumerate(errors) if error] == [2]
 
 
-def test_the_error_of_a_row_says_what_its_last_engine_said(own):
-    handle = own(raise_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
-    results = handle.generate_sync(table_of(prompts_of(4, poison=[2])), (SAMPLING,))
-    (error,) = [error for error in results["error"].to_pylist() if error]
-    assert error.startswith("ReplicaCrash: the engine died")
-    assert "; the last time: RuntimeError: the fake backend was told to break" in error
-
-
-def test_a_broken_engine_is_replaced(own):
-    handle = own(raise_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
-    handle.generate_sync(table_of(prompts_of(1, poison=[0])), (SAMPLING,))
-    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-    assert results["error"].to_pylist() == ["", "", ""]
-    assert handle.stats().num_restarts == 1
-
-
 def test_a_failing_start_raises_with_its_cause(own):
     handle = own(fail_start=True, pool={"replicas": 1, "max_start_failures": 2})
     for _ in range(2):
         with pytest.raises(ReplicaError, match="RuntimeError: the fake backend was told to fail"):
             handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-
-
-def test_options_that_an_engine_refuses_end_the_pool_at_its_first_start(own, tmp_path):
-    handle = own(refuse_start=True, marks_dir=str(tmp_path), pool={"replicas": 1})
-    with pytest.raises(ReplicaError, match="ConfigError: the fake backend was told to refuse"):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_failed_pool_gets_another_try_at_the_next_execution(own, tmp_path):
-    handle = own(
-        marks_dir=str(tmp_path),
-        num_failing_starts=1,
-        pool={"replicas": 1, "max_start_failures": 1},
-    )
-    with pytest.raises(ReplicaError):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-    handle.start()
-    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-    assert results["error"].to_pylist() == ["", "", ""]
-
-
-def test_a_hung_start_raises(own):
-    handle = own(
-        start_s=60.0, pool={"replicas": 1, "start_timeout_s": 0.5, "max_start_failures": 1}
-    )
-    with pytest.raises(ReplicaError, match="start_timeout_s"):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-
-
-def test_a_start_that_fails_once_is_tried_again(own, tmp_path):
-    handle = own(marks_dir=str(tmp_path), num_failing_starts=1, pool={"replicas": 1})
-    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
-    assert results["error"].to_pylist() == ["", "", ""]
-
-
-def cancel_a_call(handle, num_rows):
-    """Start a call of rows that never end, and cancel it once engines run them."""
-
-    async def run():
-        task = asyncio.create_task(handle.generate(table_of(prompts_of(num_rows)), (LONG,)))
-        while not is_computing(handle):
-            await asyncio.sleep(0.02)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
 
 
 def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
@@ -145,15 +75,6 @@ def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
     wait_until(lambda: not handle.state().num_held_rows, 60)
     state = handle.state()
     assert (state.num_batches, state.num_waiting_rows) == (0, 0)
-
-
-def test_a_pool_works_on_after_a_cancelled_call(own):
-    handle = own(step_s=0.02, max_num_seqs=4, pool={"replicas": 1})
-    cancel_a_call(handle, 20)
-    prompts = prompts_of(20)
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
-    assert expected_tokens(prompts) == tokens_of(results)
-    assert handle.stats().num_restarts == 0
 
 
 def test_the_engines_stop_the_rows_of_a_dead_feeder(own):
@@ -200,35 +121,6 @@ def test_rows_that_finish_while_there_is_no_feeder_are_kept_for_the_next(own, tm
     assert log.stat().st_size == num_rows
     handle.forget(["unit 3"], client="default")
     wait_until(lambda: handle.state().num_batches == 0)
-
-
-def test_neighbouring_poison_rows_become_error_rows(own):
-    poison = [20, 21, 22]
-    prompts = prompts_of(40, poison=poison)
-    handle = own(crash_on=POISON, pool={"max_row_crashes": 1})
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
-    errors = results["error"].to_pylist()
-    assert [row for row, error in enumerate(errors) if error] == poison
-    expected = expected_tokens(prompts)
-    for row in poison:
-        expected[row] = []
-    assert expected == tokens_of(results)
-
-
-def test_an_engine_that_dies_on_every_row_fails_the_pool(own):
-    handle = own(crashes=True, pool={"replicas": 1})
-    with pytest.raises(ReplicaError, match=r"finished no row in between.*the last death"):
-        handle.generate_sync(table_of(prompts_of(400)), (SAMPLING,))
-    assert handle.stats().num_restarts <= 5
-
-
-def test_a_shut_down_pool_tells_those_who_wait(own):
-    handle = own(step_s=0.2, max_num_seqs=1, pool={"replicas": 1})
-    job = Background(handle, prompts_of(500))
-    wait_until(lambda: handle.state().num_batches == 1)
-    handle.shutdown()
-    with pytest.raises(ReplicaError, match="shut down"):
-        job.join()
 
 
 def test_a_dead_coordinator_is_replaced_on_the_use_after_the_error():

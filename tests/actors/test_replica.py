@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.pool import PoolSpec
+from raybatch.actors.ray_site import RaySite
 from raybatch.actors.records import Assignment, RowGroups, Span
 from raybatch.actors.replica import Replica
 from raybatch.actors.wire import request_table
@@ -66,7 +67,7 @@ def run(monkeypatch):
     )
 
     async def drive(scene):
-        coordinator, replica = ScriptedCoordinator(), Replica(spec, 1)
+        coordinator, replica = ScriptedCoordinator(), Replica(spec, 1, RaySite())
         assert await replica.start(1) is None
         running = asyncio.create_task(replica.run(coordinator))
         async with asyncio.timeout(TIMEOUT_S):
@@ -163,9 +164,11 @@ def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monke
         engine=EngineConfig(),
         pool=PoolConfig(replicas=1),
     )
-    failed = asyncio.run(Replica(spec, 1).start(1))
+    failed = asyncio.run(Replica(spec, 1, RaySite()).start(1))
     assert failed.is_final == is_final
     assert failed.cause
+    # a trace says nothing that the message does not
+    assert failed.trace == ""
 
 
 @pytest.mark.parametrize(
@@ -181,11 +184,14 @@ def test_rows_for_a_round_of_prompts_wait_in_an_engine(options, num_rows, monkey
         **options,
     )
     spec = PoolSpec(
-        model="demo", backend=BackendConfig(), engine=engine, pool=PoolConfig(replicas=1)
+        model="demo",
+        backend=BackendConfig(kind="native"),
+        engine=engine,
+        pool=PoolConfig(replicas=1),
     )
 
     async def asked():
-        replica, coordinator = Replica(spec, 1), ScriptedCoordinator()
+        replica, coordinator = Replica(spec, 1, RaySite()), ScriptedCoordinator()
         assert await replica.start(1) is None
         await coordinator.answers.put(None)
         await replica.run(coordinator)

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from raybatch.actors.pool import PoolSpec
+from raybatch.actors.ray_site import RaySite
 from raybatch.actors.replica import Replica
 from raybatch.actors.worker_log import obey_log_level
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -35,7 +36,7 @@ def start():
     spec = PoolSpec(
         model="none", backend=BackendConfig(kind="fake"), engine=EngineConfig(), pool=PoolConfig()
     )
-    return asyncio.run(Replica(spec, 7).start(1))
+    return asyncio.run(Replica(spec, 7, RaySite()).start(1))
 
 
 def test_an_engine_shows_what_it_says_where_the_environment_asks(monkeypatch, capsys):

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_native_engine_is_measured_and_left_empty(checkpoint):
-    backend = create_backend(checkpoint, BackendConfig(), ENGINE)
+    backend = create_backend(checkpoint, BackendConfig(kind="native"), ENGINE)
     limits = limits_of(backend, ENGINE.max_batched_tokens)
     ticks = iter(range(10**6))
     steps = measure_backend(backend, limits, clock=lambda: next(ticks) * 1e-5)
@@ -35,7 +35,7 @@ def test_the_native_engine_is_measured_and_left_empty(checkpoint):
 
 
 def test_prompts_of_the_program_share_nothing_but_their_prefix(checkpoint):
-    backend = create_backend(checkpoint, BackendConfig(), ENGINE)
+    backend = create_backend(checkpoint, BackendConfig(kind="native"), ENGINE)
     limits = limits_of(backend, ENGINE.max_batched_tokens)
     ticks = iter(range(10**6))
     steps = measure_backend(backend, limits, clock=lambda: next(ticks) * 1e-5, vocab_size=211)
@@ -46,6 +46,6 @@ def test_prompts_of_the_program_share_nothing_but_their_prefix(checkpoint):
 def test_a_native_model_is_measured_and_kept(checkpoint, tmp_path):
     # a host that is busy while the tests run must not matter here
     options = {"folder": tmp_path, "cpu_clock": time.perf_counter}
-    first = load_or_measure(checkpoint, BackendConfig(), ENGINE, **options)
+    first = load_or_measure(checkpoint, BackendConfig(kind="native"), ENGINE, **options)
     assert 16 == first.limits.max_num_seqs
-    assert first == load_or_measure(checkpoint, BackendConfig(), ENGINE, **options)
+    assert first == load_or_measure(checkpoint, BackendConfig(kind="native"), ENGINE, **options)

@@ -13,7 +13,7 @@ from raybatch.errors import MeasureError
 from tests.backends.test_calibrate import FAST
 from tests.backends.timed_backend import TimedBackend
 
-NATIVE, ENGINE = BackendConfig(), EngineConfig(device="cpu")
+NATIVE, ENGINE = BackendConfig(kind="native"), EngineConfig(device="cpu")
 
 
 class Factory:

@@ -125,7 +125,18 @@ def test_an_unknown_option_is_refused_with_a_suggestion():
 def test_native_backend_without_torch_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependency, match=r"pip install 'raybatch\[cpu\]'"):
-        create_backend("demo", BackendConfig(), EngineConfig())
+        create_backend("demo", BackendConfig(kind="native"), EngineConfig())
+
+
+def test_an_engine_is_held_after_some_sequences_until_the_file_is_gone(tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    backend = FakeBackend(FakeOptions(max_num_seqs=2, hold_file=str(hold), hold_after=3))
+    backend.submit([request(i) for i in range(8)])
+    held = [c.request_id for _ in range(100) for c in backend.poll()]
+    assert held == [0, 1, 2, 3]
+    hold.unlink()
+    assert [c.request_id for c in run(backend)] == [4, 5, 6, 7]
 
 
 def test_finished_rows_of_all_engines_are_counted_in_one_file(tmp_path):

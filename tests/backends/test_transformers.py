@@ -1,9 +1,12 @@
 """The fallback backend: models that the native engine has not, token for token as transformers."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig
@@ -129,4 +132,19 @@ def test_a_model_that_transformers_has_not_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="no_such_model"):
+        backend_of(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
+    torch.manual_seed(3)
+    made = transformers.AutoModelForCausalLM.from_config(MODELS["learned-positions"])
+    made.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    # tied weights are stored once, and are not missing
+    assert "lm_head.weight" not in tensors
+    name = next(name for name in tensors if name.endswith("h.1.mlp.c_fc.bias"))
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"lacks 1 tensors .*{re.escape(name)}"):
         backend_of(tmp_path)

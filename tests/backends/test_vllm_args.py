@@ -1,6 +1,8 @@
 import json
 
+import pyarrow as pa
 import pytest
+from safetensors.numpy import save_file
 
 from raybatch.backends import create
 from raybatch.backends.options import answering_options, gpus_of_engine
@@ -192,8 +194,12 @@ def gpt2(tmp_path):
     """A folder of a model that the native engine does not run."""
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "vocab.json").touch()
     return tmp_path
+
+
+PROMPTS = pa.schema([("prompt", pa.string())])
 
 
 def stage_of(folder, backend):
@@ -201,9 +207,9 @@ def stage_of(folder, backend):
 
 
 def test_a_model_that_vllm_alone_runs_passes_the_check_of_jobs(gpt2):
-    check_model(stage_of(gpt2, "vllm"), is_one_host=True)
+    check_model(stage_of(gpt2, "vllm"), PROMPTS)
     with pytest.raises(ConfigError, match="not supported by the native engine"):
-        check_model(stage_of(gpt2, "native"), is_one_host=True)
+        check_model(stage_of(gpt2, "native"), PROMPTS)
 
 
 def test_the_length_of_such_a_model_is_known_to_stages(gpt2):

@@ -119,7 +119,7 @@ def test_answers_and_counts_are_those_of_the_native_engine(url, prompts):
     requests = [request(i, payload=payload, ids=ids) for i, (payload, ids) in enumerate(prompts)]
     asked = ask(url, *requests, extra_body={"return_token_ids": True})
     engine = EngineConfig(dtype="float32", device="cpu", max_model_len=512)
-    native = run(create_backend("demo", BackendConfig(), engine), requests)
+    native = run(create_backend("demo", BackendConfig(kind="native"), engine), requests)
     for key, completion in asked.items():
         expected = native[key]
         assert completion.token_ids.tolist() == expected.token_ids.tolist()

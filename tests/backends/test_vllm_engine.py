@@ -172,7 +172,7 @@ def test_what_vllm_cannot_do_is_an_error_row(backend):
 def test_greedy_rows_are_those_of_the_native_engine(folder, backend, sampling):
     rows = [request(i, [*PROMPT, i, 2 * i], **sampling) for i in range(6)]
     engine = EngineConfig(dtype="float32", device="cpu", kv_cache_bytes=1 << 20)
-    with closing(create_backend(str(folder), BackendConfig(), engine)) as native:
+    with closing(create_backend(str(folder), BackendConfig(kind="native"), engine)) as native:
         native.submit(rows)
         expected = run(native)
     backend.submit(rows)

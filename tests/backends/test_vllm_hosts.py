@@ -20,6 +20,7 @@ from raybatch.actors.wire import request_table
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.types import Sampling
 from tests.backends.vllm_engines import PROMPT, save_text_model
+from tests.clusters import end_ray
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -56,6 +57,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_hosts():
+    end_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0})
     for _ in range(2):
         cluster.add_node(num_cpus=1, num_gpus=1)
@@ -103,7 +105,7 @@ def test_ranks_on_two_hosts_answer_as_one_engine_and_are_replaced_and_released(h
     native = PoolHandle(
         PoolSpec(
             model=str(folder),
-            backend=BackendConfig(),
+            backend=BackendConfig(kind="native"),
             engine=EngineConfig(**ENGINE, device="cpu"),
             pool=PoolConfig(replicas=1),
         )

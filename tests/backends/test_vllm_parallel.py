@@ -79,7 +79,7 @@ def told(folder, tmp_path_factory):
 
 def test_two_ranks_give_the_tokens_of_the_native_engine(folder, told):
     engine = EngineConfig(**ENGINE, device="cpu")
-    with closing(create_backend(str(folder), BackendConfig(), engine)) as native:
+    with closing(create_backend(str(folder), BackendConfig(kind="native"), engine)) as native:
         assert told["tokens"] == answers_of(native)
 
 

@@ -72,9 +72,12 @@ def test_strikes_of_rows_that_the_unit_has_not_are_refused(store, crashes):
         json.dumps({"plan": "b", "unit": 0, "crashes": {"1": 9}, "given_up": []}).encode(),
         json.dumps({"plan": "plan-a", "unit": 1, "crashes": {"1": 9}, "given_up": []}).encode(),
         json.dumps({"plan": "plan-a", "unit": 0, "crashes": {"3": 9}, "given_up": []}).encode(),
+        json.dumps(
+            {"plan": "plan-a", "unit": 0, "crashes": {"0": 1, "3": 9}, "given_up": []}
+        ).encode(),
         json.dumps({"plan": "plan-a", "unit": 0, "crashes": {"1": 9}, "given_up": [2]}).encode(),
     ],
-    ids=["empty", "list", "short", "other plan", "other unit", "no such row", "uncounted"],
+    ids=["empty", "list", "short", "other plan", "other unit", "no row", "one row", "uncounted"],
 )
 def test_a_marker_that_says_something_else_is_left_out(store, data, caplog):
     store.create(attempt_name(0, 0), data)

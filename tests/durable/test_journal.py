@@ -61,6 +61,20 @@ def test_what_comes_back_has_the_schema_of_the_journal_exactly(store):
     assert read(store).schema.equals(journal_schema(SCHEMA), check_metadata=True)
 
 
+def test_rows_with_dictionaries_of_their_own_are_kept_together(store):
+    schema = pa.schema([pa.field("label", pa.dictionary(pa.int32(), pa.string()))])
+    rows = [
+        pa.table(
+            [pa.array([label]).dictionary_encode(), pa.array([pos]), pa.array([UNITS[0][pos]])],
+            schema=journal_schema(schema),
+        )
+        for pos, label in enumerate("ab")
+    ]
+    write_fragment(store, UNIT, pa.concat_tables(rows), plan_hash="plan-a", attempt="a")
+    found = read_fragments(store, UNIT, schema, plan_hash="plan-a")
+    assert found["label"].to_pylist() == ["a", "b"]
+
+
 def test_a_unit_without_a_journal_has_no_rows(store):
     assert 0 == read(store).num_rows
 

@@ -228,3 +228,9 @@ def test_a_broken_record_is_told(store):
     commit(store, 0)
     store.create("_raybatch/done/000001.json", b"{")
     assert "is no record of this output" in str(audit(store, PLAN))
+
+
+def test_a_record_of_another_plan_is_refused_as_a_receipt(store):
+    commit(store, 0)
+    with pytest.raises(CommitError, match=r"done/000000\.json"):
+        partitioned_receipt_of(store, PLAN.unit(0), "another")

@@ -36,7 +36,7 @@ def make():
         max_batched_tokens=64,
         max_num_seqs=8,
     )
-    return create_backend("demo", BackendConfig(), engine)
+    return create_backend("demo", BackendConfig(kind="native"), engine)
 
 
 @pytest.fixture(scope="module", autouse=True)

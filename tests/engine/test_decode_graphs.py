@@ -10,6 +10,7 @@ from raybatch.engine.decode_buffers import DecodeBuffers
 from raybatch.engine.decode_graphs import GraphMismatchError, step_sizes
 from raybatch.kernels.attention_plan import ContextPart, PrefillPart
 from raybatch.kernels.dispatch import REFERENCE
+from tests import tolerances
 from tests.engine.fixed_ops import FIXED
 from tests.engine.graph_cases import (
     BLOCK,
@@ -21,6 +22,7 @@ from tests.engine.graph_cases import (
     shape,
 )
 from tests.engine.recorded_graphs import CaptureError
+from tests.engine.tiny_models import TOLERANCE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VARIANTS = ["llama-biases-tied", "qwen2-window-in-upper-layers", "qwen3-moe"]
@@ -54,12 +56,11 @@ def test_a_replay_gives_the_logits_of_the_plain_forward_pass_for_any_step(captur
         expected = captured.plain.forward(batch, captured.cache)
         keys = captured.cache.k.clone()
         made = captured.graphs.run(batch)
-        torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
+        tolerances.assert_close(made, expected, TOLERANCE)
         assert torch.equal(expected.argmax(dim=-1), made.argmax(dim=-1))
         # the last block is for padding
-        torch.testing.assert_close(
-            captured.cache.k[:, :NUM_BLOCKS], keys[:, :NUM_BLOCKS], rtol=1e-4, atol=1e-4
-        )
+        made_keys, keys = captured.cache.k[:, :NUM_BLOCKS], keys[:, :NUM_BLOCKS]
+        tolerances.assert_close(made_keys, keys, TOLERANCE)
     counts = captured.graphs.counts
     assert (4, {}) == (counts.num_captured, counts.eager_steps)
     assert counts.num_steps >= 24

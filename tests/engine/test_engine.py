@@ -14,6 +14,7 @@ from tests.engine.fakes import (
     make_request,
     run_all,
 )
+from tests.tiers import examples
 
 VOCAB = 1000
 
@@ -56,7 +57,7 @@ def shared_prompts(rng, count):
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, full=25))
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(20, 90),

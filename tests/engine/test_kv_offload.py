@@ -21,6 +21,7 @@ from tests.engine.fakes import (
 )
 from tests.engine.test_engine import VOCAB, shared_prompts, tokens_of
 from tests.engine.test_groups import expected
+from tests.tiers import examples
 
 BLOCK = 4
 
@@ -52,7 +53,7 @@ def is_empty(engine):
     return (store.blocks.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(14, full=60))
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(20, 60),
@@ -243,7 +244,7 @@ def test_places_of_short_rows_are_filled_before_the_interval_is_over(rng):
     assert num_done >= 12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, full=40))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_failing_copies_cost_time_and_no_token(seed):
     rng = np.random.default_rng(seed)
@@ -264,7 +265,7 @@ def test_a_host_that_gives_nothing_back_ends_the_engine_with_its_reason(rng):
         run_all(engine)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, full=30))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_rows_that_are_taken_out_at_any_step_go_on_elsewhere(seed):
     rng = np.random.default_rng(seed)

@@ -12,17 +12,18 @@ from raybatch.engine.layer_window import LayerWindow
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
 from raybatch.engine.sampler import Sampler
+from tests import tolerances
 from tests.engine.fakes import FakeStopChecker, make_request
-from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
-from tests.engine.tiny_models import save
+from tests.engine.test_native_backend import VARIANTS, greedy_reference, run, shared_prompts
+from tests.engine.tiny_models import TOLERANCE
+from tests.tiers import singles
 
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3-moe"])
-def checkpoint(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    return path, save(request.param, path)
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param), request.param
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +53,26 @@ def make(path, *, num_blocks, host=300, **options):
     return NativeBackend(Engine(runner, sampler, FakeStopChecker(), config)), runner
 
 
+SIZES = {
+    "short-device": (18, 300, 64, None),
+    "cut-prompts": (18, 300, 17, None),
+    "short-host": (60, 40, 64, None),
+    "coroutines": (18, 300, 17, 3),
+}
+
+
 @pytest.mark.parametrize(
-    ("num_blocks", "host", "budget", "attn"),
-    [(18, 300, 64, None), (18, 300, 17, None), (60, 40, 64, None), (18, 300, 17, 3)],
-    ids=["short-device", "cut-prompts", "short-host", "coroutines"],
+    ("checkpoint", "sizes"), singles(VARIANTS, list(SIZES)), indirect=["checkpoint"]
 )
-def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, host, budget, attn):
-    path, model = checkpoint
+def test_greedy_tokens_equal_transformers(checkpoint, rng, sizes):
+    path, variant = checkpoint
+    num_blocks, host, budget, attn = SIZES[sizes]
     prompts = shared_prompts(rng)
     backend, _ = make(
         path, num_blocks=num_blocks, host=host, max_batched_tokens=budget, attn_batch_tokens=attn
     )
     done = run(backend, prompts, n=2)
-    expected = greedy_reference(model, prompts)
+    expected = greedy_reference(variant, prompts)
     for sample_idx in range(2):
         assert expected == [done[i, sample_idx].token_ids.tolist() for i in range(len(prompts))]
     assert backend.stats().swapped_bytes > 0
@@ -106,17 +114,16 @@ def test_a_round_leaves_the_kv_of_a_plain_prefill_in_host_memory(checkpoint, rng
             kv[offload, i] = torch.stack([pool[:, :, : len(prompt)] for pool in pools])
     for i in range(len(prompts)):
         assert kv[True, i].abs().max() > 0
-        torch.testing.assert_close(kv[True, i], kv[False, i], rtol=1e-5, atol=1e-5)
+        tolerances.assert_close(kv[True, i], kv[False, i], TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"device_weight_bytes": True},
-        {"kv_cache_dtype": "int8"},
-        {"quantization": "int8"},
-    ],
-    ids=["streamed-weights", "kv-of-8-bits", "weights-as-bytes"],
+    ("checkpoint", "options"),
+    singles(
+        VARIANTS,
+        [{"device_weight_bytes": True}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}],
+    ),
+    indirect=["checkpoint"],
 )
 def test_other_ways_to_save_memory_go_with_it(checkpoint, rng, options):
     path, _ = checkpoint

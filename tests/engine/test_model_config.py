@@ -3,8 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from raybatch.engine.model_config import ModelSpec, read_model_spec
+from raybatch.engine.other_backends import SAME_MODEL, backends_for
 from raybatch.errors import ConfigError
 
 SIZES = {
@@ -29,6 +31,45 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(tmp_path):
         read(tmp_path, "Qwen2MoeForCausalLM")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "told"),
+    [
+        ("Phi3ForCausalLM", "set backend: vllm, or backend: transformers"),
+        ("Gemma2ForCausalLM", "set backend: vllm, or backend: transformers"),
+        ("GPT2LMHeadModel", "set backend: vllm, or backend: transformers"),
+        ("Gemma3ForConditionalGeneration", "set backend: vllm, which runs many models of text and"),
+        ("BertModel", "backend: vllm and task: embed, classify or score"),
+    ],
+)
+def test_a_refused_architecture_is_told_with_the_backend_that_runs_it(tmp_path, architecture, told):
+    with pytest.raises(ConfigError, match=f"{architecture} is not supported by the native.*{told}"):
+        read(tmp_path, architecture)
+
+
+def test_every_causal_model_of_transformers_is_told_with_that_backend():
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    causal = [name for name in names if name.endswith(("ForCausalLM", "LMHeadModel"))]
+    assert len(causal) > 100
+    assert {backends_for([name]) for name in causal} == {SAME_MODEL}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"bits": 4}},
+        {"rope_scaling": {"rope_type": "longrope"}},
+        {"rope_scaling": {"partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 0.5},
+        {"dtype": "float8_e4m3fn"},
+    ],
+    ids=str,
+)
+def test_what_the_engine_lacks_is_told_with_the_backend_that_has_it(tmp_path, options):
+    with pytest.raises(ConfigError, match=r"by the native engine.* set backend: vllm"):
+        read(tmp_path, "LlamaForCausalLM", **options)
+
+
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_model_spec(tmp_path)
@@ -48,6 +89,9 @@ def test_broken_json_is_refused(tmp_path):
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"num_key_value_heads": 3}, "divide evenly"),
         ({"vocab_size": None}, "vocab_size must be"),
+        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers must be at most 10000"),
+        ({"rms_norm_eps": "x"}, "config.json: rms_norm_eps must be a finite number"),
+        ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps must be a finite number"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],

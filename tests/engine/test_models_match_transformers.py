@@ -1,10 +1,11 @@
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from raybatch.engine import weight_layout
 from raybatch.engine.decoder import Decoder
@@ -13,8 +14,10 @@ from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.pick_ops import dense_panel_width, pick_ops
 from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
+from tests import tolerances
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
-from tests.engine.tiny_models import VARIANTS, save
+from tests.engine.references import greedy_tokens, reference_tokens
+from tests.engine.tiny_models import TOLERANCE, VARIANTS, save
 
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
@@ -54,75 +57,66 @@ def make_driver(
     return GreedyDriver(decoder, cache, BLOCK_SIZE, blocks, **options)
 
 
-def reference_tokens(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        output = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False
-        )
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
-
-
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, PreTrainedModel]:
-    path = tmp_path_factory.mktemp(request.param)
-    return path, save(request.param, path)
+    request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]
+) -> tuple[Path, str]:
+    return tiny_checkpoint(request.param), request.param
 
 
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
 def test_whole_prompts_of_mixed_lengths_give_the_same_tokens(checkpoint, is_compiled):
-    path, model = checkpoint
+    path, variant = checkpoint
     prompts = make_prompts([1, 8, 23, 61])
     driver = make_driver(path, is_compiled=is_compiled)
-    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+    assert reference_tokens(variant, prompts, NUM_TOKENS) == driver.generate(prompts, NUM_TOKENS)
 
 
 # experts in C take the wider ones
 @pytest.mark.parametrize("widths", [(8, 4), (32, 16)], ids=["narrow", "wide"])
 def test_weights_in_panels_give_the_same_tokens(checkpoint, widths, monkeypatch):
-    path, model = checkpoint
+    path, variant = checkpoint
     monkeypatch.setattr(weight_layout, "_MIN_PANELLED_BYTES", {})
     every = dict.fromkeys(weight_layout._PANEL_WIDTHS, widths)
     monkeypatch.setattr(weight_layout, "_PANEL_WIDTHS", every)
     prompts = make_prompts([1, 8, 61])
     driver = make_driver(path, has_dense_panels=False)
-    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+    assert reference_tokens(variant, prompts, NUM_TOKENS) == driver.generate(prompts, NUM_TOKENS)
 
 
 def test_panels_of_all_linears_give_the_same_tokens_in_torch(checkpoint):
-    path, model = checkpoint
+    path, variant = checkpoint
     prompts = make_prompts([1, 8, 61])
     driver = make_driver(path, is_compiled=False, has_dense_panels=True)
-    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+    assert reference_tokens(variant, prompts, NUM_TOKENS) == driver.generate(prompts, NUM_TOKENS)
 
 
 def test_chunked_prompts_in_scattered_blocks_give_the_same_tokens(checkpoint):
-    path, model = checkpoint
+    path, variant = checkpoint
     prompts = make_prompts([3, 40])
     driver = make_driver(path, is_shuffled=True, chunk=7)
-    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+    assert reference_tokens(variant, prompts, NUM_TOKENS) == driver.generate(prompts, NUM_TOKENS)
 
 
 def test_prompts_that_share_a_prefix_give_the_same_tokens(checkpoint):
-    path, model = checkpoint
+    path, variant = checkpoint
     prompts = make_prompts([2, 30], shared=2 * BLOCK_SIZE)
     driver = make_driver(path, chunk=16, shared_tokens=2 * BLOCK_SIZE)
-    assert reference_tokens(model, prompts) == driver.generate(prompts, NUM_TOKENS)
+    assert reference_tokens(variant, prompts, NUM_TOKENS) == driver.generate(prompts, NUM_TOKENS)
 
 
 def test_logits_of_every_position_are_the_same(checkpoint):
-    path, model = checkpoint
+    path, _ = checkpoint
     prompt = make_prompts([57])[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
-    torch.testing.assert_close(
-        prompt_logits(make_driver(path), prompt), expected, rtol=1e-4, atol=1e-4
-    )
+    found = prompt_logits(make_driver(path), prompt)
+    tolerances.assert_close(found, expected, TOLERANCE)
+
+
+def greedy_of(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy_tokens(model, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "mixtral"])
@@ -130,7 +124,7 @@ def test_sharded_checkpoints_give_the_same_tokens_as_transformers(variant, tmp_p
     model = save(variant, tmp_path, max_shard_size="40KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     prompts = make_prompts([4, 19])
-    assert reference_tokens(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
+    assert greedy_of(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3-moe"])
@@ -138,7 +132,7 @@ def test_bfloat16_checkpoints_run_in_float32_like_transformers(variant, tmp_path
     model = save(variant, tmp_path, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     prompts = make_prompts([4, 19])
-    assert reference_tokens(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
+    assert greedy_of(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
 
 
 def test_older_rope_keys_give_the_same_tokens_as_transformers(tmp_path):
@@ -149,4 +143,4 @@ def test_older_rope_keys_give_the_same_tokens_as_transformers(tmp_path):
     config["rope_scaling"] = scaling
     (tmp_path / "config.json").write_text(json.dumps(config))
     prompts = make_prompts([4, 19])
-    assert reference_tokens(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)
+    assert greedy_of(model, prompts) == make_driver(tmp_path).generate(prompts, NUM_TOKENS)

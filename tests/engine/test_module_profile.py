@@ -17,7 +17,8 @@ from raybatch.engine.weights import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels.kv_rows import dequantise
 from raybatch.policy.layer_work import Workload
-from tests.engine.tiny_models import build
+from tests import tolerances
+from tests.engine.tiny_models import TOLERANCE, build
 
 CPU = torch.device("cpu")
 OPTIONS = ProfileOptions(
@@ -241,7 +242,7 @@ def test_modules_that_are_measured_compute_what_the_decoder_does(load, variant, 
     for layer_idx in range(spec.num_layers):
         x = replace(batch, x=x).run(decoder, layer_idx)
         decoder.ffn_(layer_idx, x)
-    torch.testing.assert_close(decoder.logits(x), expected, rtol=1e-4, atol=1e-4)
+    tolerances.assert_close(decoder.logits(x), expected, TOLERANCE)
 
 
 def test_decoding_sequences_see_what_is_cached_and_their_own_token(load):

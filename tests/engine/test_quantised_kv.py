@@ -27,7 +27,7 @@ from tests.engine.fakes import FakeStopChecker
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
 from tests.engine.test_swap import Choice
-from tests.engine.tiny_models import build, save
+from tests.engine.tiny_models import build
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -48,17 +48,13 @@ class Row(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3-moe"])
-def path(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    save(request.param, folder)
-    return folder
+def path(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param)
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dense")
-    save("llama", folder)
-    return folder
+def dense(tiny_checkpoint):
+    return tiny_checkpoint("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -164,11 +160,10 @@ DISTURBANCES = {
     params=[("llama", "int8"), ("mistral-window", "fp8"), ("qwen3-moe", "int8")],
     ids="-".join,
 )
-def undisturbed(request, tmp_path_factory):
+def undisturbed(request, tiny_checkpoint):
     """A model, its type of KV, prompts, and what comes of them where nothing happens."""
     variant, kind = request.param
-    path = tmp_path_factory.mktemp(variant)
-    save(variant, path)
+    path = tiny_checkpoint(variant)
     prompts = shared_prompts(np.random.default_rng(5))
     return path, kind, prompts, alone(path, kind, prompts)
 
@@ -248,7 +243,7 @@ def test_a_row_that_breaks_the_model_spoils_no_other(tmp_path, kind):
 
 def test_tokens_of_the_default_are_those_of_transformers(dense, rng):
     prompts = shared_prompts(rng)
-    expected = greedy_reference(build("llama"), prompts)
+    expected = greedy_reference("llama", prompts)
     assert expected == tokens_of(run(make(dense, "auto"), prompts), prompts)
 
 

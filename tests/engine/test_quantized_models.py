@@ -19,7 +19,7 @@ from raybatch.kernels.byte_weights import (
     weight_scales,
 )
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
-from tests.engine.test_models_match_transformers import make_prompts, reference_tokens
+from tests.engine.test_models_match_transformers import greedy_of, make_prompts
 from tests.engine.tiny_models import save
 
 VARIANTS = ["llama", "qwen2", "qwen3-tied-attention-bias", "mixtral", "qwen3-moe-mlp-only-layers"]
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_rounded_model(checkpoint, form, compile_kernels
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     round_linears(model, BYTE_DTYPES[form])
     prompts = make_prompts([1, 8, 61])
-    expected = reference_tokens(model, prompts)
+    expected = greedy_of(model, prompts)
     model.load_state_dict(state)
     driver = make_driver(path, quantization=form, compile_kernels=compile_kernels)
     assert driver.generate(prompts, 10) == expected

@@ -19,8 +19,11 @@ from raybatch.engine.runner import ModelRunner
 from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime
 from raybatch.engine.sampler import Sampler
 from raybatch.types import Request, Sampling
+from tests import tolerances
 from tests.engine.fakes import FakeStopChecker
-from tests.engine.tiny_models import save
+from tests.engine.references import reference_tokens
+from tests.engine.tiny_models import TOLERANCE
+from tests.tiers import examples, pairs
 
 NUM_TOKENS = 10
 BLOCK = 4
@@ -40,16 +43,13 @@ class AnyOrder:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def checkpoint(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    return path, save(request.param, path)
+def checkpoint(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param), request.param
 
 
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sparse")
-    save("qwen3-moe", path)
-    return path
+def sparse(tiny_checkpoint):
+    return tiny_checkpoint("qwen3-moe")
 
 
 @pytest.fixture(autouse=True)
@@ -119,15 +119,16 @@ def run(path, **options):
     return tokens_of(finish(engine)), runner.runtime.counters
 
 
-@pytest.mark.parametrize("moe", [0, 5, None])
-@pytest.mark.parametrize("attn", [1, 3, 7, 64])
+@pytest.mark.parametrize(
+    ("checkpoint", "attn", "moe"),
+    pairs(VARIANTS, [1, 3, 7, 64], [0, 5, None]),
+    indirect=["checkpoint"],
+)
 def test_every_pair_of_batch_sizes_gives_the_tokens_of_transformers(checkpoint, attn, moe):
-    path, model = checkpoint
+    path, variant = checkpoint
     found, counters = run(path, attn_batch_tokens=attn, moe_batch_tokens=moe)
-    for i, prompt in enumerate(prompts()):
-        ids = torch.from_numpy(prompt)[None]
-        said = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False)
-        assert found[i] == said[0, len(prompt) :].tolist()
+    expected = reference_tokens(variant, prompts(), NUM_TOKENS)
+    assert expected == [found[i] for i in range(len(expected))]
     assert counters.num_attention_calls > 0
 
 
@@ -141,7 +142,7 @@ def test_experts_run_once_per_layer_for_all_parts_of_a_step(sparse):
     assert apart.num_ffn_rows == together.num_ffn_rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, full=25))
 @given(seed=st.integers(0, 2**32 - 1), attn=st.integers(1, 12))
 def test_whole_runs_in_any_order_of_firing_give_the_same_tokens(sparse, seed, attn):
     engine, _ = make_engine(sparse, policy=AnyOrder(seed), attn_batch_tokens=attn)
@@ -151,24 +152,25 @@ def test_whole_runs_in_any_order_of_firing_give_the_same_tokens(sparse, seed, at
     assert tokens_of(finish(engine)) == tokens_of(finish(plain))
 
 
-def test_thousands_of_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint):
+@pytest.mark.parametrize("orders_per_step", [10, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint, orders_per_step):
     path, _ = checkpoint
     engine, runner = make_engine(path, attn_batch_tokens=2, max_batched_tokens=40)
     num_orders = Counter()
 
     def in_many_orders(parts):
         expected = torch.cat([runner.forward(part.batch) for part in parts])
-        for seed in range(40):
+        for seed in range(orders_per_step):
             runtime = CoroutineRuntime(runner.decoder, runner.cache, AnyOrder(seed))
             result = runtime.forward(parts)
-            torch.testing.assert_close(result.logits, expected, atol=1e-4, rtol=1e-4)
+            tolerances.assert_close(result.logits, expected, TOLERANCE)
             num_orders[len(parts)] += 1
         return result
 
     runner.forward_parts = in_many_orders
     engine.add(requests())
     finish(engine)
-    assert num_orders.total() >= 400
+    assert num_orders.total() >= 10 * orders_per_step
     assert max(num_orders) > 5
 
 
@@ -237,7 +239,7 @@ def test_a_hook_may_change_hidden_states(sparse):
     assert {i for i in found if found[i] != expected[i]} == {0}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(5, full=10))
 @given(num_steps=st.integers(1, 12), moved=st.sets(st.integers(0, 8)), attn=st.integers(1, 9))
 def test_sequences_that_move_to_another_engine_end_with_the_same_tokens(
     sparse, num_steps, moved, attn

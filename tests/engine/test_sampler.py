@@ -15,6 +15,7 @@ from raybatch.engine.draw import DrawOptions, draw_dense, draw_greedy, draw_rank
 from raybatch.engine.randomness import sequence_key, uniforms
 from raybatch.engine.sampler import Sampler
 from raybatch.types import Sampling
+from tests import tolerances
 
 EOS = 3
 PROMPT = np.array([5, 6, 7, 7, 8], np.int32)
@@ -330,7 +331,9 @@ def test_logprobs_are_those_of_the_raw_logits():
     found = sample_alone(Sampling(temperature=2.0, logprobs=4, repetition_penalty=1.9), logits)
     ids, values = found.logprobs[0]
     expected = logits.log_softmax(dim=-1)[0]
-    assert np.allclose(expected[torch.from_numpy(ids).long()].numpy(), values, atol=1e-6)
+    chosen = expected[torch.from_numpy(ids).long()]
+    tolerance = tolerances.of_sums(torch.float32, logits.shape[1])
+    tolerances.assert_close(torch.from_numpy(values), chosen, tolerance)
 
 
 def test_the_sampled_token_leads_the_logprobs():

@@ -20,6 +20,7 @@ from tests.engine.fakes import (
     make_request,
     run_all,
 )
+from tests.tiers import examples
 
 VOCAB = 50
 MAX_DRAFTS = 5
@@ -129,7 +130,7 @@ def any_requests(rng, count):
     return requests
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, full=20))
 @given(
     seed=st.integers(0, 2**32 - 1),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),

@@ -12,6 +12,7 @@ from raybatch.engine.host_pool import BlockBooks, HostBlocks
 from tests.engine.fakes import generate, make_request, run_all
 from tests.engine.test_engine import VOCAB, make_engine, tokens_of
 from tests.engine.test_groups import _mixed_requests, expected, member
+from tests.tiers import examples
 
 
 class Choice:
@@ -300,7 +301,7 @@ def test_a_resumed_sequence_is_not_preempted_again_at_once(rng, block_size):
     assert len(events) <= 2 * 24 * (1 + 80 // min(16, block_size))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(14, full=40))
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(16, 40),

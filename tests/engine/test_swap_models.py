@@ -12,17 +12,22 @@ from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.runner import ModelRunner
 from raybatch.engine.sampler import Sampler
 from tests.engine.fakes import FakeStopChecker
-from tests.engine.test_native_backend import greedy_reference, make_backend, run, shared_prompts
+from tests.engine.test_native_backend import (
+    VARIANTS,
+    greedy_reference,
+    make_backend,
+    run,
+    shared_prompts,
+)
 from tests.engine.test_swap import Choice
-from tests.engine.tiny_models import save
+from tests.tiers import pairs
 
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3-moe"])
-def checkpoint(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    return path, save(request.param, path)
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param), request.param
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +55,16 @@ def make_swapping(path, *, num_blocks, host, **options):
     return NativeBackend(engine), runner
 
 
-@pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
 @pytest.mark.parametrize(
-    ("host", "caching", "ahead"),
-    [(200, False, 0), (200, True, 0), (8, True, 0), (200, False, 3)],
+    ("checkpoint", "host_options", "attn"),
+    pairs(VARIANTS, [(200, False, 0), (200, True, 0), (8, True, 0), (200, False, 3)], [None, 3]),
+    indirect=["checkpoint"],
 )
 def test_greedy_tokens_under_heavy_preemption_equal_transformers(
-    checkpoint, rng, host, caching, ahead, attn
+    checkpoint, rng, host_options, attn
 ):
-    path, model = checkpoint
+    path, variant = checkpoint
+    host, caching, ahead = host_options
     prompts = shared_prompts(rng)
     backend, _ = make_swapping(
         path,
@@ -71,7 +77,7 @@ def test_greedy_tokens_under_heavy_preemption_equal_transformers(
         kv_checkpoint_blocks=ahead,
     )
     done = run(backend, prompts, n=2)
-    expected = greedy_reference(model, prompts)
+    expected = greedy_reference(variant, prompts)
     for sample_idx in range(2):
         assert expected == [done[i, sample_idx].token_ids.tolist() for i in range(len(prompts))]
     stats = backend.stats()
@@ -82,13 +88,13 @@ def test_greedy_tokens_under_heavy_preemption_equal_transformers(
 
 
 def test_the_measured_choice_leaves_the_tokens_as_they_are(checkpoint, rng):
-    path, model = checkpoint
+    path, variant = checkpoint
     prompts = shared_prompts(rng)
     backend = make_backend(
         path, num_blocks=18, max_batched_tokens=17, host_kv_bytes=200 * block_bytes(path)
     )
     done = run(backend, prompts)
-    assert greedy_reference(model, prompts) == [
+    assert greedy_reference(variant, prompts) == [
         done[i, 0].token_ids.tolist() for i in range(len(prompts))
     ]
     assert backend.stats().num_preemptions >= 5

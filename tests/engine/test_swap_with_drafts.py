@@ -12,18 +12,17 @@ from tests.engine.test_native_backend import greedy_reference, shared_prompts
 from tests.engine.test_speculation import ForeseeingDrafter
 from tests.engine.test_swap import Choice
 from tests.engine.test_swap_models import BLOCK, block_bytes
-from tests.engine.tiny_models import save
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "qwen3-moe"])
 @pytest.mark.parametrize(("host", "ahead"), [(8, 0), (200, 3)])
 def test_drafts_of_sequences_that_come_and_go_leave_the_tokens_as_they_are(
-    variant, host, ahead, rng, tmp_path, monkeypatch
+    variant, host, ahead, rng, tmp_path, monkeypatch, tiny_checkpoint
 ):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
-    model, path = save(variant, tmp_path / variant), tmp_path / variant
+    path = tiny_checkpoint(variant)
     prompts = shared_prompts(rng)
-    answers = greedy_reference(model, prompts)
+    answers = greedy_reference(variant, prompts)
     config = EngineConfig(
         block_size_tokens=BLOCK,
         device="cpu",

@@ -7,6 +7,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests import tolerances
+
 SHAPE = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -20,6 +22,10 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+# of logits and KV in float32, relative to their size
+TOLERANCE = tolerances.of_layers(
+    torch.float32, SHAPE["num_hidden_layers"], SHAPE["intermediate_size"]
+)
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 

@@ -18,8 +18,9 @@ from raybatch.policy.cost_model import CostModel, EngineLimits
 from raybatch.stages.plan.large import plan_large
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.source import scan_source
+from tests.clusters import local_ray
 from tests.explanation.inputs import plan_prompts
-from tests.stages.support import fake_stage, local_ray, make_tokenizer, write_parquet
+from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,9 @@ def test_a_source_without_rows_is_explained(explain):
 
 
 def test_a_negative_price_is_refused_before_any_work(job_of):
-    with pytest.raises(ConfigError, match="price_per_engine_hour must be at least 0, got -1"):
+    with pytest.raises(
+        ConfigError, match="price_per_engine_hour must be a number of at least 0, got -1"
+    ):
         job_of(TEXTS).explain(measure=False, price_per_engine_hour=-1)
 
 

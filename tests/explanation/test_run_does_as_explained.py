@@ -1,4 +1,4 @@
-"""A job on the demo data saves what its explanation has said, on a real local cluster."""
+"""A job on the demo data saves what its explanation has said."""
 
 import pytest
 import torch
@@ -9,13 +9,12 @@ from raybatch.demo.run import PROMPT
 from raybatch.engine.kv_cache import kv_bytes_per_token
 from raybatch.engine.model_config import read_model_spec
 from raybatch.engine.model_source import resolve_model
-from raybatch.job import Job
 from raybatch.report import read_report
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.types import Sampling
-from tests.stages.support import local_ray
+from tests.jobs import local_job
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.usefixtures("locally")
 KV_TOKENS = 4096
 
 
@@ -39,7 +38,7 @@ def job(tmp_path_factory):
         engine=engine,
         pool=PoolConfig(replicas=1),
     )
-    return Job(folder / "prompts", folder / "answers", stage)
+    return local_job(folder / "prompts", folder / "answers", stage)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +48,7 @@ def explained(job):
 
 @pytest.fixture(scope="module")
 def report(job, explained):
-    with local_ray():
-        return job.run(progress=lambda stats, rows: None)
+    return job.run(progress=lambda stats, rows: None)
 
 
 def test_the_run_saves_what_was_explained(explained, report):

@@ -11,7 +11,7 @@ from raybatch.faults.bad_files import MARKER
 from raybatch.faults.bad_inputs import CORPUS
 from raybatch.faults.figures import FaultFigures, FaultOptions
 from raybatch.faults.input_runs import InputResult, run_input, try_inputs
-from tests.stages.support import local_ray
+from tests.clusters import local_ray
 
 CASES = {case.name: case for case in CORPUS}
 REFUSED = [name for name, case in CASES.items() if case.refusal]
@@ -30,7 +30,9 @@ def test_the_corpus_has_many_cases_of_different_names():
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("name", [*REFUSED, *RUN])
+@pytest.mark.parametrize(
+    "name", [*REFUSED, *(pytest.param(n, marks=pytest.mark.slow) for n in RUN)]
+)
 def test_bad_input_is_handled(cluster, tmp_path, name):
     found = run_input(CASES[name], tmp_path)
     assert found.is_handled, found
@@ -43,6 +45,7 @@ def test_a_refusal_in_other_words_is_not_handled(cluster, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_rows_of_another_status_are_not_handled(cluster, tmp_path):
     found = run_input(replace(CASES[RUN[0]], bad={"crashed": 2}), tmp_path)
     assert ("rows", False) == (found.outcome, found.is_handled)

@@ -3,7 +3,11 @@ import torch
 
 from raybatch.kernels import moe
 from raybatch.kernels.moe import moe_ffn, route
+from tests import tolerances
 from tests.oracles import moe_loop
+
+# of two products with a gate between them, and of all experts
+TOLERANCE = tolerances.of_sums(torch.float32, 64)
 
 
 def make_layer(num_experts, model_dim, ffn_dim):
@@ -26,7 +30,7 @@ def test_output_equals_one_token_at_a_time(
     x = torch.randn(num_tokens, model_dim)
     expected = moe_loop(x, router, gate_up, down, top_k, norm_topk_prob)
     actual = moe_ffn(x, router, gate_up, down, top_k=top_k, norm_topk_prob=norm_topk_prob)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    tolerances.assert_close(actual, expected, TOLERANCE)
 
 
 def test_grouped_and_looped_forms_agree(monkeypatch):
@@ -35,7 +39,7 @@ def test_grouped_and_looped_forms_agree(monkeypatch):
     grouped = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
     monkeypatch.setattr(moe, "_LOOP_MIN_TOKENS_PER_EXPERT", 0)
     looped = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
-    torch.testing.assert_close(grouped, looped, rtol=1e-5, atol=1e-5)
+    tolerances.assert_close(grouped, looped, TOLERANCE)
 
 
 def in_panels(weight, width):
@@ -51,7 +55,7 @@ def test_weights_in_panels_give_what_matrices_give(num_tokens, panels):
     gate_up = in_panels(gate_up, 4) if panels != "down" else gate_up
     down = in_panels(down, 8) if panels != "gate_up" else down
     actual = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    tolerances.assert_close(actual, expected, TOLERANCE)
 
 
 def test_experts_without_tokens_are_skipped():

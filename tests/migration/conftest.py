@@ -6,7 +6,8 @@ import pytest
 @pytest.fixture(scope="module")
 def wide_cluster():
     """Ray with CPUs for all actors of ray.data.llm, each of which reserves its own."""
-    from tests.stages.support import local_ray
+    # slow to load, and most tests need no Ray
+    from tests.clusters import own_ray
 
-    with local_ray(num_cpus=16):
+    with own_ray(num_cpus=16):
         yield

@@ -13,7 +13,7 @@ from raybatch.llm import ProcessorConfig, build_processor, vLLMEngineProcessorCo
 from tests.backends.endpoint_server import EndpointServer, expected_text
 from tests.migration.support import user
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 QUESTIONS = [{"id": i, "question": f"What is stated about item {i}?"} for i in range(3)]
 

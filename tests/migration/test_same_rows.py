@@ -63,7 +63,11 @@ def both_run(block, model):
 
 @pytest.mark.parametrize(
     ("number", "names"),
-    [(0, ("id", "resp", *COMPARED)), (1, ("resp",)), (2, COMPARED)],
+    [
+        (0, ("id", "resp", *COMPARED)),
+        pytest.param(1, ("resp",), marks=pytest.mark.exhaustive),
+        pytest.param(2, COMPARED, marks=pytest.mark.exhaustive),
+    ],
     ids=["columns of both", "map options", "template options"],
 )
 def test_documented_example_of_build_processor_gives_the_same_rows(model, number, names):

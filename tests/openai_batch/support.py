@@ -57,7 +57,8 @@ def files_of(folder: Path) -> BatchFiles:
 def batch_run(
     folder: Path, model: Path, *, fake: dict[str, Any] | None = None, **job: Any
 ) -> BatchRun:
-    """Return a batch on the fake backend."""
+    """Return a batch on the fake backend; its jobs run without Ray unless told otherwise."""
+    job.setdefault("executor", "local")
     stage = {
         "model": str(model),
         "backend": {"kind": "fake", "options": {"max_model_len": 64, **(fake or {})}},

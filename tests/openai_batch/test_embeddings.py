@@ -37,7 +37,7 @@ def expected(tokens, **options):
 
 
 @pytest.fixture(scope="module")
-def finished(chat_model, cluster, tmp_path_factory):
+def finished(chat_model, locally, tmp_path_factory):
     """A batch that is done; its folder is read only."""
     folder = tmp_path_factory.mktemp("finished")
     write_batch(folder / "in.jsonl", *LINES)
@@ -51,7 +51,6 @@ def bodies(folder):
     return {x["custom_id"]: x["response"]["body"] for x in read_file(folder / "out.jsonl")}
 
 
-@pytest.mark.ray
 def test_each_input_has_its_vector_in_the_form_of_openai(finished):
     found = bodies(finished)
     assert found["a"] == {
@@ -63,7 +62,6 @@ def test_each_input_has_its_vector_in_the_form_of_openai(finished):
     assert found["c"]["data"][0]["embedding"] == expected([1, 2], dimensions=5)
 
 
-@pytest.mark.ray
 def test_vectors_in_base64_are_those_numbers(finished):
     data = bodies(finished)["b"]["data"]
     vectors = [np.frombuffer(base64.b64decode(x["embedding"]), "<f4").tolist() for x in data]
@@ -71,7 +69,6 @@ def test_vectors_in_base64_are_those_numbers(finished):
     assert [x["index"] for x in data] == [0, 1]
 
 
-@pytest.mark.ray
 def test_requests_without_a_vector_are_error_lines(finished):
     found = {
         x["custom_id"]: x["response"]["body"]["error"]["code"]
@@ -80,7 +77,6 @@ def test_requests_without_a_vector_are_error_lines(finished):
     assert found == {"d": "context_length_exceeded", "e": "invalid_url", "f": "invalid_request"}
 
 
-@pytest.mark.ray
 def test_answers_come_back_to_the_rows_of_a_dataset(finished, tmp_path):
     (tmp_path / "in").mkdir()
     table = pa.table({"key": ["c", "a", "d", "z"]})

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 from raybatch.cli import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.batch_options import BatchOptions
+from tests.jobs import Hold
 from tests.openai_batch.support import batch_run, chat, completion, read_file, write_batch
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 LINES = [
     chat("a"),
@@ -26,12 +27,16 @@ LINES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def finished(chat_model, tmp_path_factory) -> Path:
+@pytest.fixture(
+    scope="module", params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
+def finished(request, chat_model, tmp_path_factory) -> Path:
     """A batch that is done; its folder is read only."""
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
     folder = tmp_path_factory.mktemp("finished")
     write_batch(folder / "in.jsonl", *LINES)
-    counts = batch_run(folder, chat_model).run()
+    counts = batch_run(folder, chat_model, executor=request.param).run()
     assert (counts.num_requests, counts.num_completed, counts.num_failed) == (9, 5, 4)
     return folder
 
@@ -77,7 +82,7 @@ def test_parts_of_text_ask_what_their_text_asks(finished):
 def test_second_run_writes_the_same_files(finished, chat_model):
     before = [(finished / name).read_bytes() for name in ("out.jsonl", "err.jsonl")]
     started = []
-    batch_run(finished, chat_model).run(prepare=lambda: started.append(1))
+    batch_run(finished, chat_model).run(start_ray=lambda: started.append(1))
     after = [(finished / name).read_bytes() for name in ("out.jsonl", "err.jsonl")]
     assert (before, []) == (after, started)
 
@@ -87,10 +92,11 @@ def cut(chat_model, tmp_path):
     """A batch of 40 requests that was ended in the middle."""
     lines = [chat(f"r{i}", f"question {i}", max_tokens=1 + i % 8) for i in range(40)]
     write_batch(tmp_path / "in.jsonl", *lines, "{broken")
+    hold = Hold(tmp_path, 16)
     run = batch_run(
         tmp_path,
         chat_model,
-        fake={"max_num_seqs": 2, "step_s": 0.05},
+        fake={"max_num_seqs": 2, **hold.options},
         plan={"unit_rows": 4, "max_unit_rows": 4},
         flush_every_s=0.1,
     )
@@ -100,6 +106,7 @@ def cut(chat_model, tmp_path):
         ending=lambda: "the test" if seen and seen[-1] >= 8 else None,
     )
     assert counts.stopped == "the test"
+    hold.release()
     return run, tmp_path
 
 
@@ -139,7 +146,7 @@ def test_overwrite_begins_again(chat_model, tmp_path):
 def test_file_without_a_good_line_needs_no_job(chat_model, tmp_path):
     write_batch(tmp_path / "in.jsonl", "{", chat("a", bogus=1))
     started = []
-    counts = batch_run(tmp_path, chat_model).run(prepare=lambda: started.append(1))
+    counts = batch_run(tmp_path, chat_model).run(start_ray=lambda: started.append(1))
     assert (counts.exit_code(), started, read_file(tmp_path / "out.jsonl")) == (2, [], [])
     assert len(read_file(tmp_path / "err.jsonl")) == 2
 

@@ -18,8 +18,8 @@ from raybatch.stages.plan.shards import make_shard
 from raybatch.stages.plan.store import StoredPlan, write_plan, write_shard
 from raybatch.stages.sink import prepare_sink
 from raybatch.stages.tally import unit_counts
+from tests.clusters import local_ray
 from tests.outputs.support import OUTPUT, contents, finished_rows, make_complete
-from tests.stages.support import local_ray
 
 # rows in the order of the plan; units of three, shards of five
 ORDER = [7, 2, 9, 0, 11, 5, 1, 10, 3, 8, 4, 6]

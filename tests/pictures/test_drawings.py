@@ -176,3 +176,20 @@ def test_text_is_aligned():
 def test_a_long_number_is_drawn_smaller(value, kind):
     drawn = draw_cards([Card(name="rows", value=value)], label="Audit")
     assert f'class="{kind}"' in drawn
+
+
+def test_cards_are_drawings_of_their_own_that_take_as_many_lines_as_they_need():
+    cards = [Card(name="rows", value="1"), Card(name='l"ost', value="<2>", is_good=False)]
+    drawn = draw_cards(cards, label='Au"dit')
+    assert drawn.count("<svg") == 2
+    assert drawn.startswith('<div class="cards" role="group" aria-label="Au&quot;dit"><svg')
+    assert "&lt;2&gt;" in drawn
+
+
+def test_a_cell_knows_the_name_of_its_column_and_whether_it_is_long():
+    table = Table(header=("class", 'a "b"'), rows=(("RenderError", "x" * 31), ("E", "y" * 30)))
+    page = to_page("title", [Section(title="Errors", table=table)])
+    assert '<td data-name="class">RenderError</td>' in page
+    assert f'<td data-name="a &quot;b&quot;" class="long">{"x" * 31}</td>' in page
+    assert f'<td data-name="a &quot;b&quot;">{"y" * 30}</td>' in page
+    assert "@media (max-width:640px)" in page

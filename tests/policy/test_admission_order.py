@@ -142,7 +142,7 @@ def test_batches_and_bins_that_are_none_are_refused(batch_rows, max_bins):
 
 @pytest.mark.parametrize("patience", [-1.0, float("nan"), float("inf")])
 def test_a_patience_without_meaning_is_refused(patience):
-    with pytest.raises(ConfigError, match="at least 0, and finite"):
+    with pytest.raises(ConfigError, match="number of at least 0"):
         shortest_first(floats(1), ints(0), patience=patience)
 
 
@@ -153,7 +153,14 @@ def formula(low, high, batch_rows, num_bins):
 
 
 @pytest.mark.parametrize(
-    ("num_bins", "expected"), [(1, 1.647), (2, 2.138), (4, 2.514), (8, 2.755), (32, 2.969)]
+    ("num_bins", "expected"),
+    [
+        (1, 1.647),
+        pytest.param(2, 2.138, marks=pytest.mark.exhaustive),
+        (4, 2.514),
+        pytest.param(8, 2.755, marks=pytest.mark.exhaustive),
+        (32, 2.969),
+    ],
 )
 def test_bins_bring_the_published_throughput(num_bins, expected):
     assert formula(1, 20, 32, num_bins) == pytest.approx(expected, abs=1e-3)

@@ -21,9 +21,10 @@ def chat_model(tmp_path_factory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("model") / "chat")
 
 
-def job_of(model: Path, **fake: Any) -> dict[str, Any]:
+def job_of(model: Path, *, executor: str = "local", **fake: Any) -> dict[str, Any]:
     """Return the options of jobs on the fake backend."""
     return {
+        "executor": executor,
         "stage": {
             "model": str(model),
             "backend": {"kind": "fake", "options": {"max_model_len": 64, **fake}},

@@ -10,6 +10,7 @@ pytest.importorskip("ray.serve", exc_type=ImportError)
 
 from raybatch.serving.batch_store import BatchStore  # noqa: E402
 from raybatch.serving.server import ServeOptions, served  # noqa: E402
+from tests.jobs import Hold  # noqa: E402
 from tests.openai_batch.support import chat, completion  # noqa: E402
 from tests.serving.conftest import KEY, free_port, job_of, running, wait_until  # noqa: E402
 
@@ -69,7 +70,7 @@ def lines_of(client, file_id):
 def test_batch_is_answered(client, chat_model, folder):
     batch = start(client, chat("a"), "{", chat("b", n=2), metadata={"who": "test"})
     assert (batch.status, batch.metadata) == ("validating", {"who": "test"})
-    with running(folder, job_of(chat_model)):
+    with running(folder, job_of(chat_model, executor="ray")):
         done = ended(client, batch)
     counts = done.request_counts
     assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 3, 2, 1)
@@ -80,8 +81,9 @@ def test_batch_is_answered(client, chat_model, folder):
     assert done.usage.total_tokens > 0
 
 
-def test_batch_in_progress_goes_on_after_a_restart(client, chat_model, folder):
-    slow = job_of(chat_model, step_s=0.05, max_num_seqs=2)
+def test_batch_in_progress_goes_on_after_a_restart(client, chat_model, folder, tmp_path):
+    hold = Hold(tmp_path, 32 - 2)
+    slow = job_of(chat_model, max_num_seqs=2, **hold.options)
     batch = start(client, *(chat(f"r{i}", f"question {i}") for i in range(32)))
 
     def is_at_work():
@@ -90,15 +92,17 @@ def test_batch_in_progress_goes_on_after_a_restart(client, chat_model, folder):
     with running(folder, slow):
         wait_until(is_at_work)
     assert client.batches.retrieve(batch.id).status == "in_progress"
+    hold.release()
     with running(folder, slow):
         done = ended(client, batch)
     ids = [x["custom_id"] for x in lines_of(client, done.output_file_id)]
     assert (done.status, ids) == ("completed", [f"r{i}" for i in range(32)])
 
 
-def test_cancelled_batch_keeps_what_is_done(client, chat_model, folder):
+def test_cancelled_batch_keeps_what_is_done(client, chat_model, folder, tmp_path):
     batch = start(client, *(chat(f"r{i}", f"question {i}") for i in range(32)))
-    with running(folder, job_of(chat_model, step_s=0.2, max_num_seqs=2)):
+    job = job_of(chat_model, max_num_seqs=2, **Hold(tmp_path, 32 - 2).options)
+    with running(folder, job):
         wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 2)
         assert client.batches.cancel(batch.id).status == "cancelling"
         done = ended(client, batch)
@@ -118,15 +122,16 @@ def test_batch_that_was_cancelled_before_it_began_answers_nothing(client, chat_m
     assert (done.status, done.output_file_id, done.request_counts.failed) == ("cancelled", None, 1)
 
 
-def test_expired_batch_keeps_what_is_done(client, chat_model, folder):
+def test_expired_batch_keeps_what_is_done(client, chat_model, folder, tmp_path):
     file = upload(client, *(chat(f"r{i}", f"question {i}") for i in range(64)))
-    with running(folder, job_of(chat_model, step_s=0.5, max_num_seqs=1)):
+    job = job_of(chat_model, max_num_seqs=1, **Hold(tmp_path, 8).options)
+    with running(folder, job):
         # a window that the API does not give
         batch = BatchStore(str(folder)).add(
             endpoint="/v1/chat/completions",
             input_file_id=file.id,
             completion_window="24h",
-            window_s=6,
+            window_s=3,
             metadata=None,
         )
         done = ended(client, batch.request)

@@ -14,6 +14,7 @@ from tests.serving import conftest  # noqa: E402
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 # of Ray Serve and the libraries below it
 @pytest.mark.filterwarnings("default")

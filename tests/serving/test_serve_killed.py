@@ -18,7 +18,7 @@ pytest.importorskip("ray.serve", exc_type=ImportError)
 from tests.openai_batch.support import chat  # noqa: E402
 from tests.serving.conftest import KEY, free_port, job_of, wait_until  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 IDS = [f"r{i}" for i in range(64)]
 

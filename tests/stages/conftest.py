@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages.support import make_data_context, make_tokenizer
+from tests.clusters import make_data_context
+from tests.stages.support import make_tokenizer
 
 
 @pytest.fixture(scope="session")

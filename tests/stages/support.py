@@ -1,21 +1,18 @@
-"""A byte-level tokenizer folder, a pool inside the test's process, and a small Ray cluster."""
+"""A byte-level tokenizer folder, and a pool inside the test's process."""
 
 import asyncio
 import json
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from raybatch.actors.pool import PoolSpec, release_pools
+from raybatch.actors.pool import PoolSpec
 from raybatch.actors.wire import RequestReader, combine_results, encode_completions
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.stages.feeder import StageFeeder
@@ -87,6 +84,7 @@ class LocalPool:
     """Answers like a pool handle, with one fake backend and no actors."""
 
     def __init__(self, spec: PoolSpec) -> None:
+        self.spec = spec
         self._options = FakeOptions(**spec.backend.options)
         self._task = spec.backend.task
         self.batches: list[list[str]] = []
@@ -183,35 +181,3 @@ def rows_of(source: Source) -> list[Any]:
     """Return the column x of all rows."""
     tables = [table for task in source.tasks() for table in source.read(task)]
     return [value for table in tables for value in table.column("x").to_pylist()]
-
-
-def make_data_context() -> None:
-    """Make Ray Data's context, which warns about its own defaults when it is first made."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ray.data.DataContext.get_current().enable_progress_bars = False
-
-
-@contextmanager
-def local_ray(*, num_cpus: int = 4) -> Iterator[None]:
-    """Start a small cluster, or use the one that runs."""
-    make_data_context()
-    is_mine = not ray.is_initialized()
-    if is_mine:
-        # another cluster on this machine is none of ours
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            log_to_driver=False,
-        )
-    try:
-        yield
-    finally:
-        # a test that failed leaves nothing to those after it
-        try:
-            release_pools()
-        finally:
-            if is_mine:
-                ray.shutdown()

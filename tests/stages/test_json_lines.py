@@ -1,10 +1,13 @@
 import json
+import tracemalloc
 
 import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.stages.file_slices import read_slice
+from raybatch.stages.json_bytes import read_blocks
+from raybatch.stages.json_lines import read_json_lines, scan_json_lines
 from raybatch.stages.source import scan_source
 from tests.stages.support import rows_of
 
@@ -98,3 +101,116 @@ def test_brackets_in_texts_are_no_nesting(tmp_path):
     text = '[{"' * 1000 + "\\"
     (tmp_path / "a.jsonl").write_text(json.dumps({"x": text, text: [[1]]}) + "\n")
     assert rows_of(scan_source(str(tmp_path))) == [text]
+
+
+BLOCKS = [
+    {"x": 1, "y": None, "z": {"a": 1}, "day": "2024-01-01", "l": []},
+    {"x": 2.5, "y": "b", "z": {"b": "c"}, "day": "no day", "l": [1]},
+    {"x": None, "new": True, "z": {"a": 2**60}, "day": "2024-01-02", "l": [0.5]},
+]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_file_has_the_same_rows_in_one_block_and_in_many(tmp_path, order):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(json.dumps(BLOCKS[i]) for i in order * 50))
+    whole, cut = scan_json_lines(str(path)), scan_json_lines(str(path), block_bytes=70)
+    assert (whole.num_blocks, whole.num_rows, cut.num_rows) == (1, 150, 150)
+    assert cut.num_blocks > 50
+    assert whole.schema.equals(cut.schema)
+    (rows,) = read_json_lines(str(path))
+    blocks = list(read_json_lines(str(path), cut.schema, block_bytes=70))
+    assert pa.concat_tables(blocks).equals(rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [('{"x": "text"}', "x"), ('{"x": ', ""), ('{"x": {"y": 1}}', "x"), ("7", "no JSON object")],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_that_does_not_fit_the_blocks_before_is_named(tmp_path, line, told, end):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((('{"x": 1}' + end) * 90 + line + end + ('{"x": 1}' + end) * 90).encode())
+    with pytest.raises(ConfigError) as caught:
+        scan_json_lines(str(path), block_bytes=100)
+    assert "a.jsonl, line 91: " in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_lines_that_end_in_carriage_returns_alone_are_cut_there(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"x": 1}\r' * 30)
+    assert b"".join(read_blocks(str(path), block_bytes=20)) == b'{"x": 1}\r' * 30
+    assert scan_json_lines(str(path), block_bytes=20).num_rows == 30
+
+
+def test_memory_of_a_scan_does_not_grow_with_the_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+
+    def peak(num_lines):
+        """Bytes of Python and of Arrow that a scan and a reading take at most."""
+        path.write_bytes(b'{"x": "%s"}\n' % (b"a" * 90) * num_lines)
+        before, most = pa.total_allocated_bytes(), 0
+        tracemalloc.start()
+        try:
+            schema = scan_json_lines(str(path), block_bytes=50_000).schema
+            for table in read_json_lines(str(path), schema, block_bytes=50_000):
+                assert table.nbytes < 60_000
+                most = max(most, pa.total_allocated_bytes() - before)
+            return tracemalloc.get_traced_memory()[1] + most
+        finally:
+            tracemalloc.stop()
+
+    peak(1000)  # what is made once
+    assert peak(40_000) < 1.5 * peak(4000)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (['{"x": 9007199254740993}', '{"x": 1.5}'], "line 2: the whole number 9007199254740993"),
+        (
+            ['{"x": 1}', '{"x": 18446744073709551615}'],
+            "line 2: the whole number 18446744",
+        ),
+        (['{"x": [1.5, 9007199254740993]}'], "line 1: the whole number 9007199254740993"),
+        (['{"x": {"y": 1.5}}', '{"x": {"y": -9007199254740993}}'], "line 2: the whole number -90"),
+    ],
+)
+def test_a_whole_number_that_a_column_would_change_is_named(tmp_path, lines, told):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as caught:
+        scan_json_lines(str(path))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"x": 9007199254740993}', '{"x": null}'],
+        ['{"x": 9007199254740992}', '{"x": 1.5}'],
+        ['{"x": 1e300}', '{"x": 2}', '{"x": null}'],
+        ['{"x": [1e17, 2]}', '{"x": []}', '{"y": 9007199254740993}'],
+        ['{"x": 1e17, "y": "a\u2028b"}', '{"x": 2, "y": "c"}'],
+    ],
+)
+def test_numbers_that_a_column_holds_are_read(tmp_path, lines):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    (table,) = read_json_lines(str(path), scan_json_lines(str(path)).schema)
+    expected = [json.loads(line) for line in lines]
+    names = table.column_names
+    assert table.to_pylist() == [{name: row.get(name) for name in names} for row in expected]
+
+
+def test_a_whole_number_that_a_later_block_would_change_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": 9007199254740993}\n' * 20 + '{"x": 1.5}\n' * 20)
+
+    def read():
+        schema = scan_json_lines(str(path), block_bytes=100).schema
+        return list(read_json_lines(str(path), schema, block_bytes=100))
+
+    with pytest.raises(ConfigError, match="the whole number 9007199254740993"):
+        read()

@@ -16,7 +16,6 @@ from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.stages.fingerprint import fingerprint
 from raybatch.stages.identity import column_row_ids
 from raybatch.stages.plan import parts, pieces
-from raybatch.stages.plan import small as small_plan
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import estimate, probe_rows
 from raybatch.stages.plan.records import ArrangeJob, ProbedRows
@@ -87,10 +86,9 @@ class Handed:
         self.tables.extend(tables)
 
 
-def units_of(job, monkeypatch):
+def units_of(job):
     """Return the tables that a small run hands over, in order, and its plan."""
     handed = Handed()
-    monkeypatch.setattr(small_plan.ray.data, "from_arrow", lambda tables: tables)
     planned = run_small(replace(job, units=handed), None)
     return handed.tables, planned
 
@@ -102,9 +100,9 @@ def small(tmp_path, model):
     return job, rows, plan_gathered(rows, job.config, job.plan)
 
 
-def test_units_hold_every_row_once_with_its_columns_and_prompt(small, monkeypatch):
+def test_units_hold_every_row_once_with_its_columns_and_prompt(small):
     job, rows, _ = small
-    tables, _ = units_of(job, monkeypatch)
+    tables, _ = units_of(job)
     assert rows.table.num_rows == sum(table.num_rows for table in tables)
     by_id = dict(zip(*(rows.table.column(c).to_pylist() for c in ("id", "text")), strict=True))
     for table in tables:
@@ -117,9 +115,9 @@ def test_units_hold_every_row_once_with_its_columns_and_prompt(small, monkeypatc
     assert {} == by_id
 
 
-def test_rows_of_a_document_are_neighbours_with_one_group(small, monkeypatch):
+def test_rows_of_a_document_are_neighbours_with_one_group(small):
     seen = []
-    for table in units_of(small[0], monkeypatch)[0]:
+    for table in units_of(small[0])[0]:
         user, what = take_off(table)
         pairs = zip(user.column("text").to_pylist(), what.group_ids, what.prefix_lens, strict=True)
         seen += [(text.split()[0], group, length) for text, group, length in pairs if text]
@@ -159,13 +157,13 @@ def gather_stats(job):
     return plan_gathered(gather(job), job.config, job.plan).found.stats
 
 
-def test_lengths_of_a_column_reach_the_plan(tmp_path, model, monkeypatch):
+def test_lengths_of_a_column_reach_the_plan(tmp_path, model):
     plan = PlanConfig(expected_tokens_column="long")
     table = pa.table({"id": ["a", "b", "c"], "text": ["x" * 9] * 3, "long": [2, None, 1]})
     job = planned_run(tmp_path, model, table, plan=plan)
     rows = gather(job)
     assert [2.0, 4.0, 1.0] == rows.sidecar.expected_tokens.tolist()
-    (unit,), _ = units_of(job, monkeypatch)
+    (unit,), _ = units_of(job)
     assert {2, 4, 1} == set(take_off(unit)[1].expected_lens)
 
 
@@ -396,6 +394,18 @@ def test_a_stored_plan_is_read_back_across_shards(tmp_path, small):
     assert shard.slice(half - 2, 5).equals(part.combine_chunks())
 
 
+@pytest.mark.parametrize("column", range(len(SHARD_SCHEMA)), ids=SHARD_SCHEMA.names)
+def test_a_digest_is_of_every_value_of_a_shard(column):
+    shard = rows_in_stretches(np.array([2, 1]), np.arange(3))
+    field = SHARD_SCHEMA[column]
+    digests = {
+        digest_of(shard.set_column(column, field, pa.array([1, 0, last], field.type)))
+        for last in (0, 1, 2)
+    }
+    assert len(digests) == 3
+    assert digest_of(shard) == digest_of(rows_in_stretches(np.array([2, 1]), np.arange(3)))
+
+
 WRONG = {
     "num_rows": "x",
     "num_units": True,
@@ -427,7 +437,10 @@ def test_a_file_that_is_no_plan_is_refused_with_the_way_out(tmp_path, said):
         read_plan(str(tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "units", "rows"])
+BESIDE = {"units": (0, [0, 9, 1]), "no unit": (0, [0, -1, 1]), "no place": (1, [0, -1, 0])}
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "rows", *BESIDE])
 def test_rows_of_a_plan_that_are_damaged_are_named_with_the_way_out(tmp_path, damage):
     sink, units = str(tmp_path), stretches("h", np.array([2, 1]))
     shard = rows_in_stretches(units.unit_rows, np.arange(3))
@@ -437,10 +450,10 @@ def test_rows_of_a_plan_that_are_damaged_are_named_with_the_way_out(tmp_path, da
         path.write_bytes(path.read_bytes()[:100])
     else:
         path.unlink()
-    if damage == "units":
-        write_shard(
-            sink, "h", 0, shard.set_column(0, SHARD_SCHEMA[0], pa.array([0, 9, 1], pa.int32()))
-        )
+    if damage in BESIDE:
+        column, values = BESIDE[damage]
+        wrong = pa.array(values, SHARD_SCHEMA[column].type)
+        write_shard(sink, "h", 0, shard.set_column(column, SHARD_SCHEMA[column], wrong))
     if damage == "rows":
         write_shard(sink, "h", 0, shard.slice(1))
     with pytest.raises(ConfigError, match=rf"{path.name} cannot be read, .* from a copy"):
@@ -489,13 +502,13 @@ RANDOM = {"max_tokens": 4, "temperature": 1.0}
         ({"sampling": RANDOM}, {"sampling": RANDOM, "seed": 8}),
     ],
 )
-def test_what_decides_results_is_in_the_hash_of_the_plan(tmp_path, model, monkeypatch, one, other):
+def test_what_decides_results_is_in_the_hash_of_the_plan(tmp_path, model, one, other):
     jobs = [
         planned_run(tmp_path / name, model, **options)
         for name, options in (("a", one), ("b", one), ("c", other))
     ]
     for job in jobs:
-        units_of(job, monkeypatch)
+        units_of(job)
     first, again, changed = (read_plan(job.sink).hash for job in jobs)
     assert first == again
     assert first != changed
@@ -514,10 +527,10 @@ def test_small_and_large_plans_expect_the_same_of_each_row(tmp_path, model):
     assert small_shard.column("expected_len").equals(large_shard.column("expected_len"))
 
 
-def test_a_probe_without_any_row_to_ask_is_no_probe(tmp_path, model, monkeypatch):
+def test_a_probe_without_any_row_to_ask_is_no_probe(tmp_path, model):
     table = pa.table({"id": ["a", "b"], "text": pa.array([None, ""], pa.string())})
     plan = PlanConfig(lengths="probe")
-    tables, planned = units_of(planned_run(tmp_path, model, table, plan=plan), monkeypatch)
+    tables, planned = units_of(planned_run(tmp_path, model, table, plan=plan))
     assert (2, 0) == (sum(t.num_rows for t in tables), len(planned.asked))
 
 

@@ -9,7 +9,8 @@ import ray
 
 from raybatch.stages.hints import own_cpus
 from raybatch.stages.source import scan_source
-from tests.stages.support import fake_stage, local_ray, write_parquet
+from tests.clusters import local_ray
+from tests.stages.support import fake_stage, write_parquet
 
 pytestmark = pytest.mark.ray
 

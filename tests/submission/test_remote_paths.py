@@ -1,5 +1,7 @@
 """Paths that hosts of a cluster would not find are refused before anything is sent."""
 
+from dataclasses import replace
+
 import pytest
 
 from raybatch.errors import ConfigError
@@ -31,6 +33,11 @@ def test_uri_means_the_same_everywhere(path):
 @pytest.mark.parametrize("source", ["/data/in", "s3://bucket/in", "/data/*.parquet"])
 def test_absolute_path_and_uri_pass(source):
     check_paths(job(source=source), working_dir=None)
+
+
+def test_a_job_that_uses_no_cluster_is_not_sent_to_one():
+    with pytest.raises(ConfigError, match="executor=local runs engines beside the driver alone"):
+        check_paths(replace(job(), executor="local"), working_dir=None)
 
 
 def test_relative_sink_is_refused_with_the_absolute_path(here):

@@ -1,23 +1,39 @@
 """Compiles a C source of this folder with the host's compiler and loads it.
 
-Nothing is kept on disk: a library fits the processor that it was compiled on, a compilation takes
-half a second, and a file that lies in a shared folder could be anybody's.
+A library is kept on disk under all that it depends on, the processor included, so that a host
+compiles a source once. The environment may name the compiler (CC) and lesser vectors than the
+host's (RAYBATCH_KERNEL_VECTORS).
 """
 
 import ctypes
+import functools
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["FLOATS", "WEIGHT_FORMS", "address", "compile_library", "has_compiler", "whole"]
+from raybatch.config import cache_dir
+from raybatch.config.environment import kernel_vectors
+from raybatch.errors import ConfigError
+from raybatch.kernels.native.library_store import find_or_build, library_name
+
+__all__ = [
+    "FLOATS",
+    "WEIGHT_FORMS",
+    "CompiledOnce",
+    "address",
+    "compile_library",
+    "has_compiler",
+    "host_vectors",
+    "whole",
+]
 
 # the kernels' tensors, whatever the process takes by default
 FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -30,9 +46,10 @@ WEIGHT_FORMS: Mapping[torch.dtype, int] = {
 }
 
 _FOLDER = Path(__file__).parent
+# below the cache folder
+_KEPT = "kernels"
 _FLAGS = (
     "-O3",
-    "-march=native",
     "-fPIC",
     # sums in any order, so that they become vectors; NaN and infinity stay what they are
     "-fassociative-math",
@@ -41,9 +58,43 @@ _FLAGS = (
     "-fno-math-errno",
     "-freciprocal-math",
 )
+# instructions by RAYBATCH_KERNEL_VECTORS, None for all that the host has; x86-64 alone has names
+# for them, and a compiler that is told nothing takes the least of its processors
+_MACHINES: Mapping[str | None, tuple[str, ...]] = {
+    None: ("-march=native",),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "plain": (),
+}
 _TIMEOUT_S = 60.0
 
 _logger = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Made = TypeVar("_Made")
+
+
+class CompiledOnce(Generic[_Args, _Made]):
+    """Keeps what a function compiles, by its arguments and the vectors that it is compiled for."""
+
+    def __init__(self, make: Callable[_Args, _Made]) -> None:
+        functools.update_wrapper(self, make)
+        made = functools.cache(lambda _vectors, *args, **kwargs: make(*args, **kwargs))
+        self._made: Callable[..., _Made] = made
+        self.cache_clear: Callable[[], None] = made.cache_clear
+
+    def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Made:
+        """Return what was made for these arguments, or make it."""
+        return self._made(kernel_vectors(), *args, **kwargs)
+
+
+def host_vectors() -> tuple[str, ...]:
+    """Return the values of RAYBATCH_KERNEL_VECTORS whose kernels this host can run, best first."""
+    names = ("avx512", "avx2", "plain")
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return names[2:]
+    found = {"AVX512": 0, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 2)
+    return names[found:]
 
 
 def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None:
@@ -52,21 +103,25 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
     Args:
         source: name of the file.
         names: that the source uses and does not define, with their values.
+
+    Raises:
+        ConfigError: RAYBATCH_KERNEL_VECTORS names vectors that the host lacks.
     """
+    machine = _machine()
     compiler = _compiler()
     if not compiler:
         _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
         return None
-    definitions = [f"-D{name}={value}" for name, value in names.items()]
+    given = [*_FLAGS, *machine, *(f"-D{name}={value}" for name, value in names.items())]
+
+    def build(library: Path) -> None:
+        compiled = library.with_suffix(".o")
+        _run([*compiler, *given, "-c", str(_FOLDER / source), "-o", str(compiled)])
+        # apart: a linker that is told of loose arithmetic changes it for the whole process
+        _run([*compiler, "-shared", str(compiled), "-o", str(library), "-lm"])
+
     try:
-        # a mapped file is not gone at once on every file system
-        with tempfile.TemporaryDirectory(prefix="raybatch-", ignore_cleanup_errors=True) as folder:
-            compiled, library = str(Path(folder) / "kernel.o"), str(Path(folder) / "kernel.so")
-            given = [*_FLAGS, *definitions, "-c", str(_FOLDER / source), "-o", compiled]
-            _run([*compiler, *given])
-            # apart: a linker that is told of loose arithmetic changes it for the whole process
-            _run([*compiler, "-shared", compiled, "-o", library, "-lm"])
-            return ctypes.CDLL(library)
+        return find_or_build(cache_dir() / _KEPT, _name(compiler, given, source), build)
     except (OSError, subprocess.SubprocessError) as error:
         _logger.warning(
             "%s could not be compiled, so it runs as plain torch, which is slower: %s",
@@ -97,8 +152,34 @@ def _compiler() -> list[str]:
     return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(
+def _machine() -> tuple[str, ...]:
+    """Return the flags for the processor that is compiled for."""
+    vectors = kernel_vectors()
+    if vectors is not None and vectors not in host_vectors():
+        raise ConfigError(
+            f"RAYBATCH_KERNEL_VECTORS is {vectors}, and the processor of this host has no such "
+            f"instructions; take one of {', '.join(host_vectors())}, or leave it out"
+        )
+    return _MACHINES[vectors]
+
+
+def _name(compiler: list[str], given: list[str], source: str) -> str | None:
+    """Return the name of a library on disk, None for one that cannot be told from others."""
+    try:
+        version = _version(tuple(compiler))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    headers = sorted(_FOLDER.glob("*.h"))
+    return library_name([*compiler, version, *given], [_FOLDER / source, *headers])
+
+
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
         command,
         check=True,
         capture_output=True,
@@ -106,6 +187,7 @@ def _run(command: list[str]) -> None:
         errors="replace",
         timeout=_TIMEOUT_S,
     )
+    return done.stdout
 
 
 def _cause(error: OSError | subprocess.SubprocessError) -> str:

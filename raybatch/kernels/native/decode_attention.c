@@ -7,8 +7,8 @@
 #include <math.h>
 #include <stdint.h>
 
-#include "exponential.h"
 #include "kv_rows.h"
+#include "softmax.h"
 
 #if KV_FORM == 0
 
@@ -76,8 +76,7 @@ static void add_block(State *state, const Element *keys, const Element *values,
         float highest = state->highest[n];
         for (int64_t j = first; j < stop; j++)
             highest = weights[n][j] > highest ? weights[n][j] : highest;
-        /* before the first block nothing has been seen, and exp of it would not be a number */
-        float kept = state->total[n] == 0.0f ? 0.0f : exp_of(state->highest[n] - highest);
+        float kept = kept_of(state->total[n], state->highest[n], highest);
         float sum = 0.0f;
         for (int64_t j = first; j < stop; j++) {
             weights[n][j] = exp_of(weights[n][j] - highest);
@@ -100,7 +99,8 @@ static void add_block(State *state, const Element *keys, const Element *values,
 
 /* q [S, H, D] with q_stride floats from sequence to sequence; keys and values [N, G, B, R]; output
    [S, H, D]; lse [S, H]. Sequence s reads blocks[offsets[s]..offsets[s + 1]], of each the positions
-   firsts..stops-1; a null firsts stands for zeros. */
+   firsts..stops-1; a null firsts stands for zeros. One without positions gets an output of 0 and a
+   log-sum-exp of -INFINITY. */
 void attend_decode(const float *q, int64_t q_stride, const Element *keys, const Element *values,
                    float *output, float *lse, const int64_t *blocks, const int64_t *firsts,
                    const int64_t *stops, const int64_t *offsets, int64_t num_sequences,
@@ -128,10 +128,10 @@ void attend_decode(const float *q, int64_t q_stride, const Element *keys, const 
             }
             for (int n = 0; n < NUM_GROUPED; n++) {
                 int64_t row = (s * num_kv_heads + g) * NUM_GROUPED + n;
-                float share = 1.0f / state.total[n];
+                float share = share_of(state.total[n]);
                 for (int d = 0; d < HEAD_DIM; d++)
                     output[row * HEAD_DIM + d] = state.output[n][d] * share;
-                lse[row] = state.highest[n] + logf(state.total[n]);
+                lse[row] = log_sum_exp_of(state.total[n], state.highest[n]);
             }
         }
     }

@@ -2,6 +2,9 @@
    multiplies and adds in one (after Cephes' expf): an integer power of two, and a polynomial for the rest. Arguments beyond -87 and 88 count as
    these. NaN stays NaN, so that broken weights are seen. */
 
+#ifndef RAYBATCH_EXPONENTIAL_H
+#define RAYBATCH_EXPONENTIAL_H
+
 #include <stdint.h>
 
 static inline float exp_of(float x) {
@@ -29,3 +32,5 @@ static inline float exp_of(float x) {
     } power = {.bits = ((int32_t)whole + 127) << 23};
     return sum * power.value;
 }
+
+#endif

@@ -13,7 +13,14 @@ import torch
 
 from raybatch.kernels import linear as reference
 from raybatch.kernels.linear import Linear
-from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library, whole
+from raybatch.kernels.native.compiler import (
+    FLOATS,
+    WEIGHT_FORMS,
+    CompiledOnce,
+    address,
+    compile_library,
+    whole,
+)
 
 __all__ = ["PANEL_WIDTH", "CompiledLinears", "compiled_linears"]
 
@@ -99,7 +106,7 @@ class CompiledLinears:
         )
 
 
-@functools.cache
+@CompiledOnce
 def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears | None:
     """Return the compiled ops, once per process; None where there is no compiler.
 

@@ -13,7 +13,14 @@ from torch.nn import functional
 
 from raybatch.kernels.byte_weights import dequantise_weight
 from raybatch.kernels.moe import PanelledExperts
-from raybatch.kernels.native.compiler import FLOATS, WEIGHT_FORMS, address, compile_library, whole
+from raybatch.kernels.native.compiler import (
+    FLOATS,
+    WEIGHT_FORMS,
+    CompiledOnce,
+    address,
+    compile_library,
+    whole,
+)
 
 __all__ = ["panelled_experts"]
 
@@ -25,7 +32,7 @@ _WIDTH_STEP, _MAX_WIDTH = 16, 96
 _logger = logging.getLogger(__name__)
 
 
-@functools.cache
+@CompiledOnce
 def panelled_experts(
     up_width: int, down_width: int, dtype: torch.dtype = torch.float32
 ) -> PanelledExperts | None:

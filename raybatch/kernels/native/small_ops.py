@@ -13,7 +13,7 @@ import torch
 from raybatch.kernels import attention, norm, rotary
 from raybatch.kernels.attention import PreparedAttention
 from raybatch.kernels.kv_rows import FP8, INT8, quantise, read_rows, row_width
-from raybatch.kernels.native.compiler import FLOATS, address, compile_library, whole
+from raybatch.kernels.native.compiler import FLOATS, CompiledOnce, address, compile_library, whole
 
 __all__ = ["SmallOps", "small_ops"]
 
@@ -100,7 +100,7 @@ class SmallOps:
         )
 
 
-@functools.cache
+@CompiledOnce
 def small_ops() -> SmallOps | None:
     """Return the compiled ops, once per process; None where there is no compiler."""
     library = compile_library("small_ops.c", {})

@@ -1,13 +1,13 @@
-"""The rows of a large source in the order of a plan that lies below the sink."""
+"""The rows of a source with a plan that lies below the sink, read piece by piece."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from raybatch.durable import journal
 from raybatch.stages.plan.movable import as_movable
@@ -17,13 +17,14 @@ from raybatch.stages.plan.store import StoredPlan, read_shards, read_units
 from raybatch.stages.plan_columns import (
     RANK,
     place_columns,
+    places,
     plan_columns,
     rank_of,
     with_columns,
 )
 from raybatch.stages.source import Source
 
-__all__ = ["ordered_dataset", "pieces_of", "with_places", "without_groups"]
+__all__ = ["ordered_dataset", "pieces_of", "planned_tables", "with_places", "without_groups"]
 
 # blocks of the shuffle: a feeder holds some of them, and every pair of blocks is an object
 _ROWS_PER_BLOCK = 1 << 14
@@ -39,27 +40,18 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bo
         stored: what `plan.json` says.
         todo: bool [units], rows of the others are left out.
     """
-    source, sink, row_id_column = job.source, job.sink, job.row_id_column
-    wanted = ray.put(todo)
+    import ray  # slow to load, and a local run does without
+
+    # what travels to the tasks
+    reader, wanted = _PieceReader.of(job, stored), ray.put(todo)
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         is_todo = ray.get(wanted)
         for task in batch.to_pylist():
-            slices, first_row = range(task["start"], task["stop"]), task["first_row"]
-            num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
-            shard = read_shards(sink, stored, first_row, first_row + num_rows)
-            is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
-            if not is_wanted.any():
-                continue
-            for table in source.read(slices, row_id_column=row_id_column):
-                here = slice(place, place + table.num_rows)
-                planned = _with_plan(
-                    as_movable(table), shard.slice(place, table.num_rows), first_row + place
-                )
-                place += table.num_rows
-                yield planned.filter(is_wanted[here])
+            slices = range(task["start"], task["stop"])
+            yield from reader.read(slices, task["first_row"], is_todo)
 
-    pieces = pieces_of(source)
+    pieces = pieces_of(job.source)
     tasks = [
         {"start": slices.start, "stop": slices.stop, "first_row": first_row}
         for slices, first_row in pieces
@@ -68,8 +60,76 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bo
     rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
     if not stored.is_reordered:
         return rows
-    starts = _block_starts(stored, todo, sum(part.num_bytes for part in source.slices), len(tasks))
+    num_bytes = sum(part.num_bytes for part in job.source.slices)
+    starts = _block_starts(stored, todo, num_bytes, len(tasks))
     return rows.sort(RANK, boundaries=rank_of(starts).tolist())
+
+
+def planned_tables(
+    job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]
+) -> Iterator[pa.Table]:
+    """Yield the rows of a plan in tables of whole units, read as they are asked for.
+
+    A plan in another order than that of the input is held in memory as a whole.
+
+    Args:
+        job: to run.
+        stored: what `plan.json` says.
+        todo: bool [units], rows of the others are left out.
+    """
+    reader = _PieceReader.of(job, stored)
+    pieces = (reader.read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
+    if stored.is_reordered:
+        yield pa.concat_tables(table for piece in pieces for table in piece).sort_by(RANK)
+        return
+    # no unit lies in two pieces
+    for piece in pieces:
+        yield from _whole_units(piece)
+
+
+def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield rows whose units follow each other so that no unit lies in two tables."""
+    rest: list[pa.Table] = []
+    for table in tables:
+        if not table.num_rows:
+            continue
+        table = pa.concat_tables([*rest, table])
+        units, _ = places(table)
+        start = int(np.searchsorted(units, units[-1]))
+        if start:
+            yield table.slice(0, start)
+        rest = [table.slice(start)]
+    yield from rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PieceReader:
+    """Reads rows of a source with what a plan says of them."""
+
+    source: Source
+    sink: str
+    row_id_column: str | None
+    stored: StoredPlan
+
+    @classmethod
+    def of(cls, job: PlannedRun, stored: StoredPlan) -> "_PieceReader":
+        return cls(source=job.source, sink=job.sink, row_id_column=job.row_id_column, stored=stored)
+
+    def read(
+        self, slices: range, first_row: int, is_todo: npt.NDArray[np.bool_]
+    ) -> Iterator[pa.Table]:
+        num_rows = sum(part.num_rows for part in self.source.slices[slices.start : slices.stop])
+        shard = read_shards(self.sink, self.stored, first_row, first_row + num_rows)
+        is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
+        if not is_wanted.any():
+            return
+        for table in self.source.read(slices, row_id_column=self.row_id_column):
+            here = slice(place, place + table.num_rows)
+            planned = _with_plan(
+                as_movable(table), shard.slice(place, table.num_rows), first_row + place
+            )
+            place += table.num_rows
+            yield planned.filter(is_wanted[here])
 
 
 def _block_starts(

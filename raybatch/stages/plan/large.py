@@ -1,9 +1,8 @@
 """Drives the tasks that plan a large source, and hands out its rows in the order of the plan."""
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from raybatch.prefix.forecast import OrderForecast, merge_forecasts
 from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
-from raybatch.prefix.plan import is_worth_ordering
-from raybatch.prefix.profile import InputProfile
 from raybatch.stages.layout_lint import can_change_layout
 from raybatch.stages.plan import parts, pieces
 from raybatch.stages.plan.dataset import (
@@ -32,12 +29,18 @@ from raybatch.stages.plan.dataset import (
 )
 from raybatch.stages.plan.planned import PlannedRun
 from raybatch.stages.plan.probe import generated_lengths, log_probe
-from raybatch.stages.plan.records import ArrangeJob, PartSummary, PieceSummary, ProbedRows
-from raybatch.stages.plan.shards import stretches
+from raybatch.stages.plan.records import (
+    ArrangeJob,
+    LargePlan,
+    PartSummary,
+    PieceSummary,
+    ProbedRows,
+)
+from raybatch.stages.plan.shards import even_stretch, even_units, stretches
 from raybatch.stages.plan.store import StoredPlan, log_plan, write_plan, write_shard
 from raybatch.stages.ray_errors import own_cause
 
-__all__ = ["LargePlan", "forecast_large", "plan_large", "run_large"]
+__all__ = ["forecast_large", "plan_large", "run_large", "run_stored"]
 
 # a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
 ROWS_PER_PART = 1 << 21
@@ -51,70 +54,6 @@ _FAN_IN = 16
 
 
 _Ref = Any  # Ray has no types
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LargePlan:
-    """A plan whose rows lie in the object store; what is here does not grow with their number.
-
-    Args:
-        pieces: of the source, in order.
-        tables: references to what is known of the rows of each piece; none after a run, nor of
-            `rows` and `arranged`.
-        parts: that were planned apart.
-        rows: for each part references to its rows, piece by piece.
-        arranged: references to the parts in their own order.
-        probed: rows that were generated before the plan.
-    """
-
-    pieces: Sequence[PieceSummary]
-    tables: Sequence[_Ref]
-    parts: Sequence[PartSummary]
-    rows: Sequence[Sequence[_Ref]]
-    arranged: Sequence[_Ref]
-    probed: ProbedRows
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the source."""
-        return sum(piece.num_rows for piece in self.pieces)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a KV block."""
-        return self.pieces[0].sample.block_size
-
-    @property
-    def profile(self) -> InputProfile:
-        """What the input is made of."""
-        unasked = sum((piece.unasked for piece in self.pieces), Counter())
-        merged = InputProfile.merge([part.profile for part in self.parts])
-        return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
-
-    @property
-    def logical_tokens(self) -> int:
-        """Prompt tokens of the rows that engines see."""
-        return sum(part.profile.tree.logical_tokens for part in self.parts)
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that engines compute when every shared prefix runs once."""
-        return sum(part.profile.computed_tokens for part in self.parts)
-
-    @property
-    def saved_fraction(self) -> float:
-        """Share of the prompt tokens that engines do not compute."""
-        return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
-
-    def is_reordered(self, plan: PlanConfig) -> bool:
-        """Return whether rows run in another order than that of the input."""
-        adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))
-        return is_worth_ordering(self.saved_fraction, plan, has_adapters=len(adapters) > 1)
-
-    @property
-    def piece_rows(self) -> Ints:
-        """Number of the first row of each piece, and of all rows: int64 [T + 1]."""
-        return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])
 
 
 def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
@@ -245,7 +184,7 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table
         without_groups(table.slice(start, job.plan.unit_rows))
         for start in range(0, table.num_rows, job.plan.unit_rows)
     ]
-    finished = job.runner.collect(ray.data.from_arrow(blocks))
+    finished = job.runner.collect(blocks)
     lengths = generated_lengths(rows, finished, job.config.output)
     log_probe(lengths)
     probed = ProbedRows(row=rows, lengths=lengths)
@@ -298,7 +237,7 @@ def _sums(tables: Sequence[_Ref], firsts: Sequence[int], num_units: int) -> Uint
 
 def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
     """Return digest and shard of each piece, and the rows of each unit."""
-    head = _even_units(len(large.probed.row), plan)
+    head = even_stretch(len(large.probed.row), plan)
     cuts = _stretches(large.parts)
     unit_sizes = ray.remote(parts.unit_sizes)
     sizes = _get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
@@ -324,7 +263,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
         of_piece = [part[i] for part in by_part]
         shards.append(shard.remote(*where, plan.unit_rows, probe, *of_piece))
         num_unasked += piece.unasked.total()
-    return shards, np.concatenate([unit_rows, _even_units(num_unasked, plan)])
+    return shards, np.concatenate([unit_rows, even_stretch(num_unasked, plan)])
 
 
 def _stretches(summaries: Sequence[PartSummary]) -> Floats:
@@ -342,13 +281,3 @@ def _get(refs: Sequence[_Ref]) -> list[Any]:
     except RayTaskError as error:
         raise own_cause(error) or error from None
     return found
-
-
-def even_units(piece_rows: Sequence[int], plan: PlanConfig) -> Ints:
-    """Return the rows of units in the order of the input; each lies in one piece."""
-    return np.concatenate([_even_units(num_rows, plan) for num_rows in piece_rows])
-
-
-def _even_units(num_rows: int, plan: PlanConfig) -> Ints:
-    full, rest = divmod(num_rows, plan.unit_rows)
-    return np.array([plan.unit_rows] * full + [rest] * (rest > 0), np.int64)

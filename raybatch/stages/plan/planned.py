@@ -52,15 +52,22 @@ class PlannedInput:
 
 
 class UnitRunner(Protocol):
-    """Generates the rows of a run and writes them, unit by unit."""
+    """Generates the rows of a run and writes them, unit by unit.
+
+    Rows are tables, one after the other, or a dataset of Ray where the runner is not local.
+    """
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs in this process, without Ray."""
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
         """Return which units of a plan are still to be written, bool [units]."""
 
-    def run(self, stored: StoredPlan, dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
+    def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
         """Generate and write rows with the columns of `raybatch.stages.plan_columns`."""
 
-    def collect(self, dataset: Any) -> pa.Table:  # noqa: ANN401
+    def collect(self, rows: Sequence[pa.Table]) -> pa.Table:
         """Generate rows before there is a plan; return them as the journal has them."""
 
     def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:

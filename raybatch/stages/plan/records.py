@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,17 @@ from raybatch.policy.work import WorkTotals
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
 
-__all__ = ["ArrangeJob", "ArrangedPart", "PartSummary", "PieceSummary", "ProbedRows"]
+__all__ = [
+    "ArrangeJob",
+    "ArrangedPart",
+    "LargePlan",
+    "PartSummary",
+    "PieceSummary",
+    "ProbedRows",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -115,3 +124,67 @@ class ProbedRows:
 
     row: Ints
     lengths: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LargePlan:
+    """A plan whose rows lie in the object store; what is here does not grow with their number.
+
+    Args:
+        pieces: of the source, in order.
+        tables: references to what is known of the rows of each piece; none after a run, nor of
+            `rows` and `arranged`.
+        parts: that were planned apart.
+        rows: for each part references to its rows, piece by piece.
+        arranged: references to the parts in their own order.
+        probed: rows that were generated before the plan.
+    """
+
+    pieces: Sequence[PieceSummary]
+    tables: Sequence[Any]
+    parts: Sequence[PartSummary]
+    rows: Sequence[Sequence[Any]]
+    arranged: Sequence[Any]
+    probed: ProbedRows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the source."""
+        return sum(piece.num_rows for piece in self.pieces)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.pieces[0].sample.block_size
+
+    @property
+    def profile(self) -> InputProfile:
+        """What the input is made of."""
+        unasked = sum((piece.unasked for piece in self.pieces), Counter())
+        merged = InputProfile.merge([part.profile for part in self.parts])
+        return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
+
+    @property
+    def logical_tokens(self) -> int:
+        """Prompt tokens of the rows that engines see."""
+        return sum(part.profile.tree.logical_tokens for part in self.parts)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that engines compute when every shared prefix runs once."""
+        return sum(part.profile.computed_tokens for part in self.parts)
+
+    @property
+    def saved_fraction(self) -> float:
+        """Share of the prompt tokens that engines do not compute."""
+        return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
+
+    def is_reordered(self, plan: PlanConfig) -> bool:
+        """Return whether rows run in another order than that of the input."""
+        adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))
+        return is_worth_ordering(self.saved_fraction, plan, has_adapters=len(adapters) > 1)
+
+    @property
+    def piece_rows(self) -> Ints:
+        """Number of the first row of each piece, and of all rows: int64 [T + 1]."""
+        return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from raybatch.config import PlanConfig
-from raybatch.stages.plan.dataset import pieces_of
-from raybatch.stages.plan.large import LargePlan, even_units, run_large, run_stored
+from raybatch.stages.plan.dataset import pieces_of, planned_tables
 from raybatch.stages.plan.planned import PlannedInput, PlannedRun
-from raybatch.stages.plan.shards import stretches
+from raybatch.stages.plan.records import LargePlan
+from raybatch.stages.plan.shards import even_units, stretches
 from raybatch.stages.plan.small import run_small
 from raybatch.stages.plan.store import PlanSubject, StoredPlan, write_plan
 from raybatch.stages.source import Source
@@ -34,9 +34,25 @@ def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | La
     """
     job = replace(job, plan=fit_units(job.plan, job.source))
     if job.plan.mode == "off":
-        run_stored(job, stored or store_input_order(job))
+        _run_without_plan(job, stored or store_input_order(job))
         return None
-    return run_small(job, stored) if is_small(job.source, job.plan) else run_large(job, stored)
+    if is_small(job.source, job.plan):
+        return run_small(job, stored)
+    from raybatch.stages.plan.large import run_large  # Ray is slow to load
+
+    return run_large(job, stored)
+
+
+def _run_without_plan(job: PlannedRun, stored: StoredPlan) -> None:
+    """Generate the rows of the units that are still to be written, as they are read."""
+    if not job.runner.is_local:
+        from raybatch.stages.plan.large import run_stored  # Ray is slow to load
+
+        run_stored(job, stored)
+        return
+    todo = job.runner.todo(stored)
+    if todo.any():
+        job.runner.run(stored, planned_tables(job, stored, todo))
 
 
 def store_input_order(job: PlannedRun) -> StoredPlan:

@@ -1,11 +1,13 @@
 """What a plan says of the rows of a source, as tables: a shard has one row each, in input order."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.config import PlanConfig
 from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
@@ -15,6 +17,8 @@ __all__ = [
     "SHARD_SCHEMA",
     "contents_digest",
     "digest_of",
+    "even_stretch",
+    "even_units",
     "make_shard",
     "rows_in_stretches",
     "shard_of",
@@ -101,3 +105,14 @@ def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
         for size, end in zip(unit_rows, np.cumsum(unit_rows), strict=True)
     ]
     return UnitPlan(hash=plan, unit_rows=unit_rows, row_sums=np.array(sums, np.uint64))
+
+
+def even_units(piece_rows: Sequence[int], plan: PlanConfig) -> Ints:
+    """Return the rows of units in the order of the input; each lies in one piece."""
+    return np.concatenate([even_stretch(num_rows, plan) for num_rows in piece_rows])
+
+
+def even_stretch(num_rows: int, plan: PlanConfig) -> Ints:
+    """Return the rows of units that follow each other."""
+    full, rest = divmod(num_rows, plan.unit_rows)
+    return np.array([plan.unit_rows] * full + [rest] * (rest > 0), np.int64)

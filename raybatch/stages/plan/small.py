@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
@@ -123,7 +122,7 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     todo = np.flatnonzero(job.runner.todo(stored))
     blocks = [_block(rows, shard, order[bounds[u] : bounds[u + 1]]) for u in todo.tolist()]
     if blocks:
-        job.runner.run(stored, ray.data.from_arrow(blocks))
+        job.runner.run(stored, blocks)
     return planned
 
 
@@ -244,7 +243,7 @@ def _after_probe(
     before = shard_of(planned.whole, np.full(rows.sidecar.num_rows, np.nan))
     cuts = np.arange(0, len(chosen), job.plan.unit_rows)[1:]
     parts = [_block(rows, before, part) for part in np.split(chosen, cuts)]
-    finished = job.runner.collect(ray.data.from_arrow(parts))
+    finished = job.runner.collect(parts)
     lengths = generated_lengths(chosen, finished, job.config.output)
     log_probe(lengths)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)

@@ -10,15 +10,15 @@ from raybatch.engine.weight_layout import WeightForm
 from raybatch.engine.weights import load_weights
 from raybatch.kernels.dispatch import REFERENCE, ops_for
 from tests.engine.greedy_driver import GreedyDriver
-from tests.engine.tiny_models import save
+from tests.engine.tiny_models import build, save
 
 # one KV head, layers of two kinds, norms of heads, experts
 CHOSEN = ["llama-multi-query", "qwen2-window-in-upper-layers", "qwen3", "mixtral"]
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS = 8, 64, 4
+BLOCK_SIZE, NUM_BLOCKS = 8, 64
 
 
-def greedy_tokens(path, prompts, ops, device):
+def greedy_tokens(path, prompts, num_tokens, ops, device):
     spec = read_model_spec(path)
     cache = allocate_kv_cache(
         spec, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=device
@@ -35,7 +35,27 @@ def greedy_tokens(path, prompts, ops, device):
     )
     # the driver makes its tensors where others are by default
     with device:
-        return driver.generate(prompts, NUM_TOKENS)
+        return driver.generate(prompts, num_tokens)
+
+
+def check(path, lengths, num_tokens, device):
+    """Compare the tokens behind a shared prefix and suffixes of such lengths."""
+    rng = random.Random(3)
+    prefix = [rng.randrange(1, 211) for _ in range(BLOCK_SIZE)]
+    prompts = [prefix + [rng.randrange(1, 211) for _ in range(n)] for n in lengths]
+    expected = greedy_tokens(path, prompts, num_tokens, REFERENCE, torch.device("cpu"))
+    kernels = ops_for(torch.device("cuda"))
+    assert kernels is not REFERENCE
+    assert expected == greedy_tokens(path, prompts, num_tokens, kernels, device)
+
+
+def test_a_model_of_one_layer_gives_the_same_tokens_with_either_form_of_the_ops(
+    tmp_path, monkeypatch, device
+):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+    # norms of heads and experts
+    build("qwen3-moe", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    check(tmp_path / "model", (2, 13), 3, device)
 
 
 @pytest.mark.slow
@@ -45,10 +65,4 @@ def test_a_model_gives_the_same_tokens_with_either_form_of_the_ops(
 ):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
     save(variant, tmp_path / "model")
-    rng = random.Random(3)
-    prefix = [rng.randrange(1, 211) for _ in range(BLOCK_SIZE)]
-    prompts = [prefix + [rng.randrange(1, 211) for _ in range(n)] for n in (2, 9, 23)]
-    expected = greedy_tokens(tmp_path / "model", prompts, REFERENCE, torch.device("cpu"))
-    kernels = ops_for(torch.device("cuda"))
-    assert kernels is not REFERENCE
-    assert expected == greedy_tokens(tmp_path / "model", prompts, kernels, device)
+    check(tmp_path / "model", (2, 9, 23), 4, device)

@@ -10,13 +10,30 @@ import triton.language as tl
 
 
 @triton.jit
+def base_of(highest):
+    """Return what scores are taken relative to; a finite number where there is no score."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def divisor_of(total):
+    """Return what sums of weighted values are divided by; 1 where nothing has a weight."""
+    return tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def log_of(total):
+    """Return the natural logarithm of a sum of weights, -inf where it is 0."""
+    return tl.where(total == 0.0, float("-inf"), tl.log(divisor_of(total)))
+
+
+@triton.jit
 def attend_keys(q, k, v, is_visible, highest, total, acc, scale):
     """Take in a tile of keys [n, D] and values [n, D] for queries [m, D]."""
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     scores = tl.where(is_visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    # a finite stand-in, as -inf minus -inf is no number
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    base = base_of(new_highest)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(highest - base)
     total = total * decay + tl.sum(weights, axis=1)
@@ -27,10 +44,8 @@ def attend_keys(q, k, v, is_visible, highest, total, acc, scale):
 @triton.jit
 def finish(highest, total, acc):
     """Return the output [m, D] and its log-sum-exp [m]."""
-    divisor = tl.where(total > 0.0, total, 1.0)
-    base = tl.where(total > 0.0, highest, 0.0)
-    lse = (base + tl.log2(divisor)) * 0.6931471805599453
-    return acc / divisor[:, None], tl.where(total > 0.0, lse, float("-inf"))
+    lse = base_of(highest) * 0.6931471805599453 + log_of(total)
+    return acc / divisor_of(total)[:, None], lse
 
 
 @triton.jit
@@ -46,20 +61,20 @@ def merge_splits_kernel(
 ):
     """Merge the splits of one row (a head of a token); parts are [NUM_SPLITS, rows, D].
 
-    NUM_SPLITS is a power of two. Every row has a split that sees a key.
+    NUM_SPLITS is a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     dims, splits = tl.arange(0, TILE_DIM), tl.arange(0, NUM_SPLITS).to(tl.int64)
     lses = tl.load(part_lses_ptr + splits * num_rows + row)
-    highest = tl.max(lses, axis=0)
-    weights = tl.exp(lses - highest)
+    base = base_of(tl.max(lses, axis=0))
+    weights = tl.exp(lses - base)
     total = tl.sum(weights, axis=0)
     places = (splits[:, None] * num_rows + row) * HEAD_DIM + dims[None, :]
     is_dim = dims < HEAD_DIM
     parts = tl.load(parts_ptr + places, mask=is_dim[None, :], other=0.0)
-    merged = tl.sum(parts * weights[:, None], axis=0) / total
+    merged = tl.sum(parts * weights[:, None], axis=0) / divisor_of(total)
     tl.store(out_ptr + row * HEAD_DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=is_dim)
-    tl.store(lse_ptr + row, highest + tl.log(total))
+    tl.store(lse_ptr + row, base + log_of(total))
 
 
 @triton.jit
@@ -93,12 +108,11 @@ def merge_parts_kernel(
             part_places = part_heads[:, None] * HEAD_DIM + dims[None, :]
             part = tl.load(parts_ptr + part_places, mask=mask, other=0.0)
             part_lse = tl.load(part_lses_ptr + part_heads, mask=is_head, other=0.0)
-            highest = tl.maximum(lse, part_lse)
-            base = tl.where(highest == float("-inf"), 0.0, highest)
+            base = base_of(tl.maximum(lse, part_lse))
             weight, part_weight = tl.exp(lse - base), tl.exp(part_lse - base)
             total = weight + part_weight
-            divisor = tl.where(total > 0.0, total, 1.0)
-            acc = (acc * weight[:, None] + part * part_weight[:, None]) / divisor[:, None]
-            lse = tl.where(total > 0.0, base + tl.log(divisor), float("-inf"))
+            acc = acc * weight[:, None] + part * part_weight[:, None]
+            acc /= divisor_of(total)[:, None]
+            lse = base + log_of(total)
         tl.store(out_ptr + own_places, acc.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + own_heads, lse, mask=is_head)

@@ -1,0 +1,258 @@
+"""Every script runs once as it stands, on next to nothing; what it measures is then worth nothing.
+
+Peers, which are processes of their own, run by way of the scripts that start them.
+"""
+
+import importlib
+import inspect
+import json
+import multiprocessing
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+# what the scripts that start peers are told of this run
+RUN = ("--models", "{model}", "--repetitions", "1", "--quiet-wait-s", "0", "--no-results")
+VENVS = ("--venv", "transformers={prefix}", "--venv", "vllm={prefix}")
+SLOW, VLLM, RAY = pytest.mark.slow, pytest.mark.vllm, pytest.mark.ray
+
+
+def _small(shape: Any) -> Any:
+    """Return a shape of the same kind with as little as its kernels take."""
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+    experts = {"num_experts": 4, "experts_per_token": 2} if shape.num_experts else {}
+    return type(shape)(**sizes, **experts, num_kv_heads=1, head_dim=32)
+
+
+def _fewer(workloads: Mapping[str, Any], num_requests: int = 4) -> dict[str, Any]:
+    from workloads_e2e import scaled
+
+    return {name: scaled(workload, num_requests) for name, workload in workloads.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """A run of one script.
+
+    Args:
+        args: of its command line.
+        values: of names of the module, in place of its own; a function gets the own value.
+        marks: of its test.
+        runs: other scripts that it starts.
+    """
+
+    args: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[Any, ...] = ()
+    runs: tuple[str, ...] = ()
+
+
+def _few_prompts(workloads: Mapping[str, Any]) -> dict[str, Any]:
+    from prefix_suites import w1
+
+    return {"W1 x16": w1(16, 32)}
+
+
+def _fewer_cases(cases: Mapping[str, Any]) -> dict[str, Any]:
+    import dataclasses
+
+    fewer = _fewer({name: case.workload for name, case in cases.items()})
+    return {n: dataclasses.replace(case, workload=fewer[n]) for n, case in cases.items()}
+
+
+TINY = {
+    "admission": Tiny(
+        args=("--cases", "uniform-16", "--repetitions", "1", "--ways", "fcfs", "static"),
+        values={"CASES": _fewer_cases},
+    ),
+    "batch_plan": Tiny(
+        args=("--requests", "2", "--prompt-len", "8", "--output-len", "2", "--repetitions", "1"),
+        values={"BATCHED_TOKENS": (256,), "WAYS": ((None, None), (128, 0)), "KV_TOKENS": 1024},
+    ),
+    "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
+    "cost_model": Tiny(
+        args=("--models", "dense-4m", "--requests", "2", "--runs", "1", "--workloads", "random"),
+        marks=(SLOW,),
+    ),
+    "durability": Tiny(args=("--rows", "4", "--units", "2")),
+    "e2e": Tiny(
+        args=(
+            *("--requests", "4", "--workloads", "random,short256,pool", *RUN, *VENVS),
+            *("--peers", "raybatch,transformers-static,raybatch-job,raybatch-pool"),
+        ),
+        marks=(SLOW, pytest.mark.timeout(600)),
+        runs=("peer_raybatch", "peer_transformers", "peer_pool"),
+    ),
+    "engine": Tiny(
+        args=("--models", "moe-8m", "--batches", "1,2", "--repeats", "1"),
+        values={"PREFILL_TOKENS": 64, "DECODE_CONTEXT": 64, "DECODE_STEPS": 2},
+    ),
+    "group_attention": Tiny(
+        args=("--members", "2", "--prefix", "32", "--own", "8", "--rounds", "1")
+    ),
+    "group_order": Tiny(args=("--workloads", "W4", "--seeds", "1")),
+    "kill_replicas": Tiny(
+        args=("--rows", "16", "--replicas", "1"),
+        values={"KILL_AT_FRACTIONS": (0.0,)},
+        marks=(RAY, SLOW),
+    ),
+    "kv_dtype": Tiny(
+        args=("--rows", "1", "--repetitions", "1"), values={"ATTENTION": ((2, 64, 2, 1, 64),)}
+    ),
+    "large_job": Tiny(args=("--rows", "32"), marks=(RAY, SLOW)),
+    "models": Tiny(
+        args=("moe-8m", "{folder}/model", "--check"),
+        values={"check": lambda own: partial(own, num_prompts=2, output_len=4)},
+    ),
+    "page_boundary": Tiny(
+        args=("--workloads", "W4", "--seeds", "1"),
+        values={
+            "WORKLOADS": lambda own: {"W4": partial(own["W4"], num_rows=24)},
+            "device_cases": lambda own: lambda: list(own())[:2],
+            "host_cases": lambda own: lambda: list(own())[:2],
+        },
+    ),
+    "plan_job": Tiny(args=("--rows", "32"), marks=(RAY,)),
+    "pool": Tiny(args=("--rows", "8", "--rows-per-batch", "2", "--replicas", "1"), marks=(RAY,)),
+    "prefix": Tiny(
+        args=(
+            *("--workloads", "W2", "--kv", "50", *RUN, *VENVS),
+            *("--peers", "raybatch-plan", "--orders", "shuffled"),
+        ),
+        marks=(SLOW, pytest.mark.timeout(600)),
+        runs=("peer_raybatch",),
+    ),
+    "prefix_plan": Tiny(args=("--rows", "64", "--data", "shared", "zero")),
+    "quantization": Tiny(
+        args=("--models", "dense-4m", "--forms", "int8"),
+        values={"NUM_PROMPTS": 2, "PROMPT_TOKENS": 8, "OUTPUT_TOKENS": 2},
+    ),
+    "repeat_jobs": Tiny(
+        args=("--times", "1", "--repetitions", "1", *VENVS),
+        values={"WORKLOADS": _few_prompts},
+        marks=(VLLM, SLOW, pytest.mark.timeout(900)),
+        runs=("peer_raybatch_vllm", "peer_raydata_llm"),
+    ),
+    "scheduler": Tiny(args=("--num-seqs", "4", "--steps", "2", "--prompt", "48")),
+    "speculation": Tiny(
+        args=(
+            *("--rows", "2", "--drafts", "2", "--prompt-len", "16", "--output-len", "4"),
+            *("--repetitions", "1", "--layers", "2", "--hidden", "256"),
+        )
+    ),
+    "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
+    "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
+}
+# by vLLM, in an environment of its own
+VLLM_PEERS = Tiny(
+    args=(
+        *("--requests", "4", "--workloads", "random", *RUN, *VENVS),
+        *("--peers", "raybatch,vllm-eager"),
+    ),
+    runs=("peer_raybatch", "peer_vllm"),
+)
+# makes environments with pip; tests/benchmarks/test_bench_run_parts.py has its decisions
+ELSEWHERE = ("venvs",)
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """Everything that scripts keep lies in a folder of the test, and models are small."""
+    import models
+
+    small = {name: _small(shape) for name, shape in models.SHAPES.items()}
+    monkeypatch.setattr(models, "SHAPES", small)
+    for name in ("venvs", "bench_run", "peer_process", "cost_model"):
+        monkeypatch.setattr(importlib.import_module(name), "WORK", tmp_path / "work")
+    limits = importlib.import_module("machine_limits")
+    monkeypatch.setattr(limits, "_BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "_GEMM_SIZES", (64,))
+    num_threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def on_shared_cluster(request, monkeypatch):
+    """Scripts that start and end Ray in this process use the cluster that is there."""
+    request.getfixturevalue("cluster")
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(f"ray.{name}", lambda *args, **kwargs: None)
+
+
+def run(name: str, tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script as its command line would; raise what it raises, SystemExit for a failure."""
+    module = importlib.import_module(name)
+    for value, given in tiny.values.items():
+        own = getattr(module, value)
+        monkeypatch.setattr(module, value, given(own) if callable(given) else given)
+    places = {"folder": folder, "model": folder / "tiny", "prefix": sys.prefix}
+    args = [arg.format(**places) for arg in tiny.args]
+    out = folder / "out.json"
+    if '"--out"' in inspect.getsource(module):
+        args += ["--out", str(out)]
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *args])
+    try:
+        status = module.main(args) if inspect.signature(module.main).parameters else module.main()
+    except SystemExit as error:
+        status = error.code
+    assert not status
+    if "--out" in args:
+        assert "conditions" in json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=tiny.marks, id=name) for name, tiny in TINY.items()]
+)
+def test_a_script_runs(name, request, in_folder, monkeypatch, capsys):
+    tiny = TINY[name]
+    if RAY in tiny.marks:
+        request.getfixturevalue("on_shared_cluster")
+    if "{model}" in tiny.args:
+        importlib.import_module("models").write("dense-4m", in_folder / "tiny")
+    if name == "repeat_jobs":
+        importlib.import_module("models").write("dense-4m", in_folder / "work/models/dense-4m")
+    if name == "large_job":
+        import large_job
+
+        monkeypatch.setattr(large_job, "in_process", in_this_process)
+    run(name, tiny, in_folder, monkeypatch)
+    assert capsys.readouterr().out
+
+
+def in_this_process(folder: Path) -> dict[str, Any]:
+    """Stand in for the process of a driver, which would start a cluster of its own."""
+    import large_job
+
+    hears, said = multiprocessing.Pipe(duplex=False)
+    large_job.run_once(folder, said)
+    return dict(hears.recv())
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_peers_that_need_vllm_run(in_folder, monkeypatch):
+    importlib.import_module("models").write("dense-4m", in_folder / "tiny")
+    run("e2e", VLLM_PEERS, in_folder, monkeypatch)
+
+
+def test_no_script_is_forgotten():
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    started = {other for tiny in (*TINY.values(), VLLM_PEERS) for other in tiny.runs}
+    assert scripts == {*TINY, *started, *ELSEWHERE}
+
+
+def test_no_pipeline_is_forgotten():
+    root = BENCHMARKS.parent
+    run = (root / "tests" / "test_pipelines.py").read_text()
+    pipelines = [path.name for path in (root / "pipelines").glob("*.py")]
+    assert [name for name in pipelines if f'"{name}"' not in run] == []
+    assert pipelines

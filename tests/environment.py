@@ -1,0 +1,31 @@
+"""What a shell may say that changes what Ray, models or a terminal do, and is not heeded here."""
+
+from collections.abc import MutableMapping
+
+# of Ray: another cluster, other defaults; of hubs and stores: accounts, mirrors, other caches
+_PREFIXES = ("RAY_", "RAYBATCH_", "HF_", "HUGGING", "TRANSFORMERS_", "VLLM_", "AWS_", "OPENAI_")
+_NAMES = (
+    *("COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "PY_COLORS"),
+    *("CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS"),
+    *("PYTHONWARNINGS", "PYTHONIOENCODING", "TZ", "XDG_CACHE_HOME"),
+    # each of the many processes of Ray would compile the package anew
+    "PYTHONDONTWRITEBYTECODE",
+)
+# said for the suite itself, or of the machine: where Ray keeps its files, and what vLLM runs on
+_KEPT = ("RAYBATCH_TEST_", "RAY_TMPDIR", "VLLM_TARGET_DEVICE")
+_HERE = ("127.0.0.1", "localhost", "::1")
+
+
+def settle_environment(environment: MutableMapping[str, str]) -> None:
+    """Let the variables of a process be what the suite counts on; modified in place."""
+    for name in list(environment):
+        if name in _NAMES or (name.startswith(_PREFIXES) and not name.startswith(_KEPT)):
+            del environment[name]
+    if environment.get("TERM") in ("dumb", "unknown"):
+        del environment["TERM"]
+    for name in ("no_proxy", "NO_PROXY"):
+        # servers of tests are on this host, whatever proxy leads elsewhere
+        others = [host for host in environment.get(name, "").split(",") if host]
+        environment[name] = ",".join(dict.fromkeys([*others, *_HERE]))
+    # workers step back behind everything else on the machine, and a test would wait for ever
+    environment["RAY_worker_niceness"] = "0"

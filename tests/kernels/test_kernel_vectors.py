@@ -1,0 +1,135 @@
+"""Compiled kernels with the vectors of other processors than this one."""
+
+import sys
+
+import pytest
+import torch
+
+from raybatch.errors import ConfigError
+from raybatch.kernels.native.compiler import compile_library, has_compiler, host_vectors
+from raybatch.kernels.native.decode_attention import decode_form
+from raybatch.kernels.native.linears import compiled_linears
+from raybatch.kernels.native.moe_experts import panelled_experts
+from raybatch.kernels.native.small_ops import small_ops
+from tests.engine.real_engines import Engines, requests_of, run, tokens_of
+from tests.engine.tiny_models import build
+from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS
+from tests.kernels.test_rows_without_keys import (
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    POOLS,
+    check_shared_runs,
+)
+
+VARIABLE = "RAYBATCH_KERNEL_VECTORS"
+BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@pytest.fixture(params=["avx2", "plain"])
+def vectors(request, monkeypatch):
+    """Fewer than the host may have; all others tests have its own."""
+    if not has_compiler():
+        pytest.skip("no C compiler here")
+    if request.param not in host_vectors():
+        pytest.skip("not on this processor")
+    monkeypatch.setenv(VARIABLE, request.param)
+
+
+# each is compared with torch once it is compiled; bytes become floats by other instructions in each
+
+
+@pytest.mark.usefixtures("vectors")
+@pytest.mark.parametrize("dtype", POOLS.values(), ids=POOLS.keys())
+def test_attention_over_each_kind_of_pool(dtype):
+    form = decode_form(
+        head_dim=HEAD_DIM,
+        num_grouped=NUM_HEADS // NUM_KV_HEADS,
+        block_size=BLOCK_SIZE,
+        kv_dtype=dtype,
+    )
+    assert form is not None
+    for step in STEPS.values():
+        for window in (None, 3):
+            check_shared_runs(form, step, dtype, window)
+
+
+@pytest.mark.usefixtures("vectors")
+@pytest.mark.parametrize("dtype", BYTES.values(), ids=BYTES.keys())
+def test_linears_and_experts_of_floats_and_bytes(dtype):
+    assert compiled_linears(dtype) is not None
+    assert panelled_experts(32, 16, dtype) is not None
+
+
+@pytest.mark.usefixtures("vectors")
+def test_an_engine_gives_the_tokens_of_torch(tmp_path, rng):
+    assert small_ops() is not None
+    build("qwen3-moe").save_pretrained(tmp_path)
+    engines = Engines(tmp_path)
+    prompts = [rng.integers(1, 211, length).tolist() for length in (1, 9, 30)]
+    found = []
+    for is_compiled in (True, False):
+        config = engines.config(block_size_tokens=8, compile_kernels=is_compiled)
+        found.append(tokens_of(run(engines.make(config), requests_of(prompts, max_tokens=12))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [("avx512", "-march=x86-64-v4"), ("AVX2", "-march=x86-64-v3"), ("plain", None)],
+)
+def test_the_compiler_is_told_the_vectors(value, flag, monkeypatch, tmp_path):
+    if value.lower() not in host_vectors():
+        pytest.skip("not on this processor")
+    compiler, told = tmp_path / "cc", tmp_path / "told"
+    compiler.write_text(
+        f"#!{sys.executable}\nimport sys\nopen({str(told)!r}, 'w').write(' '.join(sys.argv))\n"
+        "sys.exit(1)\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv(VARIABLE, value)
+    assert compile_library("small_ops.c", {}) is None
+    assert [part for part in told.read_text().split() if "march" in part] == [flag] * bool(flag)
+
+
+def test_kernels_of_other_vectors_are_other_kernels(monkeypatch):
+    if not has_compiler():
+        pytest.skip("no C compiler here")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    own = small_ops()
+    monkeypatch.setenv(VARIABLE, "plain")
+    plain = small_ops()
+    assert plain is not own
+    assert plain is small_ops()
+    monkeypatch.delenv(VARIABLE)
+    assert own is small_ops()
+
+
+def test_other_vectors_than_there_are_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "sse")
+    with pytest.raises(ConfigError, match="must be one of avx512, avx2, plain, got 'sse'"):
+        small_ops()
+
+
+def test_vectors_that_the_host_lacks_are_refused_with_those_that_it_has(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv(VARIABLE, "avx512")
+    with pytest.raises(ConfigError, match=r"is avx512, .* take one of avx2, plain, or leave it"):
+        compile_library("small_ops.c", {})
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "expected"),
+    [
+        ("x86_64", "AVX512", ("avx512", "avx2", "plain")),
+        ("AMD64", "AVX2", ("avx2", "plain")),
+        ("x86_64", "DEFAULT", ("plain",)),
+        ("aarch64", "SVE256", ("plain",)),
+    ],
+)
+def test_what_hosts_can_run(machine, capability, expected, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert expected == host_vectors()

@@ -1,0 +1,53 @@
+"""Decode rows that have no key of their own, or none within the window."""
+
+import pytest
+import torch
+
+from raybatch.kernels.triton import attention as kernels
+from raybatch.kernels.triton import decode_attention
+from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of
+from tests.kernels.triton.support import assert_close
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
+
+
+@pytest.fixture
+def pools(device):
+    torch.manual_seed(0)
+    return torch.randn(2, 12, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+def test_rows_whose_keys_lie_in_shared_runs(step, window, pools, device):
+    q = torch.randn(len(step.tables), NUM_HEADS, HEAD_DIM, device=device)
+    positions = torch.tensor(step.positions(), device=device)
+    prepared = kernels.prepare_attention(
+        step.plan(device),
+        positions=positions,
+        slot_mapping=positions,
+        pool=pools[0],
+        windows=(window,),
+    )
+    kv = q[:, :NUM_KV_HEADS]
+    actual = kernels.attend(q, kv, kv, pools[0], pools[1], prepared, window)
+    assert_close(actual, step.expected(q.cpu(), pools[0].cpu(), pools[1].cpu(), window))
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("entries", [[], [(2, 1, 3, 0), (3, 1, 1, 4)]], ids=["all", "some"])
+def test_a_row_without_blocks_gets_zeros_without_weight(
+    entries, num_splits, pools, device, monkeypatch
+):
+    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: num_splits)
+    positions = torch.tensor([3, 4, 3], device=device)
+    walk = decode_attention.plan_walk(
+        part_of(entries, device), positions=positions, pool=pools[0], windows=(None,)
+    )
+    q = torch.randn(3, NUM_HEADS, HEAD_DIM, device=device)
+    output, lse = decode_attention.attend_decode(q, pools[0], pools[1], walk, None)
+    owners = {owner for _, owner, _, _ in entries}
+    is_empty = torch.tensor([row not in owners for row in range(3)])
+    assert not output[is_empty].any()
+    assert lse[is_empty].isneginf().all()
+    assert lse[~is_empty].isfinite().all()
