@@ -203,11 +203,12 @@ class Replica:
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
+            # asked before: what an engine finished before it broke is sent
+            failure = engine.failure()
             try:
                 await self._send(engine, coordinator)
             except Exception as error:
                 await self._give_up(coordinator, error)
-            failure = engine.failure()
             if failure is not None:
                 await self._give_up(coordinator, failure)
             if not engine.is_idle():

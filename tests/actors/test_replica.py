@@ -1,6 +1,8 @@
 """The actor's class in this process, with a coordinator that says what the test wants."""
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from raybatch.actors.records import Assignment, RowGroups, Span
 from raybatch.actors.replica import Replica
 from raybatch.actors.wire import request_table
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.types import Sampling
+from raybatch.types import Completion, ReplicaStats, Sampling
 
 TIMEOUT_S = 20
 
@@ -169,6 +171,75 @@ def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monke
     assert failed.cause
     # a trace says nothing that the message does not
     assert failed.trace == ""
+
+
+class BreakingEngine:
+    """Finishes its last row and breaks while what it finished before is sent."""
+
+    def __init__(self):
+        self.finished = [done(0)]
+        self.broken = None
+
+    def break_down(self):
+        self.finished = [done(1)]
+        self.broken = RuntimeError("broken")
+
+    def collect(self):
+        finished, self.finished = self.finished, []
+        return finished
+
+    def failure(self):
+        return self.broken
+
+    def stats(self):
+        return ReplicaStats()
+
+    def is_idle(self):
+        return self.broken is not None
+
+
+class DeadSite(RaySite):
+    """Dies by ending the one who told so."""
+
+    async def die(self):
+        raise asyncio.CancelledError
+
+
+def done(row):
+    return Completion(request_id=row, token_ids=np.array([1], np.int32), finish_reason="stop")
+
+
+def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    spec = PoolSpec(
+        model="none",
+        backend=BackendConfig(kind="fake"),
+        engine=EngineConfig(),
+        pool=PoolConfig(replicas=1),
+    )
+
+    async def heard():
+        engine, replica, news = BreakingEngine(), Replica(spec, 1, DeadSite()), []
+
+        async def report(replica_id, results, stats):
+            news.extend(row for _, table in results for row in table["row"].to_pylist())
+            if engine.broken is None:
+                engine.break_down()
+                replica._wake()
+                await asyncio.sleep(0)
+
+        async def note_cause(replica_id, cause, ends_run):
+            news.append(cause)
+
+        coordinator = SimpleNamespace(report=Method(report), note_cause=Method(note_cause))
+        replica._loop = asyncio.get_running_loop()
+        replica._wake()
+        async with asyncio.timeout(TIMEOUT_S):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.create_task(replica._report(engine, coordinator))
+        return news
+
+    assert asyncio.run(heard()) == [0, 1, "RuntimeError: broken"]
 
 
 @pytest.mark.parametrize(
