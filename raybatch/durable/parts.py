@@ -138,9 +138,12 @@ def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> F
     needed = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.endswith(_MAGIC) and len(tail) < needed <= _MAX_FOOTER_BYTES:
         tail = store.tail(name, needed)
+    if not tail.endswith(_MAGIC) or len(tail) < needed:
+        raise CommitError(
+            f"{store.uri}/{name} is damaged: it is no whole Parquet file; move it away and run the "
+            "job again, which makes its rows anew"
+        )
     try:
-        if not tail.endswith(_MAGIC) or len(tail) < needed:
-            raise ValueError("it is no whole Parquet file")
         num_rows, text = part_format.footer_text(tail)
         footer = Footer.from_json(json.loads(text))
         if footer.num_rows != num_rows:

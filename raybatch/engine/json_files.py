@@ -1,12 +1,15 @@
-"""JSON files of a checkpoint, each of which holds one object."""
+"""JSON files of a checkpoint, each of which holds one object, and its values."""
 
 import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raybatch.errors import ConfigError
 
-__all__ = ["read_json"]
+__all__ = ["JsonValues", "read_json"]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -24,3 +27,41 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
     return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class JsonValues:
+    """The values of an object, and the name of its file for error messages."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - of JSON
+        """Return a value as it is."""
+        return self.values.get(key, default)
+
+    def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
+        """Return a whole number of at least 1.
+
+        Raises:
+            ConfigError: it is none, or above `most`.
+        """
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.where}: {key} must be a number of at least 1, got {value!r}")
+        if most is not None and value > most:
+            raise ConfigError(f"{self.where}: {key} must be at most {most}, got {value}")
+        return value
+
+    def number(self, key: str, default: float, *, may_be_zero: bool = False) -> float:
+        """Return a finite number above 0, or of at least 0.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.values.get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf or not (value or may_be_zero):
+            least = "of at least 0" if may_be_zero else "above 0"
+            raise ConfigError(f"{self.where}: {key} must be a finite number {least}, got {value!r}")
+        return float(value)

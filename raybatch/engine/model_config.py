@@ -4,13 +4,12 @@ The file is read directly, so that an engine starts without importing transforme
 missing keys are those of the architecture in transformers.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raybatch.engine.json_files import read_json
+from raybatch.engine.json_files import JsonValues, read_json
 from raybatch.engine.other_backends import SAME_MODEL, backends_for
 from raybatch.engine.rope import RopeSpec, read_rope
 from raybatch.errors import ConfigError
@@ -121,13 +120,13 @@ def read_model_spec(path: Path) -> ModelSpec:
             f"{path} has no config.json; pass the folder of a Hugging Face checkpoint"
         )
     architecture = _read_architecture(raw, path)
-    config = _Config({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
+    config = JsonValues({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
     num_heads, num_kv_heads, head_dim = _read_heads(config)
     num_layers = config.size("num_hidden_layers", most=_MAX_LAYERS)
     has_attention_bias = bool(config.get("attention_bias", False))
     rope, max_positions = read_rope(
-        config.values, max_positions=config.size("max_position_embeddings", 32768)
+        config, max_positions=config.size("max_position_embeddings", 32768)
     )
     generation = read_json(path / "generation_config.json") or {}
     return ModelSpec(
@@ -139,7 +138,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_dim=config.size("intermediate_size"),
-        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rms_eps=config.number("rms_norm_eps", 1e-6, may_be_zero=True),
         has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_attention_bias,
         has_o_bias=has_attention_bias and architecture != "Qwen2ForCausalLM",
         has_mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
@@ -154,39 +153,16 @@ def read_model_spec(path: Path) -> ModelSpec:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """The values of config.json and the name of the file for error messages."""
-
-    values: Mapping[str, Any]
-    where: str
-
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401
-        return self.values.get(key, default)
-
-    def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.where}: {key} must be a number of at least 1, got {value!r}")
-        if most is not None and value > most:
-            raise ConfigError(f"{self.where}: {key} must be at most {most}, got {value}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.values.get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf:
-            raise ConfigError(
-                f"{self.where}: {key} must be a finite number of at least 0, got {value!r}"
-            )
-        return float(value)
-
-
 def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
     named = raw.get("architectures") or []
     for name in named:
         if name in _DEFAULTS:
             return str(name)
+    if not named and raw.get("model_type") is None:
+        raise ConfigError(
+            f"{path / 'config.json'} names no architecture; pass the folder of a Hugging Face "
+            'checkpoint, whose config.json has "architectures"'
+        )
     found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
     raise ConfigError(
         f"{path / 'config.json'}: architecture {found} is not supported by the native engine; "
@@ -194,7 +170,7 @@ def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
     )
 
 
-def _read_heads(config: _Config) -> tuple[int, int, int]:
+def _read_heads(config: JsonValues) -> tuple[int, int, int]:
     num_heads = config.size("num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or config.size("hidden_size") // num_heads
@@ -206,7 +182,7 @@ def _read_heads(config: _Config) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _refuse_unsupported(config: _Config) -> None:
+def _refuse_unsupported(config: JsonValues) -> None:
     if config.get("quantization_config"):
         raise ConfigError(
             f"{config.where}: quantized checkpoints are not supported by the native engine; "
@@ -226,7 +202,7 @@ def _refuse_unsupported(config: _Config) -> None:
         )
 
 
-def _read_windows(config: _Config, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _read_windows(config: JsonValues, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     if architecture == "LlamaForCausalLM" or window is None:
         return (None,) * num_layers
@@ -248,7 +224,7 @@ def _read_windows(config: _Config, architecture: str, num_layers: int) -> tuple[
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _read_moe(config: _Config, architecture: str, num_layers: int) -> MoeSpec | None:
+def _read_moe(config: JsonValues, architecture: str, num_layers: int) -> MoeSpec | None:
     if architecture == "MixtralForCausalLM":
         return MoeSpec(
             num_experts=config.size("num_local_experts"),
@@ -281,7 +257,7 @@ def merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _read_dtype(config: _Config) -> CheckpointDType:
+def _read_dtype(config: JsonValues) -> CheckpointDType:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     name = name.removeprefix("torch.")
     if name in ("float32", "bfloat16", "float16"):

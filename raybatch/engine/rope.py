@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from raybatch.engine.json_files import JsonValues
 from raybatch.engine.other_backends import SAME_MODEL
 from raybatch.errors import ConfigError
 
@@ -40,59 +41,66 @@ class RopeSpec:
     attention_factor: float = 1.0
 
 
-def read_rope(config: Mapping[str, Any], *, max_positions: int) -> tuple[RopeSpec, int]:
+def read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int]:
     """Return the options in a parsed config.json and the longest context they allow.
 
     Both the keys of transformers 5 (`rope_parameters`) and the older `rope_theta` and
     `rope_scaling` are read.
 
     Raises:
-        ConfigError: a kind of scaling that the engine does not have.
+        ConfigError: a kind of scaling that the engine does not have, or no number where one is
+            needed.
     """
-    options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{config.where}: the options of RoPE must be an object, got {found!r}")
+    # a value that is null is one that is left out
+    given = {key: value for key, value in found.items() if value is not None}
+    options = JsonValues(given, config.where)
     kind: Any = options.get("rope_type", options.get("type", "default"))
     if kind not in get_args(RopeType):
         raise ConfigError(
-            f"config.json: rope type {kind!r} is not supported by the native engine, "
+            f"{config.where}: rope type {kind!r} is not supported by the native engine, "
             f"only {', '.join(get_args(RopeType))}; {SAME_MODEL}"
         )
-    if options.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+    if options.get("partial_rotary_factor", 1.0) != 1:
         raise ConfigError(
-            "config.json: partial_rotary_factor other than 1 is not supported by the native "
+            f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
             f"engine; {SAME_MODEL}"
         )
     # the top-level key wins in transformers, for checkpoints that carry it beside the options
     key = "original_max_position_embeddings"
-    original = config.get(key) or options.get(key) or max_positions
-    factor = options.get("factor")
-    if factor is None:
-        factor = max_positions / original if kind == "yarn" else 1.0
-    theta = options.get("rope_theta") or config.get("rope_theta") or 10000.0
+    has_own = config.get(key) is not None
+    original = (config if has_own else options).size(key, max_positions)
+    factor = options.number("factor", max_positions / original if kind == "yarn" else 1.0)
+    has_theta = "rope_theta" in given or config.get("rope_theta") is None
+    theta = (options if has_theta else config).number("rope_theta", 10000.0)
     spec = RopeSpec(
         kind=kind,
-        theta=float(theta),
-        factor=float(factor),
-        original_max_positions=int(original),
-        low_freq_factor=float(options.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(options.get("high_freq_factor", 4.0)),
-        beta_fast=float(options.get("beta_fast") or 32),
-        beta_slow=float(options.get("beta_slow") or 1),
+        theta=theta,
+        factor=factor,
+        original_max_positions=original,
+        low_freq_factor=options.number("low_freq_factor", 1.0),
+        high_freq_factor=options.number("high_freq_factor", 4.0),
+        beta_fast=options.number("beta_fast", 32.0),
+        beta_slow=options.number("beta_slow", 1.0),
         truncate=bool(options.get("truncate", True)),
-        attention_factor=_attention_factor(options, float(factor)) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(options, factor) if kind == "yarn" else 1.0,
     )
     if kind == "yarn":
         return spec, max(max_positions, int(original * factor))
     return spec, max_positions
 
 
-def _attention_factor(options: Mapping[str, Any], factor: float) -> float:
+def _attention_factor(options: JsonValues, factor: float) -> float:
     def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    explicit = options.get("attention_factor")
-    if explicit is not None:
-        return float(explicit)
-    mscale, mscale_all = options.get("mscale"), options.get("mscale_all_dim")
+    if options.get("attention_factor") is not None:
+        return options.number("attention_factor", 1.0)
+    mscale, mscale_all = (
+        options.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")
+    )
     if mscale and mscale_all:
         return scale(mscale) / scale(mscale_all)
     return scale(1.0)

@@ -144,11 +144,17 @@ def test_numbers_with_more_than_six_digits_are_units():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"PAR1", b"\xff\xff\xff\xffPAR1", b"x" * 40 + b"\0\0\0\0PAR1"]
+    ("data", "told"),
+    [
+        (b"", "damaged"),
+        (b"PAR1", "damaged"),
+        (b"\xff\xff\xff\xffPAR1", "damaged"),
+        (b"x" * 40 + b"\0\0\0\0PAR1", "no part of this output"),
+    ],
 )
-def test_a_file_that_is_no_parquet_is_refused_by_name(store, data):
+def test_a_file_that_is_no_parquet_is_refused_by_name(store, data, told):
     store.create(part_name(0), data)
-    with pytest.raises(CommitError, match=r"part-000000\.parquet is no part of this output"):
+    with pytest.raises(CommitError, match=rf"part-000000\.parquet is {told}"):
         receipt_of(store, PLAN.unit(0), PLAN.hash)
 
 

@@ -75,6 +75,12 @@ def test_a_folder_without_config_is_refused(tmp_path):
         read_model_spec(tmp_path)
 
 
+def test_a_config_without_an_architecture_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json names no architecture"):
+        read_model_spec(tmp_path)
+
+
 def test_broken_json_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
@@ -92,6 +98,9 @@ def test_broken_json_is_refused(tmp_path):
         ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers must be at most 10000"),
         ({"rms_norm_eps": "x"}, "config.json: rms_norm_eps must be a finite number"),
         ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps must be a finite number"),
+        ({"rope_theta": 0}, "config.json: rope_theta must be a finite number above 0, got 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "config.json: factor must be a"),
+        ({"rope_scaling": [4]}, "config.json: the options of RoPE must be an object"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
