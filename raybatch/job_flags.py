@@ -114,8 +114,13 @@ def read_job_flags(
         bool, typer.Option("--extend", help="Add files that are new in the input.")
     ] = False,
     local: Annotated[
-        bool, typer.Option("--local", help="Run on this host alone, without starting Ray.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--local/--ray",
+            help="Run on this host alone, without starting Ray, or on Ray in any case.",
+            show_default="small inputs without Ray",
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
@@ -137,7 +142,7 @@ def read_job_flags(
         "columns": columns,
         "output_order": output_order,
         "extend": extend or None,
-        "executor": "local" if local else None,
+        "executor": None if local is None else "local" if local else "ray",
     }
     given = {path: value for path, value in flags.items() if value is not None}
     return {**given, **parse_settings(settings or [])}

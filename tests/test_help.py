@@ -73,6 +73,12 @@ def test_help_of_a_job_file_speaks_of_options_of_that_command(name):
     assert ("--openai" in told) <= ("openai" in params)
 
 
+@pytest.mark.parametrize(("flag", "executor"), [(True, "local"), (False, "ray"), (None, "auto")])
+def test_one_flag_says_where_engines_run(flag, executor):
+    job = {"source": "in", "sink": "out", "model": "demo", "prompt": "{a}", "local": flag}
+    assert raybatch.Job.from_mapping(told_to(job)).config.executor == executor
+
+
 def told_to(flags):
     nothing = {"overwrite": False, "extend": False, "job_file": None}
     return nested_options(None, read_job_flags(**dict.fromkeys(VALUES) | nothing | flags))
