@@ -11,3 +11,12 @@ def wide_cluster():
 
     with own_ray(num_cpus=16):
         yield
+
+
+@pytest.fixture(scope="module", params=[pytest.param("anew", marks=pytest.mark.exhaustive), "kept"])
+def kept(request):
+    """Has the rows of ray.data.llm; see `tests.migration.both`."""
+    # slow to load as well
+    from tests.migration.both import KeptRows
+
+    return KeptRows(is_anew=request.param == "anew")
