@@ -68,3 +68,13 @@ def test_a_group_holds_the_blocks_of_its_prefix_and_gives_them_back_with_its_las
     groups.leave(group)
     assert [1, 1, 1] == blocks.num_refs[table].tolist()
     assert [] == groups.tables()
+
+
+def test_blocks_behind_a_gap_are_not_those_of_the_prefix():
+    blocks, groups = make_groups()
+    group = groups.join(request_of(12, 2 * BLOCK))
+    table = blocks.allocate(3)
+    groups.pin(group, 1, table[1:2])
+    assert [] == group.blocks
+    groups.pin(group, 0, table)
+    assert table[:2] == group.blocks
