@@ -94,6 +94,10 @@ TINY = {
         args=("--models", "moe-8m", "--batches", "1,2", "--repeats", "1"),
         values={"PREFILL_TOKENS": 64, "DECODE_CONTEXT": 64, "DECODE_STEPS": 2},
     ),
+    "executors": Tiny(
+        args=("--rows", "2", "--replicas", "1", "--repetitions", "1"),
+        marks=(SLOW, pytest.mark.timeout(600)),
+    ),
     "group_attention": Tiny(
         args=("--members", "2", "--prefix", "32", "--own", "8", "--rounds", "1")
     ),
