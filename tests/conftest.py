@@ -25,13 +25,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep all tests on a cluster, and tests that share a fixture, on one worker; let vLLM warn."""
     for item in items:
-        # a second cluster makes neither faster, and its ports are in the way of `ray start`
-        if item.get_closest_marker("ray") and not item.get_closest_marker("own_cluster"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif item.get_closest_marker("own_cluster"):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-own-cluster"))
+        group = None
+        if item.get_closest_marker("own_cluster"):
+            group = f"{item.path.stem}-own-cluster"
+        elif item.get_closest_marker("ray"):
+            # a second cluster makes neither faster, and its ports are in the way of `ray start`
+            group = "ray"
         elif _shares_fixtures(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            group = item.path.stem
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
