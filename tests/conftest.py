@@ -26,9 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep all tests on a cluster, and tests that share a fixture, on one worker; let vLLM warn."""
     for item in items:
         group = None
-        if item.get_closest_marker("own_cluster"):
-            group = f"{item.path.stem}-own-cluster"
-        elif item.get_closest_marker("ray"):
+        if item.get_closest_marker("ray"):
             # a second cluster makes neither faster, and its ports are in the way of `ray start`
             group = "ray"
         elif _shares_fixtures(item):

@@ -11,12 +11,7 @@ import pytest
 
 from raybatch.demo.dataset import write_dataset
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.own_cluster,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 

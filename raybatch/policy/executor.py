@@ -7,9 +7,9 @@ __all__ = ["ExecutorFacts", "ExecutorName", "choose_executor", "engines_for"]
 
 ExecutorName = Literal["auto", "local", "ray"]
 
-# On one host Ray has as many engines as a local run, later by its start. Feeders and coordinator
-# work beside the driver and win some of that back over many rows. Where they win all of it back was
-# not measured on a quiet host; 4,100 rows of the demo were still done sooner without Ray.
+# On one host Ray has as many engines as a local run, and is later by its start: 12 s on two cores,
+# with 10 rows as with 10,000 (benchmarks/executors.py). From here on a job takes long enough for
+# what Ray has beside: hosts that join, feeders in processes of their own, metrics.
 _MAX_LOCAL_ROWS = 10_000
 _MAX_LOCAL_BYTES = 32 << 20
 # an engine takes seconds to start

@@ -46,7 +46,6 @@ def answers(folder, swept):
 
 
 @pytest.mark.ray
-@pytest.mark.own_cluster
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_that_dies_after_a_commit_goes_on(swept, answers):
@@ -63,7 +62,6 @@ def test_a_job_that_dies_after_a_commit_goes_on(swept, answers):
 
 
 @pytest.mark.ray
-@pytest.mark.own_cluster
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_survives_the_loss_of_a_replica_and_of_everything(folder, answers):

@@ -155,7 +155,6 @@ def test_a_soak_that_went_wrong_is_not_right(changes):
 
 
 @pytest.mark.ray
-@pytest.mark.own_cluster
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_soak_goes_through_a_fault_and_ends():
