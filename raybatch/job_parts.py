@@ -111,7 +111,7 @@ def settled_stage(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageF
         stage: with the pool of the job.
         sinks: outputs that it goes on with; the first that was begun says with which backend.
     """
-    if stage.config.backend.kind != "auto":
+    if stage.config.backend.is_decided:
         return stage
     begun = next(filter(None, map(began_with, sinks)), None)
     if begun is None and not stage.pool.is_local and connected_ray() is None:
@@ -137,7 +137,7 @@ def stage_of_cluster(
     Raises:
         ConfigError: the backend cannot run the model, or cannot be decided.
     """
-    if stage.config.backend.kind != "auto":
+    if stage.config.backend.is_decided:
         return stage
     if start_ray is not None:
         start_ray()

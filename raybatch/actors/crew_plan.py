@@ -8,12 +8,12 @@ from types import ModuleType
 
 from raybatch.actors.records import PoolSpec
 from raybatch.backends.choice import VllmBuild, unproven_on_gpus, vllm_build
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import (
     actors_of_engine,
     check_pool,
     check_share,
     gpus_of_replica,
-    waits_for_others,
 )
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
@@ -153,7 +153,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     num_gpus = gpus_asked(spec, cluster)
     if pool.replicas is not None:
         num_replicas = pool.replicas
-    elif waits_for_others(spec.backend):
+    elif facts_of(spec.backend).is_endpoint:
         num_replicas = 1
     elif num_gpus:
         num_replicas = max(1, int(cluster.num_gpus / num_gpus))

@@ -17,7 +17,8 @@ from raybatch.actors.records import PoolSpec, digest_of
 from raybatch.actors.settling import settled
 from raybatch.actors.site import Errors
 from raybatch.backends.choice import BackendChoice, unproven_on_gpus, vllm_build
-from raybatch.backends.options import gpus_of_engine, waits_for_others
+from raybatch.backends.kinds import facts_of
+from raybatch.backends.options import gpus_of_engine
 
 __all__ = ["LocalPools", "gpus_of_host", "plan_local_crew"]
 
@@ -126,7 +127,7 @@ def plan_local_crew(spec: PoolSpec) -> CrewPlan:
     GPUs are not divided here: one engine has what it takes of them.
     """
     num_replicas = spec.pool.replicas
-    if num_replicas is None and (_has_gpus(spec) or waits_for_others(spec.backend)):
+    if num_replicas is None and (_has_gpus(spec) or facts_of(spec.backend).is_endpoint):
         num_replicas = 1
     if num_replicas is None:
         num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)

@@ -48,7 +48,7 @@ class RayPools:
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
         """Decide a backend by the GPUs of the cluster and what its hosts have."""
-        if spec.backend.kind != "auto":
+        if spec.backend.is_decided:
             return spec, None
         if connect and not ray.is_initialized():
             ray.init()

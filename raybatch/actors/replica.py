@@ -19,7 +19,7 @@ from raybatch.actors.wire import RequestReader, encode_completions
 from raybatch.actors.worker_log import obey_log_level
 from raybatch.backends.base import Backend
 from raybatch.backends.create import create_backend
-from raybatch.backends.options import chooses_rows
+from raybatch.backends.kinds import facts_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
 from raybatch.policy.admission_order import batches_ahead
 from raybatch.redaction import redacted
@@ -76,7 +76,7 @@ class Replica:
         """Build the engine; return why it could not be built, if so."""
         self._loop = asyncio.get_running_loop()
         engine, lead_batches = self._spec.engine, 0
-        if chooses_rows(self._spec.backend):
+        if facts_of(self._spec.backend).obeys_engine_options:
             lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),

@@ -32,7 +32,7 @@ def settled(
     Returns:
         The spec, and None for the choice where the user has named a backend.
     """
-    if spec.backend.kind != "auto":
+    if spec.backend.is_decided:
         return spec, None
     num_gpus = gpus_asked(spec, cluster)
     choice = choose_backend(

@@ -33,7 +33,7 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
         backend: kind, options and task.
         engine: options that a backend may not have.
     """
-    if backend.kind == "auto":
+    if not backend.is_decided:
         # what runs everywhere is what the native engine has; vLLM has it as well
         backend = replace(backend, kind="native")
     if backend.task not in _TASKS.get(backend.kind, ("generate",)):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from raybatch.backends.choice import VllmBuild
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.openai_options import decisive_options, openai_options
 from raybatch.backends.vllm_args import (
     VllmOptions,
@@ -27,14 +28,12 @@ __all__ = [
     "answering_options",
     "check_pool",
     "check_share",
-    "chooses_rows",
     "gpus_of_engine",
     "gpus_of_replica",
     "length_of_model",
     "may_end_its_process",
     "parsed_columns",
     "score_form",
-    "waits_for_others",
 ]
 
 # of Ray's names of accelerators, the beginnings of those that its resource "GPU" does not count
@@ -53,24 +52,6 @@ def score_form(backend: BackendConfig, model: str) -> ScoreForm:
     return form_of_scores(resolve_model(model), kwargs)
 
 
-def waits_for_others(backend: BackendConfig) -> bool:
-    """Return whether an engine computes nothing itself, so that one has room for hundreds of rows.
-
-    Args:
-        backend: of the engine.
-    """
-    return backend.kind == "openai"
-
-
-def chooses_rows(backend: BackendConfig) -> bool:
-    """Return whether an engine chooses by `engine.admission` which of its waiting rows run next.
-
-    Args:
-        backend: of the engine.
-    """
-    return backend.kind == "native"
-
-
 def may_end_its_process(backend: BackendConfig) -> bool:
     """Return whether a row may take the process of its engine along.
 
@@ -79,7 +60,7 @@ def may_end_its_process(backend: BackendConfig) -> bool:
     """
     if backend.kind == "fake":
         return bool(backend.options.get("crashes")) or backend.options.get("crash_on") is not None
-    return not waits_for_others(backend)
+    return not facts_of(backend).is_endpoint
 
 
 def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
@@ -204,7 +185,7 @@ def length_of_model(
         return length
     if backend.kind == "native":
         return read_model_spec(model_dir).max_model_len
-    if backend.kind == "auto":
+    if not backend.is_decided:
         return _length_of_either(model_dir)
     if backend.kind == "vllm":
         kwargs = vllm_options(backend, engine).engine_kwargs

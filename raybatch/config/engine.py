@@ -243,3 +243,8 @@ class BackendConfig:
         elif not isinstance(given, Mapping):
             # it may hold a secret, so it is not repeated
             raise ConfigError(f"backend.options must be a mapping, got a {type(given).__name__}")
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the kind is one that runs."""
+        return self.kind != "auto"

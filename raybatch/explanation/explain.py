@@ -15,8 +15,8 @@ from raybatch.backends.cost_cache import (
     load_cost_model,
 )
 from raybatch.backends.create import has_prices
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.openai_options import openai_options
-from raybatch.backends.options import waits_for_others
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
@@ -280,7 +280,7 @@ def _crew_size(question: Question) -> tuple[int, int]:
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
-    if waits_for_others(spec.backend):
+    if facts_of(spec.backend).is_endpoint:
         return None, NO_SPEED_OF_ENDPOINTS
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"

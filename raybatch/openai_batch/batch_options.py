@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raybatch.backends.options import waits_for_others
+from raybatch.backends.kinds import facts_of
 from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
 from raybatch.job import Job
@@ -71,7 +71,7 @@ class BatchOptions:
                 f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
                 "it themselves; leave it out"
             )
-        if waits_for_others(self.stage.backend):
+        if facts_of(self.stage.backend).is_endpoint:
             raise ConfigError(
                 f"{self.where}: the backend 'openai' sends rows to an endpoint that has the Batch "
                 "API itself, or answers datasets; take another backend for batch files"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.openai_options import OpenAIOptions, openai_options
-from raybatch.backends.options import waits_for_others
 from raybatch.config import SpecialTokens
 from raybatch.engine.chat import check_messages, map_texts
 from raybatch.engine.prompt_errors import InvalidPrompt
@@ -101,7 +101,7 @@ class EndpointTokenizer:
 
 def check_endpoint(config: StageConfig) -> None:
     """Raise ConfigError where a stage asks of an endpoint what it cannot do."""
-    if not waits_for_others(config.backend):
+    if not facts_of(config.backend).is_endpoint:
         return
     options = openai_options(config.backend.options)
     if config.chat_template is not None or config.chat_template_kwargs:

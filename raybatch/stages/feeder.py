@@ -73,7 +73,7 @@ class StageFeeder:
             model_dir = find_model(self.config)
             # engines load their weights while this feeder loads its tokenizer
             self.pool.start()
-            if self.config.backend.kind == "auto":
+            if not self.config.backend.is_decided:
                 # decided where the pool was made
                 self.config = replace(self.config, backend=self.pool.spec.backend)
             self._tokenizer = load_tokenizer(self.config, model_dir)
@@ -197,7 +197,7 @@ class StageFeeder:
         Raises:
             ConfigError: the backend cannot be decided, or has not what the stage asks for.
         """
-        if cls.config.backend.kind != "auto":
+        if cls.config.backend.is_decided:
             return cls
         pool, choice = cls.pool.settled(began_with=began_with, connect=connect)
         config = replace(cls.config, backend=pool.spec.backend)

@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import answering_options
 from raybatch.config import WaveConfig
 from raybatch.engine.model_source import model_fingerprint
@@ -100,7 +101,7 @@ def fingerprint(
         partition_by: columns by which it is laid out.
         waves: rules by which rows are asked again.
     """
-    assert config.backend.kind != "auto", "what answers is not decided yet"
+    assert config.backend.is_decided, "what answers is not decided yet"
     found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -145,7 +146,7 @@ def _model(config: StageConfig) -> dict[str, str]:
         if (path := folder / name).is_file():
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
     found = {"model.tokenizer": digest.hexdigest()}
-    if config.backend.kind not in ("fake", "openai"):
+    if facts_of(config.backend).has_weights:
         found["model.weights"] = model_fingerprint(folder)
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raybatch.backends.kinds import facts_of
 from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.engine.tokenizer import Encoded
 from raybatch.media import with_images
@@ -40,9 +41,10 @@ class ImageReader:
 
     def __init__(self, config: StageConfig, vocab_size: int) -> None:
         self._config = config
-        self._is_endpoint = config.backend.kind == "openai"
+        facts = facts_of(config.backend)
+        self._is_endpoint = facts.is_endpoint
         # others read text, and what is pooled is text
-        self._is_on = config.task == "generate" and config.backend.kind in ("vllm", "openai")
+        self._is_on = config.task == "generate" and facts.reads_images
         kwargs = dict(config.backend.options.get("engine_kwargs") or {})
         self._files = ImageFiles(
             folder=kwargs.get("allowed_local_media_path"), max_bytes=config.max_row_bytes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from raybatch.backends.create import check_options
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import check_pool
 from raybatch.config import check_choice, check_min
 from raybatch.errors import ConfigError, did_you_mean
@@ -90,7 +91,7 @@ def _check_inputs(config: "StageConfig") -> None:
 def _check_images(config: "StageConfig") -> None:
     if config.images is None:
         return
-    if config.backend.kind not in ("vllm", "openai"):
+    if not facts_of(config.backend).reads_images:
         raise ConfigError(
             f"images: the {_kind(config)} backend reads text alone; set backend='vllm', or "
             "'openai' for an endpoint"
@@ -106,7 +107,7 @@ def _check_images(config: "StageConfig") -> None:
 
 def _kind(config: "StageConfig") -> str:
     """Return what the options are checked for: a backend that is left out may be the native one."""
-    return "native" if config.backend.kind == "auto" else config.backend.kind
+    return config.backend.kind if config.backend.is_decided else "native"
 
 
 def _check_tools(config: "StageConfig") -> None:
@@ -195,11 +196,12 @@ def _check_adapters(config: "StageConfig") -> None:
             raise ConfigError("lora_path is where the adapters of lora_column lie; set lora_column")
         return
     kwargs = config.backend.options.get("engine_kwargs") or {}
-    if config.backend.kind not in ("vllm", "fake"):
+    facts = facts_of(config.backend)
+    if not facts.has_adapters:
         raise ConfigError(
             f"lora_column: the {_kind(config)} backend has no adapters; set backend='vllm'"
         )
-    if config.backend.kind == "vllm" and not kwargs.get("enable_lora"):
+    if facts.takes_vllm_options and not kwargs.get("enable_lora"):
         raise ConfigError(
             "lora_column needs engines that take adapters; set enable_lora in the engine_kwargs of "
             "the backend (with max_loras and max_lora_rank)"

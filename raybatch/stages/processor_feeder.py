@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from raybatch.backends.kinds import facts_of
 from raybatch.engine.prompt_tokenizer import PromptTokenizer
 from raybatch.errors import ConfigError
 from raybatch.stages.chaining import PROMPT_IDS_COLUMN
@@ -28,7 +29,7 @@ class ProcessorFeeder(StageFeeder):
 
     def _finish(self, answered: Answered) -> pa.Table:
         prompts = answered.prompts
-        if self.config.backend.kind == "openai":  # which renders and tokenizes payloads itself
+        if facts_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
             prompts = [p if p.payload is None else Prompt(None) for p in prompts]
         return add_prompts(super()._finish(answered), prompts, self._tokenizer)
 

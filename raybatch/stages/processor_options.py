@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raybatch.backends.create import check_options
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import actors_of_engine, gpus_of_engine
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError
@@ -117,7 +118,8 @@ class ProcessorConfig(metaclass=Checked):
             raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
         _of_adapters(self)
         engine, backend, _ = _engines(self)
-        if _stages(self)["prepare_multimodal_stage"].enabled and backend.kind != "vllm":
+        has_images = _stages(self)["prepare_multimodal_stage"].enabled
+        if has_images and not facts_of(backend).takes_vllm_options:
             raise ConfigError("prepare_multimodal_stage needs backend='vllm', which reads images")
         _pool(self, engine, backend)
 
@@ -184,7 +186,7 @@ def _check_types(config: ProcessorConfig) -> None:
 
 
 def _reads_images(config: ProcessorConfig, backend: BackendConfig) -> bool:
-    return backend.kind == "vllm" and config.task_type == "generate"
+    return facts_of(backend).takes_vllm_options and config.task_type == "generate"
 
 
 def _of_task(config: ProcessorConfig) -> dict[str, Any]:
@@ -232,16 +234,17 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
         backend = from_mapping(BackendConfig, backend, where="backend")
     if config.task_type != "generate":
         backend = replace(backend, task=config.task_type)  # type: ignore[arg-type]
-    if backend.kind == "auto":
+    if not backend.is_decided:
         raise ConfigError(
             "backend='auto' is for stages and jobs: a processor reads engine_kwargs for one kind "
             "of engine; take vLLMEngineProcessorConfig, or set backend to 'vllm' or 'native'"
         )
-    if backend.kind == "vllm":
+    facts = facts_of(backend)
+    if facts.takes_vllm_options:
         return vllm_config(config.engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())
     engine, ignored = engine_config(config.engine_kwargs)
-    if backend.kind == "openai":
+    if facts.is_endpoint:
         # the engine is somebody else's
         ignored = [f"engine_kwargs.{n}" for n in config.engine_kwargs if n != "max_model_len"]
     return engine, backend, ignored

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import score_form
 from raybatch.config import SpecialTokens
 from raybatch.engine.pairs import read_pair, with_frame
@@ -68,7 +69,7 @@ class PromptReader:
         self._images = ImageReader(config, tokenizer.vocab_size)
         self._adapters = Adapters(config)
         self._stage_options = stage_options(config)
-        self._is_parsed = config.backend.kind == "vllm" and bool(config.output.parsed)
+        self._is_parsed = not facts_of(config.backend).is_endpoint and bool(config.output.parsed)
         template = config.chat_template
         if config.tools is not None and not tokenizer.template_reads(TOOLS, chat_template=template):
             raise ConfigError(

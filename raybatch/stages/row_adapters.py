@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from raybatch.backends.kinds import facts_of
 from raybatch.engine.adapters import adapter_source, check_adapter
 from raybatch.errors import ConfigError
 from raybatch.payload import LORA, add_payload
@@ -26,7 +27,8 @@ class Adapters:
     def __init__(self, config: StageConfig) -> None:
         self._config = config
         kwargs = config.backend.options.get("engine_kwargs") or {}
-        self._max_rank = kwargs.get("max_lora_rank", 16) if config.backend.kind == "vllm" else None
+        has_ranks = facts_of(config.backend).takes_vllm_options
+        self._max_rank = kwargs.get("max_lora_rank", 16) if has_ranks else None
         self._sources: dict[str, str] = {}
 
     def on(self, prompts: Sequence[Prompt], table: pa.Table) -> Sequence[Prompt]:

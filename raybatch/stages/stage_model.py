@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from raybatch.backends.kinds import facts_of
 from raybatch.backends.model_files import check_files
 from raybatch.backends.openai_options import openai_options
 from raybatch.backends.options import length_of_model
@@ -32,10 +33,11 @@ def find_model(config: StageConfig) -> Path | None:
     Raises:
         ConfigError: nothing is there, or no model.
     """
-    if config.backend.kind == "openai":
+    facts = facts_of(config.backend)
+    if facts.is_endpoint:
         tokenizer = openai_options(config.backend.options).tokenizer
         return None if tokenizer is None else resolve_tokenizer(tokenizer)
-    if config.backend.kind == "fake" and Path(config.model).is_dir():
+    if not facts.has_weights and Path(config.model).is_dir():
         return Path(config.model)  # it has no weights, and its folder needs none
     return resolve_model(config.model)
 
@@ -47,7 +49,7 @@ def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
         ConfigError: there is no tokenizer that can be used.
     """
     tokenizer = None if folder is None else Tokenizer.load(folder)
-    if config.backend.kind == "openai":
+    if facts_of(config.backend).is_endpoint:
         return EndpointTokenizer(openai_options(config.backend.options), tokenizer)
     assert tokenizer is not None, "only an endpoint's model has no folder"
     return tokenizer
@@ -66,7 +68,8 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         ConfigError: the first of them.
         CapacityError: the KV cache does not hold a block.
     """
-    is_elsewhere = config.backend.kind != "openai" and not is_local_model(config.model)
+    facts = facts_of(config.backend)
+    is_elsewhere = not facts.is_endpoint and not is_local_model(config.model)
     if is_elsewhere and "://" not in config.model:
         check_hub_model(config.model)
     folder = find_model(config)
@@ -76,7 +79,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         check_files(folder, config.backend, reads_template=reads, has_tools=has_tools)
     max_model_len(config, folder)
     constraint = config.sampling.structured_outputs
-    if isinstance(constraint, str) and config.backend.kind in ("native", "transformers"):
+    if isinstance(constraint, str) and facts.checks_grammars:
         from raybatch.engine.grammars import check_grammar
 
         if error := check_grammar(constraint):
@@ -87,7 +90,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
 def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:
     """Return whether rows are rendered with the chat template of the model, if it has one."""
     is_completion = (
-        config.backend.kind == "openai"
+        facts_of(config.backend).is_endpoint
         and openai_options(config.backend.options).endpoint == "completions"
     )
     if config.chat_template is not None or is_completion:
@@ -106,7 +109,9 @@ def _check_budgets(config: StageConfig) -> None:
     """Refuse memory in which the native engine cannot run the model."""
     engine = config.engine
     budgets = (engine.kv_cache_bytes, engine.host_kv_bytes, engine.device_weight_bytes)
-    if config.backend.kind != "native" or all(budget is None for budget in budgets):
+    if all(budget is None for budget in budgets):
+        return
+    if not facts_of(config.backend).obeys_engine_options:
         return
     # a driver without torch leaves it to the engines
     if find_spec("torch") is None:
