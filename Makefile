@@ -89,7 +89,7 @@ $(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) torch
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) -e '.[dev]' -e ./faultlab
 	touch $@ $(VENV)/.installed-run

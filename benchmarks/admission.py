@@ -28,7 +28,7 @@ from swap import requests_of
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import AdmissionPolicy, EngineConfig
 from raybatch.policy.static_batches import LEAST_RUNS, RowLengths, prefers_static
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

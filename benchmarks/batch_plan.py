@@ -29,7 +29,7 @@ from peer_raybatch import kv_bytes_per_token, native_requests
 from raybatch.backends import native
 from raybatch.config import EngineConfig
 from raybatch.explanation.bench_plan import plan_report
-from raybatch.policy.step_plan import RowShape
+from raybatch.policy.batches.step_plan import RowShape
 
 KV_TOKENS = 65_536
 BATCHED_TOKENS = (256, 1024, 2048)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.coroutine import (
+from raybatch.engine.forward.coroutine import (
     Lot,
     Module,
     Part,
@@ -31,7 +31,7 @@ from raybatch.engine.coroutine import (
     combine,
     partition,
 )
-from raybatch.engine.runner import ModelRunner
+from raybatch.engine.loading.runner import ModelRunner
 
 POINT = YieldPoint(0, Module.FFN)
 

@@ -32,10 +32,10 @@ from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig
-from raybatch.policy.cost_model import CostModel, fit
-from raybatch.policy.estimate import check_run, estimate
-from raybatch.policy.work import WorkTotals, work_totals
-from raybatch.types import ReplicaStats, Request, Sampling
+from raybatch.policy.cost.cost_model import CostModel, fit
+from raybatch.policy.cost.estimate import check_run, estimate
+from raybatch.policy.cost.work import WorkTotals, work_totals
+from raybatch.records.types import ReplicaStats, Request, Sampling
 
 Clock = Callable[[], float]
 

@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 
 from raybatch.durable.audit import audit
 from raybatch.durable.commit import commit_unit, committed
-from raybatch.durable.store import open_store
+from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan, row_sum
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.tally import unit_counts
+from raybatch.planning.tally import unit_counts
+from raybatch.rows.schema import OutputSchema
 
 
 def rows_of_unit(num_rows: int, seed: int) -> pa.Table:

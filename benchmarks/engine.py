@@ -28,10 +28,10 @@ from machine_limits import MachineLimits, measure_limits
 
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.engine.model_config import ModelSpec, read_model_spec
-from raybatch.engine.module_profile import model_shape
-from raybatch.policy.layer_work import Workload
-from raybatch.types import Request, Sampling
+from raybatch.engine.profile.module_profile import model_shape
+from raybatch.models.config import ModelSpec, read_model_spec
+from raybatch.policy.batches.layer_work import Workload
+from raybatch.records.types import Request, Sampling
 
 DEFAULT_MODELS = ("dense-4m", "dense-60m", "moe-100m")
 PREFILL_TOKENS = 512

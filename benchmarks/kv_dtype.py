@@ -28,16 +28,16 @@ from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.demo.score import exact_match
 from raybatch.demo.task import PROMPT, make_document, make_questions
-from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.kv_cache import kv_bytes_per_token, pick_kv_dtype
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.model_source import resolve_model
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token, pick_kv_dtype
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart
 from raybatch.kernels.kv_rows import is_quantised, quantise
 from raybatch.kernels.native.decode_attention import decode_form
-from raybatch.types import Completion, Request, Sampling
+from raybatch.models.config import read_model_spec
+from raybatch.models.source import resolve_model
+from raybatch.records.types import Completion, Request, Sampling
+from raybatch.text.tokenizer import Tokenizer
 
 KINDS = ("auto", "int8", "fp8")
 BLOCK = EngineConfig().block_size_tokens

@@ -26,7 +26,7 @@ import psutil
 import ray
 
 from raybatch import BackendConfig, Job, LLMStage, PoolConfig
-from raybatch.types import PoolStats
+from raybatch.records.types import PoolStats
 
 _MIB = 1 << 20
 

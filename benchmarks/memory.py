@@ -11,7 +11,7 @@ from pathlib import Path
 
 import meters
 
-# the folder and the suffix of prepared weights, see raybatch/engine/weights.py
+# the folder and the suffix of prepared weights, see raybatch/engine/weights/loading.py
 WEIGHTS = re.compile(r"/weights/[^/]+\.safetensors$")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(?P<path>.*)$")
 _SIZE = re.compile(r"^(?P<name>Rss|Pss): +(?P<kb>\d+) kB$")

@@ -20,7 +20,7 @@ from page_simulator import Lengths, Machine, Outcome, simulate
 from step_simulator import Device
 
 from raybatch.config import VictimOrder
-from raybatch.policy.boundary_records import BoundaryOptions
+from raybatch.policy.boundary.records import BoundaryOptions
 from raybatch.policy.host_chunk import AdaptiveHostChunk
 
 PAGE_TOKENS = 64

@@ -1,8 +1,9 @@
 """An engine that stops at page boundaries, as counts of pages and tokens on a virtual clock.
 
-`raybatch.policy.page_boundary` decides and `apply_plan` keeps the books; between two boundaries
-every active sequence decodes until the boundary or its end, and a slot that falls empty stays so
-until then. A prefill round computes its prompts in steps of a token budget while nothing decodes.
+`raybatch.policy.boundary.page_boundary` decides and `apply_plan` keeps the books; between two
+boundaries every active sequence decodes until the boundary or its end, and a slot that falls empty
+stays so until then. A prefill round computes its prompts in steps of a token budget while nothing
+decodes.
 Pages that are loaded travel while the next interval is computed, and only what takes longer than
 that is waited for. The time of a step is the roofline of `step_simulator.Device`; no figure is a
 measurement.
@@ -15,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from step_simulator import Device
 
-from raybatch.policy.boundary_checks import apply_plan
-from raybatch.policy.boundary_records import BoundaryOptions, BoundarySnapshot, SequencePages
+from raybatch.policy.boundary.checks import apply_plan
+from raybatch.policy.boundary.page_boundary import plan_boundary
+from raybatch.policy.boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
 from raybatch.policy.host_chunk import AdaptiveHostChunk
-from raybatch.policy.page_boundary import plan_boundary
 
 Ints = npt.NDArray[np.int64]
 

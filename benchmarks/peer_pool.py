@@ -17,9 +17,9 @@ from planning import Plan, plan_requests
 from workloads_e2e import TokenRequest
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
-from raybatch.actors.wire import decode_completions, request_table
+from raybatch.actors.wire.columns import decode_completions, request_table
 from raybatch.config import BackendConfig, PoolConfig
-from raybatch.types import Completion, Sampling
+from raybatch.records.types import Completion, Sampling
 
 # as many as a feeder hands over at once where rows are few
 ROWS_PER_BATCH = 16

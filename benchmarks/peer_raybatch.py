@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from raybatch.backends.base import Backend
     from raybatch.config import BackendConfig, EngineConfig, PlanConfig
-    from raybatch.types import Request
+    from raybatch.records.types import Request
 
 PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
 
@@ -116,7 +116,7 @@ def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "l
     """Return the requests as the engine takes them: as given, or grouped in planned order."""
     import numpy as np
 
-    from raybatch.types import Request, Sampling
+    from raybatch.records.types import Request, Sampling
 
     samplings = {
         length: Sampling(max_tokens=length, ignore_eos=True)

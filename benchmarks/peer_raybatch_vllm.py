@@ -40,7 +40,7 @@ class VllmBehindRaybatch(NativeEngine):
     def __init__(self, config: PeerConfig) -> None:
         import torch
 
-        from raybatch.backends.vllm_start import start_inner
+        from raybatch.backends.vllm.start import start_inner
 
         os.environ.update(ENVIRONMENT)
         engine, backend = options_of(config)
@@ -53,7 +53,7 @@ class VllmBehindRaybatch(NativeEngine):
         self._backend = self._load()
 
     def _load(self) -> "Backend":
-        from raybatch.backends.vllm_backend import VllmBackend
+        from raybatch.backends.vllm.backend import VllmBackend
 
         return VllmBackend(self._inner)
 

@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 import ray
 
 from raybatch import LLMStage, PlanConfig
-from raybatch.stages.plan.large import plan_large, store_large_plan
-from raybatch.stages.plan.planned import PlannedRun
-from raybatch.stages.plan.run import fit_units
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
+from raybatch.planning.large import plan_large, store_large_plan
+from raybatch.planning.planned import PlannedRun
+from raybatch.planning.run import fit_units
 
 SHARED, TOKENS, ROWS_PER_DOCUMENT, ROWS_PER_FILE = 96, 128, 16, 100_000
 

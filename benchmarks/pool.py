@@ -17,9 +17,9 @@ import pyarrow as pa
 import ray
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
-from raybatch.actors.wire import request_table
+from raybatch.actors.wire.columns import request_table
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 
 
 def cpu_s(pid: int) -> float:

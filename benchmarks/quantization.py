@@ -21,12 +21,12 @@ import torch
 
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
-from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.layer_tensors import tensors_of
-from raybatch.engine.model_source import resolve_model
-from raybatch.engine.runner import ModelRunner
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.weights.layer_tensors import tensors_of
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
-from raybatch.types import Request, Sampling
+from raybatch.models.source import resolve_model
+from raybatch.records.types import Request, Sampling
 
 DEFAULT_MODELS = ("demo", "dense-4m", "dense-60m", "moe-100m")
 NUM_PROMPTS = 32

@@ -11,12 +11,12 @@ import time
 import numpy as np
 import torch
 
-from raybatch.engine.batch_builder import BatchBuilder
-from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.batch.batch_builder import BatchBuilder
 from raybatch.engine.finish_rules import FinishRules
-from raybatch.engine.scheduler import Scheduler
-from raybatch.engine.sequences import Sequence, SequenceTable
-from raybatch.types import Request, Sampling
+from raybatch.engine.scheduling.scheduler import Scheduler
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.table import Sequence, SequenceTable
+from raybatch.records.types import Request, Sampling
 
 PHASES = ("schedule", "build", "advance", "finish")
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 
 KINDS = {"extract": 0.0, "random": 1e6}
 # no end token among them

@@ -28,9 +28,9 @@ import workloads_e2e
 
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.types import Completion, Request, Sampling
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Completion, Request, Sampling
 
 # the heavy tail, with longer prompts and outputs as well; and outputs of one length, which all ask
 # for their next block at once

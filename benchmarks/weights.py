@@ -23,12 +23,12 @@ import numpy as np
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.loaded_model import load_model
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
-from raybatch.engine.stopping import StopChecker
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.sampling.sampler import Sampler
 from raybatch.policy.residence import plan_residence
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
+from raybatch.text.stopping import StopChecker
 
 # of the layers, how many stay
 WAYS = {"resident": 1.0, "half": 0.5, "none": 0.0}

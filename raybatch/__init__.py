@@ -18,7 +18,11 @@ from raybatch.errors import (
 )
 
 if TYPE_CHECKING:
-    from raybatch.composed import read_parquet, write_parquet
+    from raybatch.compat.processor import (
+        ProcessorConfig,
+        build_processor,
+        vLLMEngineProcessorConfig,
+    )
     from raybatch.config import (
         BackendConfig,
         EngineConfig,
@@ -28,12 +32,12 @@ if TYPE_CHECKING:
         WaveConfig,
     )
     from raybatch.explanation.record import Explanation
-    from raybatch.job import Job
+    from raybatch.job.composed import read_parquet, write_parquet
+    from raybatch.job.job import Job
     from raybatch.outputs.verify import Verification, verify
-    from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
+    from raybatch.records.types import Sampling
     from raybatch.report import RunReport
     from raybatch.stages.llm_stage import LLMStage
-    from raybatch.types import Sampling
 
 __all__ = [
     "BackendConfig",
@@ -70,21 +74,21 @@ _HOMES = {
     "BackendConfig": "raybatch.config",
     "EngineConfig": "raybatch.config",
     "Explanation": "raybatch.explanation.record",
-    "Job": "raybatch.job",
+    "Job": "raybatch.job.job",
     "LLMStage": "raybatch.stages.llm_stage",
     "LimitConfig": "raybatch.config",
     "PlanConfig": "raybatch.config",
     "PoolConfig": "raybatch.config",
     "WaveConfig": "raybatch.config",
-    "ProcessorConfig": "raybatch.processor",
+    "ProcessorConfig": "raybatch.compat.processor",
     "RunReport": "raybatch.report",
-    "Sampling": "raybatch.types",
+    "Sampling": "raybatch.records.types",
     "Verification": "raybatch.outputs.verify",
-    "build_processor": "raybatch.processor",
-    "read_parquet": "raybatch.composed",
-    "vLLMEngineProcessorConfig": "raybatch.processor",
+    "build_processor": "raybatch.compat.processor",
+    "read_parquet": "raybatch.job.composed",
+    "vLLMEngineProcessorConfig": "raybatch.compat.processor",
     "verify": "raybatch.outputs.verify",
-    "write_parquet": "raybatch.composed",
+    "write_parquet": "raybatch.job.composed",
 }
 
 

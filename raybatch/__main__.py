@@ -1,6 +1,6 @@
 """Runs the command line as `python -m raybatch`."""
 
-from raybatch.cli import main
+from raybatch.cli.app import main
 
 if __name__ == "__main__":
     main()

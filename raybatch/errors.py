@@ -13,7 +13,7 @@
       MeasureError                    the cost of a backend could not be measured
       MissingDependency(ImportError)  an optional package is not installed
 
-A bad row is data (see `raybatch.types.Completion.error`), never an exception that ends a job.
+A bad row is data (see `Completion.error`), never an exception that ends a job.
 """
 
 import difflib

@@ -5,19 +5,19 @@
 docs/migrate-from-ray-data-llm.md says what is the same and what is not.
 """
 
-from raybatch.processor import Processor, build_processor
-from raybatch.stages.processor_options import ProcessorConfig, vLLMEngineProcessorConfig
-from raybatch.stages.processor_stages import (
-    ChatTemplateStageConfig,
-    DetokenizeStageConfig,
-    PrepareMultimodalStageConfig,
-    TokenizerStageConfig,
-)
-from raybatch.stages.refused_processors import (
+from raybatch.compat.options import ProcessorConfig, vLLMEngineProcessorConfig
+from raybatch.compat.processor import Processor, build_processor
+from raybatch.compat.refused_processors import (
     HttpRequestProcessorConfig,
     HttpRequestStageConfig,
     ServeDeploymentProcessorConfig,
     SGLangEngineProcessorConfig,
+)
+from raybatch.compat.stage_options import (
+    ChatTemplateStageConfig,
+    DetokenizeStageConfig,
+    PrepareMultimodalStageConfig,
+    TokenizerStageConfig,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Write `raybatch/backends/vllm_names.py` from the vLLM that is installed here.
+"""Write `raybatch/backends/vllm/names.py` from the vLLM that is installed here.
 
 Run it with the Python of an environment that has vLLM, when the version that raybatch is tested
 with changes:
@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-_TARGET = Path(__file__).parent.parent / "raybatch" / "backends" / "vllm_names.py"
+_TARGET = Path(__file__).parent.parent / "raybatch" / "backends" / "vllm" / "names.py"
 
 _TEMPLATE = '''"""Names of vLLM's options and parsers; written by scripts/list_vllm_options.py."""
 

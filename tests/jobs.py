@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raybatch.job import Job
-from raybatch.job_run import JobRun
-from raybatch.stages.executor import Executor
+from raybatch.durable.sink import prepare_sink
+from raybatch.job.executor import Executor
+from raybatch.job.job import Job
+from raybatch.job.run import JobRun
+from raybatch.planning.run import store_input_order
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.plan.run import store_input_order
 from raybatch.stages.pool_watch import RunClock
-from raybatch.stages.sink import prepare_sink
 
 __all__ = ["LARGE", "Hold", "executor_for", "local_job", "press_ctrl_c", "store_plan"]
 

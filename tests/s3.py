@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
-from raybatch.faults.s3_server import has_moto, s3_server, s3_variables
+from faultlab.s3_server import has_moto, s3_server, s3_variables
 
 
 def moto_python() -> str | None:

@@ -9,12 +9,12 @@ import pytest
 import ray
 
 from raybatch import Job, LLMStage
+from raybatch.actors.executors.ray_pools import host_of_engines
 from raybatch.actors.pool import PoolHandle, PoolSpec
-from raybatch.actors.ray_pools import host_of_engines
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
+from raybatch.planning.store import read_plans
 from raybatch.report.rebuild import report_of
-from raybatch.stages.plan.store import read_plans
 
 pytestmark = [pytest.mark.ray]
 
@@ -120,7 +120,7 @@ def gpus_here(with_vllm, monkeypatch):
     (folder,) = with_vllm["runtime_env"]["env_vars"].values()
 
     def have(*, vllm):
-        monkeypatch.setattr("raybatch.actors.local_pools.gpus_of_host", lambda: 2)
+        monkeypatch.setattr("raybatch.actors.executors.local_pools.gpus_of_host", lambda: 2)
         if vllm:
             monkeypatch.syspath_prepend(folder)
 

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.actors.pool import release_pools
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.stages.llm_stage import LLMStage
 from tests.stages.support import write_parquet
 from tests.test_resume import run_until

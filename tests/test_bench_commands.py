@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raybatch.cli import app
+from faultlab.mutations import MUTATIONS
+from raybatch.cli.app import app
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.faults.mutations import MUTATIONS
 from raybatch.report import RunReport
 from raybatch.report.paths import report_path
 from tests.engine.tiny_models import build

@@ -9,10 +9,10 @@ import typer.main
 from typer.testing import CliRunner
 
 import raybatch
-from raybatch.cli import app, main
+from raybatch.cli.app import app, main
+from raybatch.cli.flags import job_mapping, parse_settings, with_model
 from raybatch.errors import ConfigError
-from raybatch.job import Job
-from raybatch.job_flags import job_mapping, parse_settings, with_model
+from raybatch.job.job import Job
 from raybatch.report import RunReport
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 from tests.outputs.support import make_complete, make_sink
@@ -194,7 +194,7 @@ def explained(monkeypatch, rng):
         return found
 
     monkeypatch.setattr(Job, "explain", explain, raising=False)
-    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     return found, asked
 
 
@@ -309,7 +309,7 @@ def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, ca
         )
 
     monkeypatch.setattr(Job, "retry_errors", retry_errors)
-    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     flags = ["--into", "new", "--statuses", "error, crashed"]
     assert run_main(monkeypatch, "retry-errors", job_file, *flags) == 2
     assert run_main(monkeypatch, "retry-errors", job_file, *flags, "--allow-error-rows") == 0
@@ -322,7 +322,7 @@ def test_a_run_that_was_stopped_ends_with_a_line_that_says_how_to_go_on(
 ):
     report = RunReport(source="in", sink="out", model="m", rows_in=3, rows_out=1, rows_todo=2)
     monkeypatch.setattr(Job, "run", lambda job, *, progress, start_ray: report)
-    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert "stopped with 2 rows to do; the same command goes on there" == last_line
@@ -349,7 +349,7 @@ def test_the_last_line_of_a_run_names_the_limit_that_stopped_it(monkeypatch, cap
         stopped="limits.max_tokens: 9 tokens are done",
     )
     monkeypatch.setattr(Job, "run", lambda job, *, progress, start_ray: report)
-    monkeypatch.setattr("raybatch.cli._start_ray", lambda: None)
+    monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "stopped by limits.max_tokens: 9 tokens are done; run the same command again" in last

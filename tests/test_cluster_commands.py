@@ -8,7 +8,7 @@ import pytest
 import typer.main
 import yaml
 
-from raybatch.cli import app
+from raybatch.cli.app import app
 from tests.submission.job_servers import serving
 from tests.test_cli import run_main
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from raybatch.backends.openai_options import OpenAIOptions
+from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.config import (
     BackendConfig,
     BackendKind,
@@ -18,10 +18,10 @@ from raybatch.config import (
     from_mapping,
 )
 from raybatch.errors import ConfigError
-from raybatch.policy.estimate import money
-from raybatch.pooling import Pooling
-from raybatch.stages.options import build_stage_config
-from raybatch.types import Sampling
+from raybatch.policy.cost.estimate import money
+from raybatch.records.pooling import Pooling
+from raybatch.records.types import Sampling
+from raybatch.rows.options import build_stage_config
 
 
 @pytest.mark.parametrize("name", ["unit_rows", "max_unit_rows", "max_driver_bytes", "seed"])

@@ -7,7 +7,7 @@ import pytest
 from raybatch.config import BackendConfig, EngineConfig, LimitConfig
 from raybatch.config.environment import cache_dir
 from raybatch.errors import ConfigError
-from raybatch.stages.options import StageConfig
+from raybatch.rows.options import StageConfig
 
 
 @pytest.mark.parametrize(

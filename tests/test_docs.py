@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raybatch.backends.openai_options import OpenAIOptions
+from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.config import (
     BackendConfig,
     EngineConfig,
@@ -17,11 +17,11 @@ from raybatch.config import (
     PoolConfig,
     WaveConfig,
 )
-from raybatch.job import Job
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
+from raybatch.job.job import Job
+from raybatch.records.types import Sampling
+from raybatch.rows.options import StageConfig
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.options import StageConfig
-from raybatch.types import Sampling
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -2,7 +2,7 @@
 
 tests/data/begun_by_0_1_0 is a run of the embedded demo model on one host that was interrupted: a
 plan, one part, rows of another unit in the journal. A change that cannot go on with it has to
-refuse it (`raybatch.stages.fingerprint.PROTOCOL`) and to say so here.
+refuse it (`raybatch.planning.fingerprint.PROTOCOL`) and to say so here.
 """
 
 import shutil
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 
 BEGUN = Path(__file__).parent / "data" / "begun_by_0_1_0"
 OPTIONS = {

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ReplicaError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.stages.llm_stage import LLMStage
 from tests.backends.endpoint_server import (
     EndpointServer,

@@ -8,12 +8,12 @@ import pytest
 import typer.main
 
 import raybatch
-from raybatch.cli import app
+from raybatch.cli.app import app
+from raybatch.cli.flags import nested_options, read_job_flags
 from raybatch.errors import ConfigError
-from raybatch.job_flags import nested_options, read_job_flags
-from raybatch.job_run import planned_run
+from raybatch.inputs.source import Source
+from raybatch.job.run import planned_run
 from raybatch.openai_batch.batch_options import BatchOptions
-from raybatch.stages.source import Source
 
 
 def commands_of(group, path=()):

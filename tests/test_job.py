@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.durable.sink import prepare_sink
 from raybatch.errors import ConfigError, RowError
-from raybatch.job import Job
+from raybatch.job.job import Job
+from raybatch.records.types import PoolStats
 from raybatch.report import RunReport, read_report
+from raybatch.rows.schema import OutputSchema
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.sink import prepare_sink
-from raybatch.types import PoolStats
 from tests.jobs import local_job, press_ctrl_c
 from tests.stages.support import LocalPool, fake_stage
 

@@ -3,9 +3,9 @@
 import pyarrow as pa
 import pytest
 
-from raybatch.engine.model_source import resolve_model
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
+from raybatch.models.source import resolve_model
 from raybatch.stages.llm_stage import LLMStage
 from tests.stages.support import fake_stage, write_parquet
 
@@ -23,8 +23,8 @@ def job_of(tmp_path, monkeypatch):
     def may_not(*args, **options):
         raise AssertionError("the job was planned")
 
-    monkeypatch.setattr("raybatch.job.planned_run", may_not)
-    monkeypatch.setattr("raybatch.job.JobRun", may_not)
+    monkeypatch.setattr("raybatch.job.job.planned_run", may_not)
+    monkeypatch.setattr("raybatch.job.job.JobRun", may_not)
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": ["a", "b"]}))
 
     def make(model="demo", **engine):

@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from raybatch.cli import app
+from raybatch.cli.app import app
+from raybatch.cli.flags import JOB_OPTIONS, parse_settings, read_job_flags
 from raybatch.errors import ConfigError
-from raybatch.job import Job
-from raybatch.job_flags import JOB_OPTIONS, parse_settings, read_job_flags
+from raybatch.job.job import Job
 from raybatch.outputs.rebuilt import report_of
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, write_ipc

@@ -7,10 +7,10 @@ import pytest
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
+from raybatch.planning import large
+from raybatch.planning.store import read_plan
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.plan import large
-from raybatch.stages.plan.store import read_plan
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage
 from tests.test_job import demo_rows

@@ -16,7 +16,7 @@ import pytest
 
 from raybatch.durable.fault_points import EXIT_CODE, POINTS
 from raybatch.errors import ConfigError, ReplicaError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.report import report_of
 from tests.jobs import Hold, local_job
 from tests.stages.support import fake_stage, write_parquet
@@ -100,7 +100,7 @@ def wait_until(is_so, timeout_s=60.0):
 def test_a_job_runs_and_ray_is_never_loaded(source, model, tmp_path):
     job_file = write_job(tmp_path, model, crash_on=300)
     program = (
-        "import sys; from raybatch.job import Job\n"
+        "import sys; from raybatch.job.job import Job\n"
         f"report = Job.from_yaml({str(job_file)!r}).run(progress=lambda *_: None)\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "print(report.rows_out, report.executor, sorted(loaded & {'ray', 'torch'}))"

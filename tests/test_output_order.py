@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import raybatch
-from raybatch.cli import app
+from raybatch.cli.app import app
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.outputs.rebuilt import report_of
 from raybatch.report import RunReport
 from tests.jobs import local_job

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.parsed_text import ParsedText, ToolCall
+from raybatch.records.parsed_text import ParsedText, ToolCall
 
 CALLS = st.builds(ToolCall, id=st.text(), name=st.text(), arguments=st.text())
 PARSED = st.builds(

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from raybatch import payload
-from raybatch.media import with_images
-from raybatch.payload import LORA, adapter_in, add_payload
+from raybatch.records import payload
+from raybatch.records.media import with_images
+from raybatch.records.payload import LORA, adapter_in, add_payload
 
 IDS = np.array([1, 2], np.int32)
 

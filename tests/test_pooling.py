@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.pooling import Pooling, pooling_of
+from raybatch.records.pooling import Pooling, pooling_of
 
 
 def test_options_of_a_row_win_and_absent_ones_keep_the_stages_value():

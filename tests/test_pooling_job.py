@@ -9,7 +9,7 @@ import pytest
 import raybatch
 from raybatch import Job, ProcessorConfig, build_processor
 from raybatch.errors import ConfigError
-from raybatch.stages.schema import OutputSchema
+from raybatch.rows.schema import OutputSchema
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 

@@ -5,12 +5,12 @@ import pyarrow as pa
 import pytest
 import ray
 
+from raybatch.compat.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
+from raybatch.compat.row_functions import Postprocess, Preprocess
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
-from raybatch.stages.row_functions import Postprocess, Preprocess
-from raybatch.stages.schema import ERROR_COLUMN
-from raybatch.types import UNBOUNDED_TOKENS, Sampling
+from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
+from raybatch.rows.schema import ERROR_COLUMN
 from tests.clusters import local_ray
 from tests.stages.support import answer, local, make_tokenizer
 

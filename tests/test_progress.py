@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from raybatch.history.recorder import UnitsSoFar
-from raybatch.progress import ProgressPrinter, Snapshot, measure, progress_line
+from raybatch.job.progress import ProgressPrinter, Snapshot, measure, progress_line
+from raybatch.records.types import OpenUnit, PoolStats, ReplicaStats
+from raybatch.report.history.recorder import UnitsSoFar
 from raybatch.stages.quiet_ray import StderrHandler
-from raybatch.types import OpenUnit, PoolStats, ReplicaStats
 
 
 def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.engine.model_source import resolve_model
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
+from raybatch.models.source import resolve_model
 from tests.jobs import store_plan
 
 

@@ -10,15 +10,15 @@ import pytest
 
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.run_log import RunLog
-from raybatch.durable.store import open_store
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.build import SpeedAndPrice
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.time import TimeEstimate
-from raybatch.history.records import History, RunRecord, Sample, UnitTime
+from raybatch.planning.store import StoredPlan, write_plan
 from raybatch.prefix.histogram import Histogram
 from raybatch.report import ErrorCount, RunReport, read_report, report_of, report_path
-from raybatch.stages.plan.store import StoredPlan, write_plan
+from raybatch.report.history.records import History, RunRecord, Sample, UnitTime
 from tests.durable.support import make_plan, unit_of
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.durable import local as local_module
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.run_log import read_events, run_ids
-from raybatch.durable.store import open_store
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.durable.stores import local as local_module
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.report import RunReport, report_of
+from raybatch.text.tokenizer import Tokenizer
 from tests.jobs import LARGE, Hold, local_job, press_ctrl_c
 from tests.stages.support import fake_stage, write_ipc, write_parquet
 

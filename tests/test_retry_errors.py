@@ -9,7 +9,7 @@ import pytest
 
 import raybatch
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from tests.jobs import LARGE, local_job
 from tests.outputs.support import contents
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet

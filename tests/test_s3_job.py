@@ -5,8 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.durable.store import open_store
-from raybatch.job import Job
+from raybatch.durable.stores.store import open_store
+from raybatch.job.job import Job
 from raybatch.outputs.verify import verify
 from tests.clusters import own_ray
 from tests.jobs import Hold, local_job, press_ctrl_c

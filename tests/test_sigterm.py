@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from raybatch.errors import RunStopped
-from raybatch.stages.plan import run as plan_run
+from raybatch.planning import run as plan_run
 from tests.jobs import Hold
 from tests.test_resume import check_output, make_job, num_kept, parts_of, write_source
 

@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.actors.pool import release_pools
-from raybatch.actors.wire import crash_error
+from raybatch.actors.wire.columns import crash_error
 from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
-from raybatch.durable.store import open_store
-from raybatch.job import Job
-from raybatch.stages.plan.store import read_all_units, read_plans
+from raybatch.durable.stores.store import open_store
+from raybatch.job.job import Job
+from raybatch.planning.store import read_all_units, read_plans
 from tests.jobs import store_plan
 from tests.stages.support import fake_stage, write_parquet
 from tests.test_resume import run_until

@@ -6,7 +6,7 @@ import pytest
 
 from raybatch import Sampling
 from raybatch.errors import ConfigError
-from raybatch.structured_outputs import StructuredOutputs, structured_text
+from raybatch.records.structured_outputs import StructuredOutputs, structured_text
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 

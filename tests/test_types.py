@@ -1,7 +1,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The handle through which stages reach a pool of engines.
 
-Equal specs share a pool: one of a Ray job (`raybatch.actors.ray_pools`), or one of this process
-(`raybatch.actors.local_pools`). It stays warm between executions, and is made when a handle is
-first used, or pickled on its way to a worker.
+Equal specs share a pool: one of a Ray job (`raybatch.actors.executors.ray_pools`), or one of this
+process (`raybatch.actors.executors.local_pools`). It stays warm between executions, and is made
+when a handle is first used, or pickled on its way to a worker.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.actors.records import Answer, PoolSpec, PoolState, Submission
-from raybatch.actors.site import Handle, Pools
+from raybatch.actors.replicas.site import Handle, Pools
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.watching import RowWatch, tell, with_news
-from raybatch.actors.wire import RESULT_SCHEMA, combine_results
+from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
+from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
-from raybatch.types import PoolStats, Sampling
+from raybatch.records.types import PoolStats, Sampling
 
 __all__ = ["PoolHandle", "PoolSpec", "release_pools"]
 
@@ -87,7 +87,7 @@ class PoolHandle:
         Cancelling this coroutine takes the rows out of the pool.
 
         Args:
-            table: see `raybatch.actors.wire.REQUEST_SCHEMA`.
+            table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
             samplings: what the column `sampling` points into.
             client: name under which rows and tokens are counted.
             name: of these rows among those of the client; whoever asks for them again under this
@@ -265,11 +265,13 @@ class PoolHandle:
 def _pools(is_local: bool) -> Pools:
     pools: Pools
     if is_local:
-        from raybatch.actors.local_pools import LocalPools
+        from raybatch.actors.executors.local_pools import LocalPools
 
         pools = LocalPools()
     else:
-        from raybatch.actors.ray_pools import RayPools  # slow to load, and others do without
+        from raybatch.actors.executors.ray_pools import (
+            RayPools,  # slow to load, and others do without
+        )
 
         pools = RayPools()
     _made.append(pools)

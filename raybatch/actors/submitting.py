@@ -9,19 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.arrow_arrays import flat_values, offsets_of, to_numpy, whole_array
-from raybatch.actors.records import RowGroups, Submission
-from raybatch.actors.wire import (
+from raybatch.actors.wire.arrow_arrays import flat_values, offsets_of, to_numpy, whole_array
+from raybatch.actors.wire.columns import (
     check_requests,
     expected_new_tokens,
     is_planned,
     max_new_tokens,
     prompt_lengths,
 )
+from raybatch.actors.wire.records import RowGroups, Submission
 from raybatch.config import EngineConfig
-from raybatch.payload import adapter_in
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks
-from raybatch.types import Sampling
+from raybatch.records.payload import adapter_in
+from raybatch.records.types import Sampling
 
 
 def make_submission(
@@ -38,7 +38,7 @@ def make_submission(
     wants no sharing gets none, while a plan is obeyed in any case.
 
     Args:
-        table: see `raybatch.actors.wire.REQUEST_SCHEMA`.
+        table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
         samplings: what the column `sampling` points into.
         client: name under which rows and tokens are counted.
         engine: options of the engines.

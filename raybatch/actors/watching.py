@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.records import Answer, RowCrashes, Submission
+from raybatch.actors.wire.records import Answer, RowCrashes, Submission
 
 __all__ = ["RowWatch", "tell", "with_news"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 
 class Backend(Protocol):

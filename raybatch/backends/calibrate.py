@@ -10,8 +10,8 @@ import numpy as np
 
 from raybatch.backends.base import Backend
 from raybatch.errors import MeasureError
-from raybatch.policy.cost_model import EngineLimits, MeasuredStep
-from raybatch.types import Completion, Request, Sampling, TokenIds
+from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep
+from raybatch.records.types import Completion, Request, Sampling, TokenIds
 
 __all__ = ["MIN_VOCAB_SIZE", "limits_of", "measure_backend"]
 

@@ -1,7 +1,7 @@
 """Cost models on disk: measured when a backend is first used on a kind of host, then read.
 
-Whoever calls runs the backend in its own process; `raybatch.actors.measure` does it where a
-replica would run.
+Whoever calls runs the backend in its own process; `raybatch.actors.replicas.measure` does it where
+a replica would run.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
-from raybatch.engine.cached_file import cpu_name, versions, write_cached
+from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
-from raybatch.policy.cost_model import CostModel, EngineLimits, fit
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
 
 __all__ = [
     "MEASURE_S",

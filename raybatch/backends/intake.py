@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from raybatch.types import Completion, Request, SequenceState
+from raybatch.records.types import Completion, Request, SequenceState
 
 __all__ = ["Intake", "IntakeBackend"]
 

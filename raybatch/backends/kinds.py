@@ -17,7 +17,7 @@ class KindFacts:
             itself, and nothing is computed here, so that one has room for hundreds of rows.
         has_weights: it computes with those in the folder of the model.
         obeys_engine_options: all of `EngineConfig`, so memory and `engine.admission` among them.
-        checks_grammars: as `raybatch.engine.grammars` does.
+        checks_grammars: as `raybatch.engine.sampling.grammars` does.
         reads_images: beside text.
         has_adapters: rows may name some.
         takes_vllm_options: in `engine_kwargs`.

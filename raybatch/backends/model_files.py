@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from raybatch.backends.transformers_options import TransformersOptions
+from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import BackendConfig, from_mapping
-from raybatch.engine.checkpoint_check import (
+from raybatch.errors import ConfigError
+from raybatch.models.checkpoint_check import (
     StoredTensor,
     check_known_tensors,
     check_tensors,
     stored_tensors,
 )
-from raybatch.engine.json_files import read_json
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.text_files import check_template, check_tokenizer
-from raybatch.errors import ConfigError
+from raybatch.models.config import read_model_spec
+from raybatch.models.json_files import read_json
+from raybatch.text.text_files import check_template, check_tokenizer
 
 __all__ = ["check_files"]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["NativeBackend", "create"]
 
@@ -72,12 +72,12 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
         ConfigError: the model cannot be loaded.
     """
     # torch and the model's parts are loaded only where an engine runs
-    from raybatch.engine.grammars import GrammarSlots
-    from raybatch.engine.lazy_tokenizer import LazyTokenizer
-    from raybatch.engine.model_source import resolve_model
-    from raybatch.engine.runner import ModelRunner
-    from raybatch.engine.sampler import Sampler
-    from raybatch.engine.stopping import StopChecker
+    from raybatch.engine.loading.runner import ModelRunner
+    from raybatch.engine.sampling.grammars import GrammarSlots
+    from raybatch.engine.sampling.sampler import Sampler
+    from raybatch.models.source import resolve_model
+    from raybatch.text.lazy_tokenizer import LazyTokenizer
+    from raybatch.text.stopping import StopChecker
 
     path = resolve_model(model)
     runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)

@@ -6,21 +6,21 @@ from typing import Any
 
 from raybatch.backends.choice import VllmBuild
 from raybatch.backends.kinds import facts_of
-from raybatch.backends.openai_options import decisive_options, openai_options
-from raybatch.backends.vllm_args import (
+from raybatch.backends.openai.options import decisive_options, openai_options
+from raybatch.backends.vllm.args import (
     VllmOptions,
     actors_per_engine,
     answer_options,
     gpus_per_engine,
     vllm_options,
 )
-from raybatch.backends.vllm_model import ScoreForm, form_of_scores, model_length, pooled_length
+from raybatch.backends.vllm.model import ScoreForm, form_of_scores, model_length, pooled_length
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
-from raybatch.engine.hub_config import read_max_positions
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.model_source import resolve_model
 from raybatch.errors import ConfigError
-from raybatch.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
+from raybatch.models.config import read_model_spec
+from raybatch.models.hub_config import read_max_positions
+from raybatch.models.source import resolve_model
+from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 
 __all__ = [
     "ScoreForm",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_bool, check_choice, check_min, check_whole
 from raybatch.errors import ConfigError
-from raybatch.types import Task
+from raybatch.records.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]

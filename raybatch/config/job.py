@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from raybatch.config.checks import check_choice, check_fraction, check_min, check_whole
 from raybatch.errors import ConfigError
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 
 OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from raybatch.durable.layout import attempt_folder, attempt_name, attempt_unit
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 

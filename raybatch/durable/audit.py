@@ -14,7 +14,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
 from raybatch.durable.partitioned import read_files, read_record
 from raybatch.durable.parts import PARQUET, PartFormat, read_footer
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 

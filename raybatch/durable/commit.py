@@ -13,7 +13,7 @@ import pyarrow as pa
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, DONE, done_unit, part_name, part_unit
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raybatch.durable.layout import RUNS, heartbeat_name, heartbeat_run
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.errors import error_text
 
 __all__ = ["BEAT_EVERY_S", "FRESH_S", "LiveRun", "beat", "beating", "end_beat", "live_runs"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import begun_name, fragment_folder, fragment_name, is_begun
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 

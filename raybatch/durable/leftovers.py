@@ -16,7 +16,7 @@ from raybatch.durable.layout import (
     is_probe,
     plan_of_shard,
 )
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 
 __all__ = ["drop_journal_and_staging", "leftovers"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, PLAN
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.errors import CommitError
 
 __all__ = ["open_plan"]

@@ -18,7 +18,7 @@ from raybatch.durable.commit import check_rows
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import done_name, part_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import (
     Receipt,
     Unit,

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
 from raybatch.errors import CommitError, error_text
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raybatch.durable.layout import RUNS, run_log_name, run_log_run
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.errors import error_text
 from raybatch.redaction import redacted
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import CommitError
-from raybatch.hashing import mix64
+from raybatch.records.hashing import mix64
 
 __all__ = [
     "NUM_ERROR_IDS",

@@ -8,20 +8,20 @@ import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.block_manager import BlockManager
+from raybatch.engine.drafts.speculation import Drafter, LookupDrafter
+from raybatch.engine.drafts.verification import accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules
+from raybatch.engine.memory.swap import RecoveryChoice
+from raybatch.engine.profile.stopwatch import clock_of
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
 from raybatch.engine.recovery_costs import learned_recovery
 from raybatch.engine.row_checks import RowLimits
-from raybatch.engine.schedule import Schedule
-from raybatch.engine.sequences import EMPTY, Sequence, SequenceTable
-from raybatch.engine.speculation import Drafter, LookupDrafter
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.engine.step_forward import StepForward
 from raybatch.engine.step_scheduler import make_scheduler
-from raybatch.engine.stopwatch import clock_of
-from raybatch.engine.swap import RecoveryChoice
-from raybatch.engine.verification import accepted_rows, slots_to_restart
-from raybatch.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 __all__ = ["Engine"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.protocols import StopCheckerLike
-from raybatch.types import FinishReason, Sampling, TokenIds
+from raybatch.records.types import FinishReason, Sampling, TokenIds
 
 __all__ = ["Finish", "FinishRules"]
 

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.decode_graphs import GraphCounts
-from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.kv_checkpoints import BlockCopier
-from raybatch.engine.layer_store import WeightCounters
-from raybatch.engine.runtime import PartBatch, StepResult
-from raybatch.engine.schedule import LayerMoves
-from raybatch.types import Sampling, TokenIds
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decode_graphs import GraphCounts
+from raybatch.engine.forward.runtime import PartBatch, StepResult
+from raybatch.engine.memory.kv_checkpoints import BlockCopier
+from raybatch.engine.sequences.schedule import LayerMoves
+from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.records.types import Sampling, TokenIds
 
 __all__ = ["ModelLimits", "Runner", "SampleResultLike", "SamplerLike", "StopCheckerLike"]
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from raybatch.config import EngineConfig
 from raybatch.engine.protocols import Runner
-from raybatch.engine.schedule import Schedule
-from raybatch.engine.sequences import SequenceTable
-from raybatch.policy.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import SequenceTable
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.recovery import choose_recovery, recompute_time
-from raybatch.policy.roofline import Roofline, link
 
 __all__ = ["LearnedRecovery", "learned_recovery"]
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from raybatch.engine.completions import completion_of
-from raybatch.types import Completion, FinishReason, SequenceState
+from raybatch.engine.sequences.completions import completion_of
+from raybatch.records.types import Completion, FinishReason, SequenceState
 
 __all__ = ["RowLimits"]
 

@@ -5,12 +5,12 @@ from types import MappingProxyType
 
 import torch
 
-from raybatch.engine.batch_builder import BatchBuilder
-from raybatch.engine.partition import logits_order, row_slots, split_schedule
+from raybatch.engine.batch.batch_builder import BatchBuilder
+from raybatch.engine.batch.partition import logits_order, row_slots, split_schedule
+from raybatch.engine.forward.runtime import PartBatch
 from raybatch.engine.protocols import Runner
-from raybatch.engine.runtime import PartBatch
-from raybatch.engine.schedule import Schedule
-from raybatch.engine.sequences import SequenceTable
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import SequenceTable
 
 __all__ = ["StepForward"]
 

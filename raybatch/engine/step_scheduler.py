@@ -7,16 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import EngineConfig
-from raybatch.engine.block_manager import BlockManager
-from raybatch.engine.kv_checkpoints import CheckpointCounters
-from raybatch.engine.offload_scheduler import OffloadScheduler
-from raybatch.engine.offload_store import OffloadStore
+from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
+from raybatch.engine.memory.offload_store import OffloadStore
+from raybatch.engine.memory.swap import RecoveryChoice, SwapCounters, SwapSpace
 from raybatch.engine.protocols import Runner
-from raybatch.engine.schedule import Schedule, SchedulerCounters
-from raybatch.engine.scheduler import Scheduler
-from raybatch.engine.sequences import Sequence, SequenceTable
-from raybatch.engine.swap import RecoveryChoice, SwapCounters, SwapSpace
-from raybatch.policy.boundary_records import BoundaryOptions
+from raybatch.engine.scheduling.offload_scheduler import OffloadScheduler
+from raybatch.engine.scheduling.scheduler import Scheduler
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters
+from raybatch.engine.sequences.table import Sequence, SequenceTable
+from raybatch.policy.boundary.records import BoundaryOptions
 
 __all__ = ["StepScheduler", "make_scheduler"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from raybatch.durable.units import UnitCounts
 from raybatch.explanation.outcome import RunActual
-from raybatch.types import PoolStats, ReplicaStats
+from raybatch.records.types import PoolStats, ReplicaStats
 
 __all__ = ["actual_of"]
 

@@ -2,10 +2,10 @@
 
 from raybatch.pictures.document import Section, Table
 from raybatch.pictures.wording import amount, count, full, percent
-from raybatch.policy.batch_search import MemoryBudget, PricedPlan, SearchResult
-from raybatch.policy.layer_plan import BatchPlan, ModuleCosts
+from raybatch.policy.batches.layer_plan import BatchPlan, ModuleCosts
+from raybatch.policy.batches.saturation import GateTarget
+from raybatch.policy.batches.search import MemoryBudget, PricedPlan, SearchResult
 from raybatch.policy.residence import Residence
-from raybatch.policy.saturation import GateTarget
 
 __all__ = ["plan_section"]
 

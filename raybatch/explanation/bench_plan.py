@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.cached_file import cpu_name
-from raybatch.engine.kv_cache import kv_bytes_per_token, num_blocks_for, pick_kv_dtype
-from raybatch.engine.layer_bench import profile_options
-from raybatch.engine.loaded_model import LoadedModel, give_back_freed_memory, load_model
-from raybatch.engine.memory import free_memory_bytes, host_memory_bytes
-from raybatch.engine.module_profile import ModuleProfile
-from raybatch.engine.profile_cache import measured_profile
+from raybatch.engine.loading.loaded_model import LoadedModel, give_back_freed_memory, load_model
+from raybatch.engine.memory.host_memory import free_memory_bytes, host_memory_bytes
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token, num_blocks_for, pick_kv_dtype
+from raybatch.engine.profile.cached_file import cpu_name
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.module_profile import ModuleProfile
+from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.errors import ConfigError
 from raybatch.explanation.batch_plan import plan_section
 from raybatch.explanation.streamed_weights import StreamedWeights, streamed_weights
 from raybatch.pictures.document import Section, to_text
 from raybatch.pictures.wording import count, full, percent
-from raybatch.policy.batch_search import MemoryBudget, PricedPlan
-from raybatch.policy.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.layer_work import Workload
-from raybatch.policy.plan_batches import PlannedBatches, plan_batches
-from raybatch.policy.step_plan import Phase, RowShape, StepPlan, plan_steps
+from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.plan import PlannedBatches, plan_batches
+from raybatch.policy.batches.search import MemoryBudget, PricedPlan
+from raybatch.policy.batches.step_plan import Phase, RowShape, StepPlan, plan_steps
 
 __all__ = ["PlanReport", "plan_report"]
 

@@ -7,13 +7,13 @@ from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
 from raybatch.pictures.wording import full
+from raybatch.planning.planned import PlannedInput
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.lengths import histogram_bands, length_bands
 from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
-from raybatch.stages.plan.planned import PlannedInput
-from raybatch.types import TokenIds
+from raybatch.records.types import TokenIds
 
 __all__ = [
     "MAX_ROWS_EXPLAINED",

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raybatch.actors.crew_plan import cluster_now, connected_ray, plan_crew
-from raybatch.actors.local_measure import measure_local
-from raybatch.actors.local_pools import plan_local_crew
-from raybatch.actors.records import PoolSpec
+from raybatch.actors.executors.local_measure import measure_local
+from raybatch.actors.executors.local_pools import plan_local_crew
+from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_crew
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     NO_SPEED_OF_ENDPOINTS,
     cost_model_path,
@@ -16,8 +16,7 @@ from raybatch.backends.cost_cache import (
 )
 from raybatch.backends.create import has_prices
 from raybatch.backends.kinds import facts_of
-from raybatch.backends.openai_options import openai_options
-from raybatch.engine.prompt_tokenizer import PromptTokenizer
+from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
@@ -30,18 +29,19 @@ from raybatch.explanation.build import (
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
-from raybatch.policy.cost_model import CostModel
-from raybatch.policy.estimate import estimate, money
-from raybatch.policy.work import WorkTotals, merge_work
+from raybatch.planning.checks.layout_lint import lint_source, told_of_templates
+from raybatch.planning.planned import PlannedInput, PlannedRun
+from raybatch.planning.records import LargePlan
+from raybatch.planning.run import fit_units, is_small
+from raybatch.planning.small import gather, plan_gathered
+from raybatch.planning.work import planned_work
+from raybatch.policy.cost.cost_model import CostModel
+from raybatch.policy.cost.estimate import estimate, money
+from raybatch.policy.cost.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.profile import InputProfile
-from raybatch.stages.layout_lint import lint_source, told_of_templates
-from raybatch.stages.plan.planned import PlannedInput, PlannedRun
-from raybatch.stages.plan.records import LargePlan
-from raybatch.stages.plan.run import fit_units, is_small
-from raybatch.stages.plan.small import gather, plan_gathered
-from raybatch.stages.plan.work import planned_work
-from raybatch.stages.stage_model import find_model, load_tokenizer
+from raybatch.rows.stage_model import find_model, load_tokenizer
+from raybatch.text.prompt_tokenizer import PromptTokenizer
 
 __all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
 
@@ -102,7 +102,7 @@ def explain_source(question: Question) -> Explanation:
     question = replace(question, job=job)
     if is_small(source, job.plan):
         return explain_planned(question, plan_gathered(gather(job), job.config, job.plan))
-    from raybatch.stages.plan.large import plan_large  # Ray is slow to load
+    from raybatch.planning.large import plan_large  # Ray is slow to load
 
     return explain_planned(question, plan_large(job))
 
@@ -194,7 +194,7 @@ def _explain_large(
     if not planned.tables:
         why_not = "what was known of the rows of a large plan does not outlast their run"
         return replace(explanation, kv=kv, no_orders=why_not)
-    from raybatch.stages.plan.large import forecast_large  # Ray is slow to load
+    from raybatch.planning.large import forecast_large  # Ray is slow to load
 
     size = cache_size(question.spec.engine, kv.tokens, planned.block_size)
     return with_orders(
@@ -299,7 +299,7 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
 def _measured(question: Question) -> CostModel:
     if question.is_local:
         return measure_local(question.spec)
-    from raybatch.actors.measure import measure_pool  # Ray is slow to load
+    from raybatch.actors.replicas.measure import measure_pool  # Ray is slow to load
 
     return measure_pool(question.spec)
 

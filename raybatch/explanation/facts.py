@@ -6,12 +6,12 @@ from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.icicle import draw_icicle
 from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.planning.sidecar import FILTERED
 from raybatch.prefix.forecast import OrderForecast
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
-from raybatch.stages.plan.sidecar import FILTERED
 
 __all__ = [
     "group_section",

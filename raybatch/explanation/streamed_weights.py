@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raybatch.pictures.wording import count, full, percent
-from raybatch.policy.layer_plan import ModuleCosts
+from raybatch.policy.batches.layer_plan import ModuleCosts
+from raybatch.policy.batches.step_plan import Phase
+from raybatch.policy.cost.roofline import Work
 from raybatch.policy.residence import Residence, WeightSizes, pass_time
-from raybatch.policy.roofline import Work
-from raybatch.policy.step_plan import Phase
 
 __all__ = ["StreamedWeights", "streamed_weights"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from raybatch.backends.choice import told_backend
 from raybatch.pictures.document import Section
 from raybatch.pictures.wording import count, duration
-from raybatch.policy.estimate import money
+from raybatch.policy.cost.estimate import money
 from raybatch.policy.limits import amount_of_money
 
 __all__ = ["TimeEstimate", "time_section", "with_backend"]

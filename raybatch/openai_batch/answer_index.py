@@ -8,13 +8,13 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from raybatch.backends.openai_body import BadAnswer
-from raybatch.backends.openai_embeddings import read_vector
+from raybatch.backends.openai.body import BadAnswer
+from raybatch.backends.openai.embeddings import read_vector
+from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError, error_text
-from raybatch.stages.file_errors import safe_text
-from raybatch.stages.repeated_ids import id_hashes
-from raybatch.stages.storage import told_as
-from raybatch.types import Vector
+from raybatch.inputs.file_errors import safe_text
+from raybatch.planning.checks.repeated_ids import id_hashes
+from raybatch.records.types import Vector
 
 __all__ = ["Answer", "AnswerIndex"]
 

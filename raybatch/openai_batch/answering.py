@@ -12,8 +12,8 @@ import numpy as np
 from raybatch.openai_batch.logprobs import LogprobTexts
 from raybatch.openai_batch.refusal import Refusal, error_body
 from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Reply
-from raybatch.parsed_text import REASONING, TOOL_CALLS
-from raybatch.stages.schema import ERROR_COLUMN, error_class, row_status
+from raybatch.records.parsed_text import REASONING, TOOL_CALLS
+from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
 
 __all__ = ["ANSWER_COLUMNS", "AnswerWriter", "Written"]
 

@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import Any
 
 from raybatch.backends.kinds import facts_of
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import FormRows
 from raybatch.openai_batch.requests import endpoints_of
-from raybatch.stages.options import StageConfig, build_stage_config
-from raybatch.stages.stage_model import find_model, max_model_len
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
+from raybatch.rows.options import StageConfig, build_stage_config
+from raybatch.rows.stage_model import find_model, max_model_len
+from raybatch.text.tokenizer import Tokenizer
 
 __all__ = ["BatchOptions", "model_names"]
 

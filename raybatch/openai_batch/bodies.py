@@ -26,8 +26,8 @@ from raybatch.openai_batch.requests import (
     endpoints_of,
 )
 from raybatch.openai_batch.tool_options import read_tools, with_parsed_calls
-from raybatch.pooling import pooling_of
-from raybatch.types import Sampling, Task
+from raybatch.records.pooling import pooling_of
+from raybatch.records.types import Sampling, Task
 
 __all__ = ["BodyRules", "read_request"]
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import fsspec
 import pyarrow as pa
 
-from raybatch.actors.arrow_arrays import vector_lists
+from raybatch.actors.wire.arrow_arrays import vector_lists
+from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError
+from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.answer_index import Answer, AnswerIndex
 from raybatch.openai_batch.files import parquet_writer
-from raybatch.stages.identity import column_row_ids
-from raybatch.stages.inputs import column_of
-from raybatch.stages.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
-from raybatch.stages.source import scan_source
-from raybatch.stages.storage import told_as
+from raybatch.rows.identity import column_row_ids
+from raybatch.rows.prompt_inputs import column_of
+from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 
 __all__ = ["Collected", "collect_answers"]
 

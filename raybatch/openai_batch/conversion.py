@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.protocols import Store
+from raybatch.durable.storage import store_of
+from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer
@@ -20,7 +21,6 @@ from raybatch.openai_batch.reading import InputId, Line, input_id, parse_line, r
 from raybatch.openai_batch.refusal import Refusal
 from raybatch.openai_batch.requests import Asked, Form
 from raybatch.openai_batch.seen_ids import SeenIds
-from raybatch.stages.storage import store_of
 
 __all__ = ["RECORD", "ROWS_FILE", "Conversion", "FormRows", "convert", "read_conversion"]
 

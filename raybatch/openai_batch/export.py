@@ -9,17 +9,17 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from raybatch.engine.chat import check_messages
-from raybatch.engine.prompt_errors import InvalidPrompt, PromptError
 from raybatch.errors import ConfigError, did_you_mean, error_text
+from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.files import published
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
-from raybatch.stages.batches import python_values
-from raybatch.stages.identity import column_row_ids
-from raybatch.stages.inputs import column_of
-from raybatch.stages.source import scan_source
-from raybatch.stages.template import PromptTemplate
-from raybatch.stages.unique_ids import check_unique_ids
+from raybatch.planning.checks.unique_ids import check_unique_ids
+from raybatch.rows.batches import python_values
+from raybatch.rows.identity import column_row_ids
+from raybatch.rows.prompt_inputs import column_of
+from raybatch.rows.template import PromptTemplate
+from raybatch.text.chat import check_messages
+from raybatch.text.prompt_errors import InvalidPrompt, PromptError
 
 __all__ = ["Export", "Exported", "export_rows"]
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.stages.storage import told_as
+from raybatch.durable.storage import told_as
 
 __all__ = ["parquet_rows", "parquet_schema", "parquet_writer", "published", "remove_folder"]
 

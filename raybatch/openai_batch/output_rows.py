@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.layout import PLAN, PLAN_ORDER, part_name
+from raybatch.durable.sink import output_files
+from raybatch.durable.storage import store_of
 from raybatch.openai_batch.files import parquet_rows
-from raybatch.stages.fingerprint import output_columns
-from raybatch.stages.plan.store import read_plans
-from raybatch.stages.sink import output_files
-from raybatch.stages.storage import store_of
+from raybatch.planning.fingerprint import output_columns
+from raybatch.planning.store import read_plans
 from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["finished_rows", "rows_so_far"]

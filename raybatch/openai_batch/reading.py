@@ -8,10 +8,10 @@ from typing import IO, Any, NamedTuple
 
 import fsspec
 
+from raybatch.durable.storage import told_as
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.json_lines import nesting_depth
 from raybatch.openai_batch.refusal import Refusal
-from raybatch.stages.file_errors import safe_text
-from raybatch.stages.json_lines import nesting_depth
-from raybatch.stages.storage import told_as
 
 __all__ = ["InputId", "Line", "input_id", "parse_line", "read_lines"]
 

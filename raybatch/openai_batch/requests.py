@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from raybatch.types import Task
+from raybatch.records.types import Task
 
 __all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "Asked", "Form", "Reply", "endpoints_of"]
 

@@ -5,6 +5,8 @@ import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from raybatch.durable.storage import store_of
+from raybatch.job.progress import ProgressPrinter
 from raybatch.openai_batch.answering import AnswerWriter
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion
@@ -17,10 +19,8 @@ from raybatch.openai_batch.writing import (
     answers_of,
     write_answers,
 )
-from raybatch.progress import ProgressPrinter
+from raybatch.records.types import PoolStats
 from raybatch.stages.pool_watch import ProgressCallback
-from raybatch.stages.storage import store_of
-from raybatch.types import PoolStats
 
 __all__ = ["BatchRun"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.stages.repeated_ids import id_hashes
+from raybatch.planning.checks.repeated_ids import id_hashes
 
 __all__ = ["SeenIds"]
 

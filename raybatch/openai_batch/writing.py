@@ -10,13 +10,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from raybatch.durable.layout import SUCCESS
+from raybatch.durable.storage import store_of
 from raybatch.openai_batch.answering import ANSWER_COLUMNS, AnswerWriter, Written
 from raybatch.openai_batch.conversion import Conversion, FormRows
 from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
 from raybatch.openai_batch.output_rows import finished_rows, rows_so_far
 from raybatch.openai_batch.refusal import Refusal
-from raybatch.stages.schema import ERROR_COLUMN
-from raybatch.stages.storage import store_of
+from raybatch.rows.schema import ERROR_COLUMN
 
 __all__ = ["BatchCounts", "BatchFiles", "answers_of", "is_done", "write_answers"]
 

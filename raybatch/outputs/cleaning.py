@@ -13,13 +13,13 @@ from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import listed_units
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.leftovers import leftovers
-from raybatch.durable.protocols import Store
-from raybatch.durable.store import open_store
+from raybatch.durable.sink import is_marked
+from raybatch.durable.storage import told_as
+from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.pictures.wording import printable
-from raybatch.stages.plan.store import read_all_units, read_plans
-from raybatch.stages.sink import is_marked
-from raybatch.stages.storage import told_as
+from raybatch.planning.store import read_all_units, read_plans
 
 __all__ = ["Cleaned", "clean", "parse_age"]
 

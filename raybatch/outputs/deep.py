@@ -12,12 +12,12 @@ from raybatch.durable.commit import listed_units
 from raybatch.durable.layout import part_name
 from raybatch.durable.partitioned import read_record
 from raybatch.durable.parts import read_footer
-from raybatch.durable.protocols import Store
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitCounts, UnitPlan
 from raybatch.errors import CommitError, error_text
-from raybatch.stages.repeated_ids import RepeatedIds, Uint64s, id_hashes
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.tally import unit_counts
+from raybatch.planning.checks.repeated_ids import RepeatedIds, Uint64s, id_hashes
+from raybatch.planning.tally import unit_counts
+from raybatch.rows.schema import OutputSchema
 
 __all__ = ["DeepLook", "look_into_parts", "part_files"]
 

@@ -16,18 +16,18 @@ from raybatch.durable.audit import is_finished
 from raybatch.durable.layout import DATA, PLAN, part_name
 from raybatch.durable.partitioned import partition_values, read_record
 from raybatch.durable.parts import read_footer
-from raybatch.durable.protocols import Store
-from raybatch.durable.store import open_store
+from raybatch.durable.storage import told_as
+from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.stages.file_slices import FileSlice, joined
-from raybatch.stages.fingerprint import output_columns
-from raybatch.stages.plan.movable import as_movable
-from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
-from raybatch.stages.schema import GOOD_STATUSES, OutputSchema, Status
-from raybatch.stages.source import Source, scan_source
-from raybatch.stages.storage import told_as
-from raybatch.stages.tally import row_statuses
+from raybatch.inputs.file_slices import FileSlice, joined
+from raybatch.inputs.source import Source, scan_source
+from raybatch.planning.fingerprint import output_columns
+from raybatch.planning.movable import as_movable
+from raybatch.planning.store import StoredPlan, read_all_units, read_plans
+from raybatch.planning.tally import row_statuses
+from raybatch.rows.schema import GOOD_STATUSES, OutputSchema, Status
 
 __all__ = ["ERROR_STATUSES", "FailedRows", "failed_rows"]
 

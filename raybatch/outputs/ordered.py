@@ -19,10 +19,12 @@ from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.durable.leftovers import drop_journal_and_staging
+from raybatch.durable.sink import prepare_sink
+from raybatch.durable.storage import is_below, store_of, told_as
 from raybatch.errors import ConfigError
 from raybatch.outputs.row_copy import RowCopy, copy_rows
-from raybatch.stages.plan.shards import stretches
-from raybatch.stages.plan.store import (
+from raybatch.planning.shards import stretches
+from raybatch.planning.store import (
     PlanSubject,
     StoredPlan,
     read_all_units,
@@ -31,8 +33,6 @@ from raybatch.stages.plan.store import (
     read_units,
     write_plan,
 )
-from raybatch.stages.sink import prepare_sink
-from raybatch.stages.storage import is_below, store_of, told_as
 
 __all__ = ["ordered", "restore_order"]
 

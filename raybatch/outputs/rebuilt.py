@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from raybatch import report
 from raybatch.durable.layout import PLAN, PLAN_ORDER
+from raybatch.durable.sink import is_marked, output_files
+from raybatch.durable.storage import store_of, told_as
 from raybatch.errors import ConfigError, shell_path
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, read_report
-from raybatch.stages.sink import is_marked, output_files
-from raybatch.stages.storage import store_of, told_as
 
 __all__ = ["keep_report", "report_of", "report_of_complete"]
 

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raybatch.actors.ray_errors import errors_told_once, message_kept, own_cause
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import part_name
+from raybatch.durable.storage import store_of, told_as
 from raybatch.errors import CommitError
-from raybatch.stages.fingerprint import output_columns
-from raybatch.stages.plan.movable import as_movable
-from raybatch.stages.plan.store import StoredPlan, read_shards, read_units
-from raybatch.stages.plan_columns import RANK, places, rank_of
-from raybatch.stages.ray_errors import errors_told_once, message_kept, own_cause
-from raybatch.stages.storage import store_of, told_as
+from raybatch.planning.fingerprint import output_columns
+from raybatch.planning.movable import as_movable
+from raybatch.planning.store import StoredPlan, read_shards, read_units
+from raybatch.rows.plan_columns import RANK, places, rank_of
 from raybatch.stages.unit_writer import UnitWriter
 
 __all__ = ["RowCopy", "copy_rows"]

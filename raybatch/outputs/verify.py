@@ -8,17 +8,17 @@ from pathlib import Path
 
 from raybatch.durable.audit import Audit, audit, read_success
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS
-from raybatch.durable.protocols import Store
-from raybatch.durable.store import open_store
+from raybatch.durable.sink import is_marked
+from raybatch.durable.storage import told_as
+from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepLook, look_into_parts
 from raybatch.pictures.wording import printable
-from raybatch.stages.fingerprint import compare_files, output_columns
-from raybatch.stages.plan.checks import damage_of
-from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
-from raybatch.stages.sink import is_marked
-from raybatch.stages.storage import told_as
+from raybatch.planning.checks.stored_plan import damage_of
+from raybatch.planning.fingerprint import compare_files, output_columns
+from raybatch.planning.store import StoredPlan, read_all_units, read_plans
 
 __all__ = ["Verification", "verify"]
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost_model import CostModel, MeasuredStep
-from raybatch.policy.roofline import Roofline, Work
+from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
+from raybatch.policy.cost.roofline import Roofline, Work
 
 __all__ = ["Recovery", "choose_recovery", "recompute_time"]
 

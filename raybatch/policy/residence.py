@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raybatch.errors import ConfigError
-from raybatch.policy.layer_dag import DagNode, critical_path
+from raybatch.policy.batches.layer_dag import DagNode, critical_path
 
 __all__ = ["Residence", "WeightSizes", "pass_time", "plan_residence"]
 

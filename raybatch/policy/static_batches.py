@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raybatch.errors import ConfigError
-from raybatch.types import Request
+from raybatch.records.types import Request
 
 __all__ = ["LEAST_GAIN", "LEAST_RUNS", "RowLengths", "prefers_static"]
 

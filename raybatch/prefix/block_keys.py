@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
 from raybatch.errors import ConfigError
-from raybatch.hashing import GOLDEN, mix64
-from raybatch.types import TokenIds
+from raybatch.records.hashing import GOLDEN, mix64
+from raybatch.records.types import TokenIds
 
 __all__ = ["BlockKeys", "find_representatives", "hash_blocks", "start_offsets"]
 

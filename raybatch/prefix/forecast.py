@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.enlarge import Bools
 from raybatch.prefix.hits import (
     CacheLoad,
     CacheSize,
@@ -24,7 +23,8 @@ from raybatch.prefix.hits import (
 )
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import Arrangement, RowPlan
-from raybatch.prefix.tree import PrefixTree
+from raybatch.prefix.tree.enlarge import Bools
+from raybatch.prefix.tree.prefix_tree import PrefixTree
 
 __all__ = [
     "ForecastName",

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
-from raybatch.prefix.enlarge import exact_single_level, nearest_open
-from raybatch.prefix.groups import PrefixGroups, make_groups
 from raybatch.prefix.load import GroupLoad
-from raybatch.prefix.tree import build_tree
-from raybatch.prefix.tree_order import order_in_tree
+from raybatch.prefix.tree.enlarge import exact_single_level, nearest_open
+from raybatch.prefix.tree.groups import PrefixGroups, make_groups
+from raybatch.prefix.tree.prefix_tree import build_tree
+from raybatch.prefix.tree.tree_order import order_in_tree
 
 __all__ = ["InFlightPlan", "match_prefixes", "plan_in_flight", "select_rows"]
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.hashing import GOLDEN, mix64
 from raybatch.prefix.load import Ints
+from raybatch.records.hashing import GOLDEN, mix64
 
 __all__ = ["MAX_EXACT_FIELDS", "Layout", "LayoutAdvice", "TemplateField", "advise_layout"]
 

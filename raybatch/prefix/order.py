@@ -1,7 +1,7 @@
 """The order in which groups run. Members of a group always stay together.
 
 ratio        most output per computed prompt token first, so that long prefills come when many
-             sequences decode; of a prefix tree, see `raybatch.prefix.tree_order`
+             sequences decode; of a prefix tree, see `raybatch.prefix.tree.tree_order`
 ascending    the reverse, for comparison
 shuffle      whole groups in a seeded random order
 depth_first  as given: the order of the prefix tree

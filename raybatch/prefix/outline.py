@@ -14,7 +14,7 @@ import numpy as np
 
 from raybatch.prefix.block_keys import BlockKeys, start_offsets
 from raybatch.prefix.load import Ints
-from raybatch.prefix.tree import PrefixTree
+from raybatch.prefix.tree.prefix_tree import PrefixTree
 
 __all__ = ["TreeBox", "join_outlines", "outline_tree"]
 

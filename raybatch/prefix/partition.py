@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.hashing import mix64
 from raybatch.prefix.block_keys import BlockKeys, Int64s, Uint64s
-from raybatch.prefix.enlarge import Bools
 from raybatch.prefix.load import Floats
-from raybatch.prefix.tree import PrefixTree, build_tree
+from raybatch.prefix.tree.enlarge import Bools
+from raybatch.prefix.tree.prefix_tree import PrefixTree, build_tree
+from raybatch.records.hashing import mix64
 
 __all__ = ["Partitioner", "choose_parts", "cut_values"]
 

@@ -13,20 +13,20 @@ import numpy.typing as npt
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys, find_representatives
-from raybatch.prefix.enlarge import (
+from raybatch.prefix.load import Floats, GroupLoad, Ints
+from raybatch.prefix.order import order_groups
+from raybatch.prefix.split import cut_units
+from raybatch.prefix.tree.enlarge import (
     Bools,
     exact_single_level,
     multi_level,
     nearest_open,
     num_computed_tokens,
 )
-from raybatch.prefix.entries import entries_of_groups, entries_of_subtrees, passed_nodes
-from raybatch.prefix.groups import PrefixGroups, make_groups
-from raybatch.prefix.load import Floats, GroupLoad, Ints
-from raybatch.prefix.order import order_groups
-from raybatch.prefix.split import cut_units
-from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
-from raybatch.prefix.tree_order import order_in_tree, values_in_tree
+from raybatch.prefix.tree.entries import entries_of_groups, entries_of_subtrees, passed_nodes
+from raybatch.prefix.tree.groups import PrefixGroups, make_groups
+from raybatch.prefix.tree.prefix_tree import PrefixTree, TreeStats, build_tree, tree_stats
+from raybatch.prefix.tree.tree_order import order_in_tree, values_in_tree
 
 __all__ = [
     "Arrangement",
@@ -79,7 +79,7 @@ class PlanRows:
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    What an entry is, see `raybatch.prefix.entries`.
+    What an entry is, see `raybatch.prefix.tree.entries`.
 
     Args:
         tree: of all rows.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.enlarge import multi_level, num_computed_tokens
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.load import Floats
 from raybatch.prefix.plan import Arrangement
-from raybatch.prefix.tree import TreeStats
+from raybatch.prefix.tree.enlarge import multi_level, num_computed_tokens
+from raybatch.prefix.tree.prefix_tree import TreeStats
 
 __all__ = ["InputProfile", "merge_stats", "profile_rows"]
 

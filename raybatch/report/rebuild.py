@@ -5,16 +5,16 @@ from dataclasses import replace
 
 from raybatch.durable.audit import Audit, audit, is_finished
 from raybatch.durable.layout import SUCCESS
-from raybatch.history.reading import read_history, with_unlogged
-from raybatch.history.records import History, RunRecord
+from raybatch.durable.sink import output_files
+from raybatch.durable.storage import store_of, told_as
 from raybatch.pictures.wording import count
+from raybatch.planning.fingerprint import backend_kind
+from raybatch.planning.store import StoredPlan, read_all_units, read_plan, read_plans
 from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
+from raybatch.report.history.reading import read_history, with_unlogged
+from raybatch.report.history.records import History, RunRecord
 from raybatch.report.record import RunReport, error_counts
-from raybatch.stages.fingerprint import backend_kind
-from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plan, read_plans
-from raybatch.stages.sink import output_files
-from raybatch.stages.storage import store_of, told_as
 
 __all__ = ["counted_report", "report_of"]
 

@@ -1,7 +1,7 @@
 """The account of a job: what went in, what came out, what failed, how fast it was.
 
 `RunReport` is the frozen result as text, JSON and HTML. Nothing here decides whether rows are
-complete; it states what was counted (see `raybatch.stages.tally`).
+complete; it states what was counted (see `raybatch.planning.tally`).
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from typing import Any
 import fsspec
 
 from raybatch.config import from_mapping
-from raybatch.durable.store import open_store
+from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.explanation.plain import from_plain
-from raybatch.history.records import History
-from raybatch.history.show import length_section, run_section, time_sections
 from raybatch.pictures.document import Section, to_fragment, to_page
 from raybatch.pictures.wording import printable
 from raybatch.prefix.histogram import Histogram
+from raybatch.report.history.records import History
+from raybatch.report.history.show import length_section, run_section, time_sections
 from raybatch.report.paths import PAGE_PATH, REPORT_PATH, report_path
 from raybatch.report.show import (
     audit_section,
@@ -35,7 +35,7 @@ from raybatch.report.show import (
     run_facts,
     skipped_section,
 )
-from raybatch.stages.schema import GOOD_STATUSES
+from raybatch.rows.schema import GOOD_STATUSES
 
 __all__ = [
     "ErrorCount",
@@ -88,7 +88,7 @@ class RunReport:
         rows_duplicated: sink rows beyond the first of the same row.
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         rows_resumed: rows that earlier runs had written.
-        statuses: row status (see `raybatch.stages.schema.row_status`) to number of rows.
+        statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
         prompt_tokens: of all rows that reached the engines.
         cached_tokens: prompt tokens whose KV came from another request.

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from raybatch.backends.choice import told_backend
 from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.history.lanes import lanes_of
-from raybatch.history.show import end_of, idle_facts
 from raybatch.pictures.cards import Card, draw_cards
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, duration, full, percent
 from raybatch.policy.limits import amount_of_money
+from raybatch.report.history.lanes import lanes_of
+from raybatch.report.history.show import end_of, idle_facts
 from raybatch.report.paths import report_path
 
 if TYPE_CHECKING:

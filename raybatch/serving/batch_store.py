@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raybatch.durable.storage import store_of
 from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.ids import BATCH, check_id, new_id
 from raybatch.serving.problems import Problem
-from raybatch.stages.storage import store_of
 
 __all__ = ["ENDED", "Batch", "BatchRequest", "BatchStatus", "BatchStore"]
 

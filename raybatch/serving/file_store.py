@@ -14,10 +14,10 @@ from typing import IO, Any
 
 import fsspec
 
+from raybatch.durable.storage import store_of
 from raybatch.openai_batch.files import published, remove_folder
 from raybatch.serving.ids import FILE, check_id, new_id
 from raybatch.serving.problems import Problem
-from raybatch.stages.storage import store_of
 
 __all__ = ["FileRecord", "FileStore"]
 

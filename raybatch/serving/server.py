@@ -14,11 +14,11 @@ from typing import Any
 
 import ray
 
+from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.openai_batch.batch_options import BatchOptions, model_names
 from raybatch.openai_batch.requests import endpoints_of
 from raybatch.serving.runner import BatchRunner
-from raybatch.stages.storage import store_of
 
 __all__ = ["ServeOptions", "serve_batches"]
 

@@ -13,24 +13,24 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from raybatch.actors.pool import PoolHandle
-from raybatch.actors.wire import RESULT_SCHEMA
+from raybatch.actors.ray_errors import message_kept
+from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.backends.choice import BackendChoice
 from raybatch.durable.journal import ROW
 from raybatch.errors import RowError
-from raybatch.stages.batches import to_table
-from raybatch.stages.finish import finish_rows
+from raybatch.records.types import PoolStats
+from raybatch.rows.batches import to_table
+from raybatch.rows.finish import finish_rows
+from raybatch.rows.options import StageConfig
+from raybatch.rows.plan_columns import PlannedRows, take_off
+from raybatch.rows.prepare import Prepared, prepare
+from raybatch.rows.prompt_inputs import column_of
+from raybatch.rows.render import PromptReader
+from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
+from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
-from raybatch.stages.inputs import column_of
 from raybatch.stages.open_call import Answered, Asked, OpenCall
-from raybatch.stages.options import StageConfig
-from raybatch.stages.plan_columns import PlannedRows, take_off
-from raybatch.stages.prepare import Prepared, prepare
-from raybatch.stages.ray_errors import message_kept
-from raybatch.stages.render import PromptReader
-from raybatch.stages.schema import ERROR_COLUMN, ROW_ID, error_class
-from raybatch.stages.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.unit_watch import PlacedWatch
-from raybatch.types import PoolStats
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
 # waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
@@ -45,7 +45,7 @@ class StageFeeder:
     """What `LLMStage(...)` returns a subclass of; Ray Data makes one object per feeder actor.
 
     A call takes a row batch of any format and returns an Arrow table: the columns that came in,
-    and those of `raybatch.stages.schema`.
+    and those of `raybatch.rows.schema`.
 
     Attributes:
         config: options of the stage.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from raybatch.actors.crew_plan import connected_ray
+from raybatch.actors.replicas.placement import connected_ray
 
 logger = logging.getLogger(__name__)
 

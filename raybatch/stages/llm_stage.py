@@ -6,18 +6,18 @@ from typing import Any
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
-from raybatch.pooling import Pooling
-from raybatch.stages.endpoint import check_endpoint
-from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.inputs import referenced_columns
-from raybatch.stages.options import (
+from raybatch.records.pooling import Pooling
+from raybatch.records.types import Sampling, Task
+from raybatch.rows.endpoint import check_endpoint
+from raybatch.rows.options import (
     Chat,
     MessagesOption,
     OnTooLong,
     StageConfig,
     build_stage_config,
 )
-from raybatch.types import Sampling, Task
+from raybatch.rows.prompt_inputs import referenced_columns
+from raybatch.stages.feeder import StageFeeder
 
 
 def LLMStage(  # noqa: N802 - it returns a class

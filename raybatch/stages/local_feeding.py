@@ -7,7 +7,7 @@ from itertools import islice
 
 import pyarrow as pa
 
-from raybatch.actors.local_loop import LocalLoop
+from raybatch.actors.executors.local_loop import LocalLoop
 from raybatch.stages.ending_calls import end_calls
 from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from raybatch.stages.finish import Answers
-from raybatch.stages.prepare import Prepared
-from raybatch.stages.prompt import Prompt
+from raybatch.rows.finish import Answers
+from raybatch.rows.prepare import Prepared
+from raybatch.rows.prompt import Prompt
 from raybatch.stages.unit_watch import PlacedWatch
 
 __all__ = ["Answered", "Asked", "OpenCall"]

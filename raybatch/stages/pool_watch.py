@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Self
 
 from raybatch.errors import error_text
-from raybatch.types import PoolStats
+from raybatch.records.types import PoolStats
 
 logger = logging.getLogger(__name__)
 

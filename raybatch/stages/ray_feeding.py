@@ -6,9 +6,9 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from raybatch.actors.ray_errors import errors_told_once, own_cause
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.ray_context import settle_context
-from raybatch.stages.ray_errors import errors_told_once, own_cause
 
 __all__ = ["ray_results"]
 

@@ -14,21 +14,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.ray_errors import message_kept
 from raybatch.config import WaveConfig
 from raybatch.durable import journal
 from raybatch.durable.fault_points import reach
 from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
-from raybatch.stages.batches import to_table
+from raybatch.planning.tally import row_statuses
+from raybatch.rows.batches import to_table
+from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
+from raybatch.rows.schema import GOOD_STATUSES
 from raybatch.stages.ending_calls import end_calls
 from raybatch.stages.feeder import StageFeeder, again_client
 from raybatch.stages.open_call import OpenCall
-from raybatch.stages.plan_columns import RANK, ROW, places, take_groups, with_columns
-from raybatch.stages.ray_errors import message_kept
 from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
-from raybatch.stages.schema import GOOD_STATUSES
-from raybatch.stages.tally import row_statuses
 from raybatch.stages.unit_watch import UnitWatch
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
 

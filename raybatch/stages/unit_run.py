@@ -13,11 +13,11 @@ import pyarrow as pa
 from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
+from raybatch.durable.storage import store_of, told_as
+from raybatch.planning.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.local_feeding import local_results
-from raybatch.stages.plan.store import StoredPlan, read_all_units, read_plans
 from raybatch.stages.receipts import UnitReceipt
-from raybatch.stages.storage import store_of, told_as
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
 from raybatch.stages.unit_writer import UnitWriter
 

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.begun import Begun
-from raybatch.actors.records import RowCrashes
-from raybatch.actors.wire import crash_error
+from raybatch.actors.wire.begun import Begun
+from raybatch.actors.wire.columns import crash_error
+from raybatch.actors.wire.records import RowCrashes
 from raybatch.durable.attempts import Strikes
 from raybatch.durable.journal import PLACE
 from raybatch.stages.unit_writer import UnitWriter

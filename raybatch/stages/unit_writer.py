@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raybatch.actors.begun import BEGUN_SCHEMA, Begun
+from raybatch.actors.wire.begun import BEGUN_SCHEMA, Begun
 from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import (
@@ -23,13 +23,13 @@ from raybatch.durable.journal import (
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.parts import PARQUET
-from raybatch.durable.protocols import Store
+from raybatch.durable.storage import told_as
+from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
-from raybatch.stages.plan.movable import movable_schema
-from raybatch.stages.plan.store import StoredPlan, read_units
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.storage import told_as
-from raybatch.stages.tally import unit_counts
+from raybatch.planning.movable import movable_schema
+from raybatch.planning.store import StoredPlan, read_units
+from raybatch.planning.tally import unit_counts
+from raybatch.rows.schema import OutputSchema
 
 __all__ = ["SPECIAL", "UnitWriter", "in_schema", "plan_units", "settle_schema"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from raybatch.errors import ConfigError
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
 from raybatch.submission.bundle import EXCLUDED_SUFFIXES
 from raybatch.submission.manifest import (
     ManifestOptions,

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
 from raybatch.submission.manifest import (
     ManifestOptions,
     WorkerShape,

@@ -15,7 +15,7 @@ from pathlib import Path
 from raybatch.backends.options import gpus_of_engine
 from raybatch.config import check_min
 from raybatch.errors import ConfigError
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
 
 __all__ = [
     "ManifestOptions",

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
 from raybatch.submission.manifest import (
     ManifestOptions,
     check_retries,

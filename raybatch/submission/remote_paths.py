@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from raybatch.engine.model_source import is_local_model
 from raybatch.errors import ConfigError
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
+from raybatch.models.source import is_local_model
 from raybatch.submission.secret_names import check_no_secret_in_uri
 
 __all__ = ["check_paths", "fixed_part", "is_uri", "paths_on_hosts"]

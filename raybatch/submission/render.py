@@ -5,7 +5,7 @@ from dataclasses import fields
 import fsspec
 
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.submission.anyscale import render_anyscale
 from raybatch.submission.kuberay import render_kuberay
 from raybatch.submission.manifest import ManifestOptions, worker_shape

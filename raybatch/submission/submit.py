@@ -14,8 +14,8 @@ import yaml
 
 import raybatch
 from raybatch.errors import ConfigError, shell_path
-from raybatch.job import Job
-from raybatch.job_config import JobConfig
+from raybatch.job.config import JobConfig
+from raybatch.job.job import Job
 from raybatch.submission.bundle import write_bundle
 from raybatch.submission.job_server import JobServer, Submission
 from raybatch.submission.probe import is_loopback, read_address, server_auth_mode

@@ -8,10 +8,10 @@ import numpy as np
 import ray
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
-from raybatch.actors.wire import decode_completions, request_table
-from raybatch.backends.fake import fake_tokens
+from raybatch.actors.wire.columns import decode_completions, request_table
+from raybatch.backends.fake.backend import fake_tokens
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 
 SAMPLING = Sampling(max_tokens=4)
 POISON = 999

@@ -6,13 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.assignments import make_assignments
-from raybatch.actors.begun import Begun, encode_begun, sequence_states
-from raybatch.actors.inbox import Inbox
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Submission
-from raybatch.actors.wire import encode_completions
-from raybatch.types import Completion, Request, Sampling, SequenceState
+from raybatch.actors.coordinator.assignments import make_assignments
+from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.begun import Begun, encode_begun, sequence_states
+from raybatch.actors.wire.columns import encode_completions
+from raybatch.actors.wire.records import Submission
+from raybatch.records.types import Completion, Request, Sampling, SequenceState
 from tests.actors.queues import ROOMY
 
 LOGPROBS = ((np.array([4, 5], np.int32), np.array([-0.5, -1.5], np.float32)),)

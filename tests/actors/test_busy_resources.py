@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.actors.measure import busy_resources
+from raybatch.actors.replicas.measure import busy_resources
 
 
 @pytest.mark.parametrize(

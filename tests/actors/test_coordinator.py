@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from raybatch.actors.coordinator import Coordinator
-from raybatch.actors.crew import Member
-from raybatch.actors.crew_plan import CrewPlan
-from raybatch.actors.ray_site import RaySite, RayStarted
-from raybatch.actors.records import Room, Submission
-from raybatch.actors.reserving import Reserved
-from raybatch.actors.wire import encode_completions
-from raybatch.types import Completion, ReplicaStats
+from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors.ray_site import RaySite, RayStarted
+from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.replicas.reserving import Reserved
+from raybatch.actors.wire.columns import encode_completions
+from raybatch.actors.wire.records import Room, Submission
+from raybatch.records.types import Completion, ReplicaStats
 from tests.actors.pools import handle_of
 
 ROOM = Room(tokens=64, rows=64)

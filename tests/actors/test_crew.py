@@ -7,10 +7,10 @@ import signal
 import pytest
 import ray
 
-from raybatch.actors import crew as crew_module
-from raybatch.actors.crew import Crew
-from raybatch.actors.crew_plan import CrewPlan
-from raybatch.actors.ray_site import RaySite
+from raybatch.actors.executors.ray_site import RaySite
+from raybatch.actors.replicas import replica_set as crew_module
+from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.replica_set import Crew
 from tests.actors.pools import handle_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

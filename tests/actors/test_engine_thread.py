@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.actors.engine_thread import EngineEndedError, EngineThread
-from raybatch.actors.records import Room
-from raybatch.backends.fake import FakeBackend, FakeOptions
-from raybatch.types import Request, Sampling
+from raybatch.actors.replica.engine_thread import EngineEndedError, EngineThread
+from raybatch.actors.wire.records import Room
+from raybatch.backends.fake.backend import FakeBackend, FakeOptions
+from raybatch.records.types import Request, Sampling
 
 
 def request(request_id, token=1, **sampling):

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from raybatch.actors.giving import choose_given
-from raybatch.types import Request, Sampling
+from raybatch.actors.queue.giving import choose_given
+from raybatch.records.types import Request, Sampling
 
 
 def rows_of(ids, *, prefix=100, own=10, new=10):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Room, Span
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.records import Room, Span
 from tests.actors.queues import ROOMY, add_groups, grouped_queue, groups_of, held_rows
 
 ONE_GROUP = Room(tokens=150, rows=5)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.giving import choose_given
-from raybatch.actors.open_rows import OpenRows
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Room, Span
-from raybatch.types import Request, Sampling
+from raybatch.actors.queue.giving import choose_given
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.replica.open_rows import OpenRows
+from raybatch.actors.wire.records import Room, Span
+from raybatch.records.types import Request, Sampling
 from tests.actors.queues import add_groups
 
 PREFIX, OWN, NEW = 256, 32, 16

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from raybatch.actors.pool import PoolHandle, PoolSpec
-from raybatch.actors.wire import decode_completions, request_table
+from raybatch.actors.wire.columns import decode_completions, request_table
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.types import Sampling
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Sampling
 from tests.actors.pools import wait_until
 from tests.engine.tiny_models import build
 

@@ -4,9 +4,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from raybatch.actors.crew_plan import cluster_now, plan_crew
-from raybatch.actors.records import PoolSpec
-from raybatch.actors.reserving import reserve
+from raybatch.actors.replicas.placement import cluster_now, plan_crew
+from raybatch.actors.replicas.reserving import reserve
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from tests.clusters import end_ray
 

@@ -1,4 +1,4 @@
-from raybatch.actors.homes import Homes
+from raybatch.actors.queue.affinity import Homes
 
 
 def test_a_group_that_starts_at_a_second_replica_is_a_cut_with_its_prefix():

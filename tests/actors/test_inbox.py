@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from raybatch.actors.inbox import Inbox
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Room, Submission
-from raybatch.actors.wire import encode_completions
-from raybatch.types import Completion
+from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.columns import encode_completions
+from raybatch.actors.wire.records import Room, Submission
+from raybatch.records.types import Completion
 
 
 def submission(num_rows, token="t", name="", client="c"):

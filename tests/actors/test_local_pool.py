@@ -8,9 +8,9 @@ import sys
 import psutil
 import pytest
 
-from raybatch.actors import local_pools
+from raybatch.actors.executors import local_pools
 from raybatch.errors import ReplicaError
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 from tests.actors.pools import (
     POISON,
     SAMPLING,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raybatch.actors.crew_plan import CrewPlan
-from raybatch.actors.making_room import RoomSeeker, has_reserved
+from raybatch.actors.replicas.making_room import RoomSeeker, has_reserved
+from raybatch.actors.replicas.placement import CrewPlan
 from raybatch.config import PoolConfig
 from tests.actors.pools import SAMPLING, prompts_of, table_of
 

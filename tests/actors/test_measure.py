@@ -6,8 +6,8 @@ import time
 import pytest
 import ray
 
-from raybatch.actors.measure import measure_pool
-from raybatch.actors.records import PoolSpec
+from raybatch.actors.replicas.measure import measure_pool
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import MeasureError
 

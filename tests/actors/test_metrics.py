@@ -7,9 +7,9 @@ import pytest
 import ray
 from ray.util import metrics
 
-from raybatch.actors.counters import ClientCounters
-from raybatch.actors.metrics import PoolMetrics, ReplicaMetrics
-from raybatch.types import ReplicaStats
+from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.coordinator.metrics import PoolMetrics, ReplicaMetrics
+from raybatch.records.types import ReplicaStats
 from tests.actors.pools import SAMPLING, prompts_of, table_of, wait_until
 
 COUNTERS = {

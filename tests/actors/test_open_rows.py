@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.actors.open_rows import OpenRows
+from raybatch.actors.replica.open_rows import OpenRows
 from tests.actors.test_giving import rows_of
 
 

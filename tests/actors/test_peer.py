@@ -8,10 +8,10 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from raybatch.actors.call_handle import CallHandle
-from raybatch.actors.local_loop import LocalLoop
-from raybatch.actors.local_tables import LocalTables
-from raybatch.actors.peer import Peer, PeerDiedError, PeerError
+from raybatch.actors.executors.local_loop import LocalLoop
+from raybatch.actors.executors.local_tables import LocalTables
+from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
+from raybatch.actors.wire.call_handle import CallHandle
 
 TIMEOUT_S = 20
 

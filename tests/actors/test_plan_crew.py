@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.actors.crew_plan import (
+from raybatch.actors.replicas.placement import (
     ClusterView,
     CrewPlan,
     check_cluster,
@@ -10,11 +10,11 @@ from raybatch.actors.crew_plan import (
     gpu_warnings,
     plan_crew,
 )
-from raybatch.actors.records import PoolSpec
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.options import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
-from raybatch.stages.options import build_stage_config
+from raybatch.rows.options import build_stage_config
 
 
 def test_an_engine_fits_the_largest_host():

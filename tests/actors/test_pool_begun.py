@@ -7,8 +7,8 @@ import signal
 import numpy as np
 import pytest
 
-from raybatch.backends.fake import fake_tokens
-from raybatch.types import Sampling
+from raybatch.backends.fake.backend import fake_tokens
+from raybatch.records.types import Sampling
 from tests.actors.pools import handle_of, prompts_of, table_of, tokens_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

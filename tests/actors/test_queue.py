@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import PoisonRow, Room, Span
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.records import PoisonRow, Room, Span
 from tests.actors.queues import ROOMY, grouped_queue, held_rows, queue_of
 
 

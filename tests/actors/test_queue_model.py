@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Room, Span
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.records import Room, Span
 from tests.actors.queues import add_groups, add_plain, held_rows
 
 CONTROL_ROW = 1

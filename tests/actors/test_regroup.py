@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Room, Span
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.records import Room, Span
 from tests.actors.queues import ROOMY, add_plain, held_rows, keys_of, plain_prompts
 
 

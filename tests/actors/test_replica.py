@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from raybatch.actors.executors.ray_site import RaySite
 from raybatch.actors.pool import PoolSpec
-from raybatch.actors.ray_site import RaySite
-from raybatch.actors.records import Assignment, RowGroups, Span
-from raybatch.actors.replica import Replica
-from raybatch.actors.wire import request_table
+from raybatch.actors.replica.replica import Replica
+from raybatch.actors.wire.columns import request_table
+from raybatch.actors.wire.records import Assignment, RowGroups, Span
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.types import Completion, ReplicaStats, Sampling
+from raybatch.records.types import Completion, ReplicaStats, Sampling
 
 TIMEOUT_S = 20
 

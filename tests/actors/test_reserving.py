@@ -5,8 +5,8 @@ import time
 import pytest
 import ray
 
-from raybatch.actors.crew_plan import CrewPlan
-from raybatch.actors.reserving import reserve
+from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.reserving import reserve
 from raybatch.config import PoolConfig
 
 PLAN = CrewPlan(num_replicas=1, num_cpus=0.5, num_gpus=0, num_engines_on_host=1)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.inbox import Inbox
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Submission
-from raybatch.actors.sharing import Sharing
+from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.coordinator.sharing import Sharing
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.records import Submission
 from tests.actors.queues import groups_of, keys_of, plain_prompts
 
 NUM_TOKENS = 40 * 12

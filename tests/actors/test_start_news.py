@@ -1,6 +1,6 @@
 """What is told of starts that failed."""
 
-from raybatch.actors.start_news import StartNews
+from raybatch.actors.replicas.start_news import StartNews
 
 TRACE = "Traceback (most recent call last):\n  ...\nRuntimeError: no"
 

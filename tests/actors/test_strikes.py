@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from raybatch.actors.inbox import Inbox
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import PoisonRow, Room, RowCrashes, Span, Submission
-from raybatch.actors.wire import decode_completions
+from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.columns import decode_completions
+from raybatch.actors.wire.records import PoisonRow, Room, RowCrashes, Span, Submission
 from tests.actors.queues import BLOCK, ROOMY, groups_of, held_rows, keys_of, plain_prompts
 
 

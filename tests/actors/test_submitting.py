@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from raybatch.actors.submitting import make_submission, row_keys
-from raybatch.actors.wire import request_table
+from raybatch.actors.wire.columns import request_table
 from raybatch.config import EngineConfig
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 from tests.actors.queues import BLOCK, keys_of, plain_prompts
 
 SAMPLINGS = (Sampling(max_tokens=9),)

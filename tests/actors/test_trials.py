@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from raybatch.actors.inbox import Inbox
-from raybatch.actors.queue import RowQueue
-from raybatch.actors.records import Room, Submission
-from raybatch.actors.wire import combine_results, decode_completions, encode_completions
-from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
-from raybatch.types import Completion, Request, Sampling
+from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.columns import combine_results, decode_completions, encode_completions
+from raybatch.actors.wire.records import Room, Submission
+from raybatch.backends.fake.backend import FakeBackend, FakeOptions, fake_tokens
+from raybatch.records.types import Completion, Request, Sampling
 
 POISON = 999
 SAMPLING = Sampling(max_tokens=2)

@@ -1,7 +1,7 @@
-from raybatch.actors.homes import Homes
-from raybatch.actors.records import Span
-from raybatch.actors.row_states import RowStates
-from raybatch.actors.waiting_line import WaitingLine
+from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.row_states import RowStates
+from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.wire.records import Span
 from tests.actors.queues import groups_of
 
 

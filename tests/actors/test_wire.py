@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.records import RowGroups
-from raybatch.actors.wire import (
+from raybatch.actors.wire.columns import (
     RESULT_SCHEMA,
     RequestReader,
     check_requests,
@@ -21,9 +20,10 @@ from raybatch.actors.wire import (
     request_table,
     row_numbers,
 )
+from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
-from raybatch.parsed_text import ParsedText
-from raybatch.types import Completion, Sampling
+from raybatch.records.parsed_text import ParsedText
+from raybatch.records.types import Completion, Sampling
 
 SAMPLINGS = (Sampling(max_tokens=4), Sampling(max_tokens=3, n=2))
 

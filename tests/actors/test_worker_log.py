@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from raybatch.actors.executors.ray_site import RaySite
 from raybatch.actors.pool import PoolSpec
-from raybatch.actors.ray_site import RaySite
-from raybatch.actors.replica import Replica
-from raybatch.actors.worker_log import obey_log_level
+from raybatch.actors.replica.replica import Replica
+from raybatch.actors.replicas.worker_log import obey_log_level
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from tests.actors.pools import SAMPLING, prompts_of, table_of, wait_until
 
@@ -45,7 +45,7 @@ def test_an_engine_shows_what_it_says_where_the_environment_asks(monkeypatch, ca
     with as_in_a_worker():
         assert start() is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("INFO raybatch.actors.replica: replica 7 is ready: Capacity(")
+    assert line.startswith("INFO raybatch.actors.replica.replica: replica 7 is ready: Capacity(")
 
 
 def test_an_engine_shows_warnings_alone_where_nothing_is_asked(monkeypatch, capsys):
@@ -93,5 +93,5 @@ def test_workers_of_a_pool_obey_the_environment_that_it_gives_them(own):
     handle = own(pool={"replicas": 1, "runtime_env": asked})
     handle.generate_sync(table_of(prompts_of(2)), (SAMPLING,))
     logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
-    said = "INFO raybatch.actors.replica: replica "
+    said = "INFO raybatch.actors.replica.replica: replica "
     wait_until(lambda: any(said in path.read_text() for path in logs.glob("worker-*.err")))

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 from aiohttp import web
 
-from raybatch.backends.fake_answers import fake_answer, fake_vector
-from raybatch.types import Request, Sampling
+from raybatch.backends.fake.answers import fake_answer, fake_vector
+from raybatch.records.types import Request, Sampling
 
 # prefixes that the server's cache shares
 _BLOCK = 16

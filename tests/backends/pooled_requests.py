@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 
 
 def pooled_request(request_id: int, tokens: Sequence[int], **payload: Any) -> Request:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from raybatch.backends.calibrate import limits_of, measure_backend
-from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.backends.fake.backend import FakeBackend, FakeOptions
 from raybatch.errors import MeasureError
-from raybatch.policy.cost_model import CostModel, EngineLimits, fit
-from raybatch.policy.estimate import estimate
-from raybatch.policy.work import work_totals
-from raybatch.types import Request, Sampling
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
+from raybatch.policy.cost.estimate import estimate
+from raybatch.policy.cost.work import work_totals
+from raybatch.records.types import Request, Sampling
 from tests.backends.timed_backend import TimedBackend
 
 LIMITS = EngineLimits(kv_tokens=65536, max_num_seqs=256, block_size=64, max_batched_tokens=2048)

@@ -1,7 +1,7 @@
 import pytest
 
 from raybatch.backends.choice import choose_backend, vllm_build
-from raybatch.backends.vllm_args import native_options
+from raybatch.backends.vllm.args import native_options
 from raybatch.config import EngineConfig
 
 

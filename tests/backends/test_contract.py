@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from raybatch.backends.create import create_backend
-from raybatch.backends.vllm_start import start_inner
+from raybatch.backends.vllm.start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.types import Request, Sampling
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Request, Sampling
 from tests.backends.endpoint_server import EndpointServer
 from tests.backends.vllm_engines import VllmShelf
 from tests.engine.tiny_models import build

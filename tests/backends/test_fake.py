@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from raybatch.backends.create import create_backend
-from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
+from raybatch.backends.fake.backend import FakeBackend, FakeOptions, fake_tokens
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 
 
 def request(request_id, *tokens, **sampling):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from raybatch.backends.create import create_backend
-from raybatch.backends.openai_backend import OpenAIBackend
-from raybatch.backends.openai_options import openai_options
-from raybatch.backends.openai_start import create
+from raybatch.backends.openai.backend import OpenAIBackend
+from raybatch.backends.openai.options import openai_options
+from raybatch.backends.openai.start import create
 from raybatch.config import BackendConfig, EngineConfig, proxy_of
 from raybatch.errors import ConfigError, EndpointError
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 from tests.backends.endpoint_server import EndpointServer, expected_text
 
 SECRET = "Zx9-abc-secret"

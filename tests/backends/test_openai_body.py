@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from raybatch.backends.openai_body import BadAnswer, body_of, completions_of
-from raybatch.backends.openai_options import OpenAIOptions
-from raybatch.types import UNBOUNDED_TOKENS, Request, Sampling
+from raybatch.backends.openai.body import BadAnswer, body_of, completions_of
+from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.records.types import UNBOUNDED_TOKENS, Request, Sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 URL = "http://localhost:8000/v1"

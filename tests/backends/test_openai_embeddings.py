@@ -5,10 +5,10 @@ import base64
 import numpy as np
 import pytest
 
-from raybatch.backends.openai_backend import OpenAIBackend
-from raybatch.backends.openai_body import BadAnswer
-from raybatch.backends.openai_embeddings import embedding_body, embedding_of
-from raybatch.backends.openai_options import OpenAIOptions
+from raybatch.backends.openai.backend import OpenAIBackend
+from raybatch.backends.openai.body import BadAnswer
+from raybatch.backends.openai.embeddings import embedding_body, embedding_of
+from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.errors import ConfigError
 from raybatch.stages.llm_stage import LLMStage
 from tests.backends.endpoint_server import EndpointServer, expected_embedding

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.backends.openai_options import decisive_options, headers_of, openai_options
+from raybatch.backends.openai.options import decisive_options, headers_of, openai_options
 from raybatch.errors import ConfigError
 
 URL = "http://localhost:8000/v1"

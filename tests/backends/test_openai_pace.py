@@ -4,7 +4,7 @@ from email.utils import formatdate
 
 import pytest
 
-from raybatch.backends.openai_pace import (
+from raybatch.backends.openai.pace import (
     Budget,
     Concurrency,
     backoff_s,

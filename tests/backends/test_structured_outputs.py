@@ -8,9 +8,9 @@ import pytest
 
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.model_source import resolve_model
-from raybatch.engine.tokenizer import Tokenizer
-from raybatch.types import Request, Sampling
+from raybatch.models.source import resolve_model
+from raybatch.records.types import Request, Sampling
+from raybatch.text.tokenizer import Tokenizer
 
 ENGINE = EngineConfig(dtype="float32", device="cpu", kv_cache_bytes=32 << 20, max_num_seqs=8)
 SCHEMA = {

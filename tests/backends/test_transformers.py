@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 
 VOCAB_SIZE = 97
 LENGTHS = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.backends.vllm_sequence import RequestRefused
+from raybatch.backends.vllm.sequence import RequestRefused
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = pytest.mark.vllm
@@ -32,7 +32,7 @@ def told():
 
 @pytest.fixture
 def adapters(told):
-    from raybatch.backends.vllm_adapters import VllmAdapters
+    from raybatch.backends.vllm.adapters import VllmAdapters
 
     return VllmAdapters(told.load, clock=told.clock)
 

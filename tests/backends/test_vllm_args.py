@@ -6,11 +6,11 @@ from safetensors.numpy import save_file
 
 from raybatch.backends import create
 from raybatch.backends.options import answering_options, gpus_of_engine
-from raybatch.backends.vllm_args import VllmOptions, engine_args
+from raybatch.backends.vllm.args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.stages.options import build_stage_config
-from raybatch.stages.stage_model import check_model, max_model_len
+from raybatch.rows.options import build_stage_config
+from raybatch.rows.stage_model import check_model, max_model_len
 
 
 def vllm(**engine_kwargs):

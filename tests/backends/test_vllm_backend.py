@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.backends.vllm_backend import VllmBackend
-from raybatch.backends.vllm_sampling import can_resume, sampling_params
-from raybatch.backends.vllm_sequence import Answer, Progress, RequestRefused
-from raybatch.media import with_images
-from raybatch.payload import IMAGES
-from raybatch.types import Capacity, Request, Sampling, SequenceState
+from raybatch.backends.vllm.backend import VllmBackend
+from raybatch.backends.vllm.sampling import can_resume, sampling_params
+from raybatch.backends.vllm.sequence import Answer, Progress, RequestRefused
+from raybatch.records.media import with_images
+from raybatch.records.payload import IMAGES
+from raybatch.records.types import Capacity, Request, Sampling, SequenceState
 
 EOS = 9
 MAX_NUM_SEQS = 4

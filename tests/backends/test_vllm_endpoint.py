@@ -14,10 +14,10 @@ import torch
 
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.model_source import resolve_model
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import EndpointError
-from raybatch.types import Request, Sampling
+from raybatch.models.source import resolve_model
+from raybatch.records.types import Request, Sampling
+from raybatch.text.tokenizer import Tokenizer
 
 START_S = 240
 

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from raybatch.backends.create import create_backend
-from raybatch.backends.vllm_model import model_length
-from raybatch.backends.vllm_names import ENGINE_ARGS
+from raybatch.backends.vllm.model import model_length
+from raybatch.backends.vllm.names import ENGINE_ARGS
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 from tests.backends.vllm_engines import (
     BLOCK_TOKENS,
     EOS_PLACE,

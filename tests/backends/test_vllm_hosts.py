@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from raybatch.actors.pool import PoolHandle, PoolSpec, release_pools
-from raybatch.actors.wire import request_table
+from raybatch.actors.wire.columns import request_table
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 from tests.backends.vllm_engines import PROMPT, save_text_model
 from tests.clusters import end_ray
 

@@ -11,13 +11,13 @@ import pytest
 
 from raybatch import Job, LLMStage
 from raybatch.backends.create import create_backend
-from raybatch.backends.vllm_model import model_length
+from raybatch.backends.vllm.model import model_length
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.tokenizer import Tokenizer
-from raybatch.media import with_images
-from raybatch.payload import IMAGES, LORA
-from raybatch.stages.render import PromptReader
-from raybatch.types import Request, Sampling, SequenceState
+from raybatch.records.media import with_images
+from raybatch.records.payload import IMAGES, LORA
+from raybatch.records.types import Request, Sampling, SequenceState
+from raybatch.rows.render import PromptReader
+from raybatch.text.tokenizer import Tokenizer
 from tests.backends.image_models import asking, data_url, png, save_image_model
 from tests.backends.vllm_engines import BLOCK_TOKENS, save_text_model
 from tests.stages.support import write_parquet

@@ -5,8 +5,8 @@ import sys
 import pytest
 import transformers
 
-from raybatch.backends import vllm_model
-from raybatch.backends.vllm_model import model_length, pooled_length
+from raybatch.backends.vllm import model as vllm_model
+from raybatch.backends.vllm.model import model_length, pooled_length
 from raybatch.errors import ConfigError
 from tests.engine.tiny_models import build
 
@@ -64,7 +64,7 @@ def test_a_config_that_names_its_positions_says_all_that_transformers_would(
 def test_such_a_config_is_read_without_transformers(tmp_path):
     write(tmp_path, model_type="llama", max_position_embeddings=300)
     code = (
-        "import pathlib, sys; from raybatch.backends.vllm_model import model_length as length;"
+        "import pathlib, sys; from raybatch.backends.vllm.model import model_length as length;"
         "print(length(pathlib.Path(sys.argv[1])), 'transformers' in sys.modules)"
     )
     told = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 from tests.backends.vllm_engines import PROMPT, save_text_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from raybatch import Job, LLMStage
 from raybatch.backends.create import create_backend
-from raybatch.backends.vllm_names import REASONING_PARSERS, TOOL_PARSERS
+from raybatch.backends.vllm.names import REASONING_PARSERS, TOOL_PARSERS
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.run import BatchRun
-from raybatch.types import Completion, Request, Sampling
+from raybatch.records.types import Completion, Request, Sampling
+from raybatch.text.tokenizer import Tokenizer
 from tests.backends.vllm_engines import BLOCK_TOKENS
 from tests.engine.tiny_models import build
 from tests.openai_batch.support import chat, files_of, read_file, write_batch

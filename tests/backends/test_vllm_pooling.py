@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from raybatch.backends.vllm_backend import VllmBackend
-from raybatch.backends.vllm_model import form_of_scores
-from raybatch.backends.vllm_pooling import ScorePairs, pooling_params, pooling_task, similarity
-from raybatch.backends.vllm_sequence import NO_TOKENS, Answer, Progress, RequestRefused
+from raybatch.backends.vllm.backend import VllmBackend
+from raybatch.backends.vllm.model import form_of_scores
+from raybatch.backends.vllm.pooling import ScorePairs, pooling_params, pooling_task, similarity
+from raybatch.backends.vllm.sequence import NO_TOKENS, Answer, Progress, RequestRefused
 from raybatch.errors import ConfigError
-from raybatch.payload import LORA
-from raybatch.types import Capacity
+from raybatch.records.payload import LORA
+from raybatch.records.types import Capacity
 from tests.backends.pooled_requests import pooled_request as request
 
 MAX_LEN = 10

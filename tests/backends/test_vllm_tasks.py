@@ -7,13 +7,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raybatch.actors.wire import RequestReader
+from raybatch.actors.wire.columns import RequestReader
 from raybatch.backends.create import create_backend
 from raybatch.config import BackendConfig, EngineConfig, PlanConfig
-from raybatch.payload import LORA
-from raybatch.stages.options import build_stage_config
-from raybatch.stages.plan.small import RowDescriber
-from raybatch.types import Request, Sampling
+from raybatch.planning.small import RowDescriber
+from raybatch.records.payload import LORA
+from raybatch.records.types import Request, Sampling
+from raybatch.rows.options import build_stage_config
 from tests.backends.lora import write_adapter
 from tests.backends.vllm_engines import BLOCK_TOKENS
 from tests.engine.tiny_models import build

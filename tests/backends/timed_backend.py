@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.policy.cost_model import CostModel, MeasuredStep
-from raybatch.types import Capacity, Completion, ReplicaStats
+from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
+from raybatch.records.types import Capacity, Completion, ReplicaStats
 
 
 @dataclass

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from raybatch.backends.vllm_backend import VllmBackend
-from raybatch.backends.vllm_inner import InnerEngine
-from raybatch.backends.vllm_start import start_inner
+from raybatch.backends.vllm.backend import VllmBackend
+from raybatch.backends.vllm.inner import InnerEngine
+from raybatch.backends.vllm.start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
 from tests.engine.tiny_models import build
 from tests.stages.support import make_tokenizer

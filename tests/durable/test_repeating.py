@@ -12,8 +12,13 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from raybatch.durable.local import LocalStore
-from raybatch.durable.repeating import Repeating, is_repeatable, says_it_exists, says_unsupported
+from raybatch.durable.stores.local import LocalStore
+from raybatch.durable.stores.repeating import (
+    Repeating,
+    is_repeatable,
+    says_it_exists,
+    says_unsupported,
+)
 
 
 def http(status, kind=OSError):

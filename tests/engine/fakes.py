@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from raybatch.engine.decode_graphs import GraphCounts
-from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.layer_store import WeightCounters
-from raybatch.types import Completion, Request, Sampling
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decode_graphs import GraphCounts
+from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.records.types import Completion, Request, Sampling
 
 NUM_LAYERS = 2
 _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.decode_buffers import DecodeShape
-from raybatch.engine.decode_graphs import DecodeGraphs
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.kv_cache import KVCache, allocate_kv_cache
-from raybatch.engine.loaded_model import LoadedModel, load_model
-from raybatch.engine.step_graph import CudaGraphs
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decode_buffers import DecodeShape
+from raybatch.engine.forward.decode_graphs import DecodeGraphs
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.step_graph import CudaGraphs
+from raybatch.engine.loading.loaded_model import LoadedModel, load_model
+from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.fixed_ops import FIXED

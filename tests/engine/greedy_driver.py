@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.forward_batch import ForwardBatch
-from raybatch.engine.kv_cache import KVCache
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 
 

@@ -8,11 +8,11 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.kv_cache import kv_bytes_per_token, pick_kv_dtype
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
-from raybatch.types import Completion, Request, Sampling
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token, pick_kv_dtype
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Completion, Request, Sampling
 
 # what changes the runner of an engine, and not its scheduler alone
 _RUNNER_OPTIONS = (

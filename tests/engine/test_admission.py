@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.admission import KVForecast
-from raybatch.engine.output_lengths import OutputLengths
-from raybatch.engine.sequences import Sequence
+from raybatch.engine.scheduling.admission import KVForecast
+from raybatch.engine.scheduling.output_lengths import OutputLengths
+from raybatch.engine.sequences.table import Sequence
 from tests.engine.fakes import make_request
 from tests.engine.test_scheduler import make_scheduler
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from raybatch.engine.admission import Admission
-from raybatch.engine.block_manager import BlockManager
-from raybatch.engine.sequences import Sequence, SequenceTable
+from raybatch.engine.scheduling.admission import Admission
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.table import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
 # 6 tokens of a prompt are 2 blocks of 4 with the half that is empty, 8 tokens to come are 2 more

@@ -1,12 +1,12 @@
 import numpy as np
 import torch
 
-from raybatch.engine.batch_builder import BatchBuilder
-from raybatch.engine.block_manager import BlockManager
-from raybatch.engine.plan_builder import PlanBuilder
-from raybatch.engine.schedule import Schedule
-from raybatch.engine.scheduler import Scheduler
-from raybatch.engine.sequences import Sequence, SequenceTable
+from raybatch.engine.batch.batch_builder import BatchBuilder
+from raybatch.engine.batch.plan_builder import PlanBuilder
+from raybatch.engine.scheduling.scheduler import Scheduler
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
 CPU = torch.device("cpu")

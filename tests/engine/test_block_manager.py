@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.sequences.block_manager import BlockManager, hash_blocks
 
 PROMPT = np.arange(12, dtype=np.int32)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.budgets import check_budgets
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
+from raybatch.engine.loading.budgets import check_budgets
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.errors import CapacityError, ConfigError
+from raybatch.models.config import read_model_spec
 from tests.engine.tiny_models import build
 
 

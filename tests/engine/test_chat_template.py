@@ -5,9 +5,9 @@ import threading
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from raybatch.engine import template_limits
-from raybatch.engine.chat_template import ChatTemplate
-from raybatch.engine.template_limits import TemplateLimitError
+from raybatch.text import template_limits
+from raybatch.text.chat_template import ChatTemplate
+from raybatch.text.template_limits import TemplateLimitError
 
 USER = [{"role": "user", "content": "two\nlines "}]
 CHAT = [

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from raybatch.engine.checkpoint_check import (
+from raybatch.errors import ConfigError
+from raybatch.models.checkpoint_check import (
     check_known_tensors,
     check_tensors,
     stored_tensors,
 )
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.tensor_names import needed_tensors
-from raybatch.errors import ConfigError
+from raybatch.models.config import read_model_spec
+from raybatch.models.tensor_names import needed_tensors
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -212,8 +212,8 @@ def test_experts_are_known_by_either_form_of_their_names(tmp_path):
 def test_the_check_loads_no_torch(folder):
     code = (
         "import sys; from pathlib import Path\n"
-        "from raybatch.engine.checkpoint_check import check_tensors\n"
-        "from raybatch.engine.model_config import read_model_spec\n"
+        "from raybatch.models.checkpoint_check import check_tensors\n"
+        "from raybatch.models.config import read_model_spec\n"
         f"folder = Path({str(folder)!r}); check_tensors(folder, read_model_spec(folder))\n"
         "print('torch' in sys.modules)"
     )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.engine.coroutine import (
+from raybatch.engine.forward.coroutine import (
     Lot,
     Module,
     Part,

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.decoder import Decoder
 from raybatch.engine.engine import Engine
-from raybatch.engine.graph_setup import GraphSetup, decode_shape, plan_graphs
-from raybatch.engine.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
-from raybatch.engine.loaded_model import load_model
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
-from raybatch.engine.sequences import DECODE
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.graph_setup import GraphSetup, decode_shape, plan_graphs
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.engine.sequences.table import DECODE
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
-from raybatch.types import Request, Sampling
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
 from tests.engine.graph_cases import saved

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.kv_cache import allocate_kv_cache
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.weight_layout import WeightForm
-from raybatch.engine.weights import load_weights
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
+from raybatch.models.config import read_model_spec
 from tests import tolerances
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.real_engines import Engines, requests_of, run, tokens_of

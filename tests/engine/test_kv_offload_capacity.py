@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raybatch.types import SequenceState
+from raybatch.records.types import SequenceState
 from tests.engine.fakes import generate, run_all
 from tests.engine.test_engine import VOCAB, tokens_of
 from tests.engine.test_groups import expected

@@ -7,11 +7,11 @@ import torch
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.layer_window import LayerWindow
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
+from raybatch.engine.memory.layer_window import LayerWindow
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.models.config import read_model_spec
 from tests import tolerances
 from tests.engine.fakes import FakeStopChecker, make_request
 from tests.engine.test_native_backend import VARIANTS, greedy_reference, run, shared_prompts

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.kv_cache import KVCache, kv_bytes_per_token, num_host_blocks_for
-from raybatch.engine.kv_tiers import KVTiers
-from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token, num_host_blocks_for
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.errors import ConfigError
 from raybatch.kernels.kv_rows import FP8, INT8
+from raybatch.models.config import read_model_spec
 from tests.engine.tiny_models import save
 
 SHAPE = (3, 8, 2, 4, 5)  # L, N, G, B, D

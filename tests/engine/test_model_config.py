@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from raybatch.engine.model_config import ModelSpec, read_model_spec
-from raybatch.engine.other_backends import SAME_MODEL, backends_for
 from raybatch.errors import ConfigError
+from raybatch.models.config import ModelSpec, read_model_spec
+from raybatch.models.other_backends import SAME_MODEL, backends_for
 
 SIZES = {
     "vocab_size": 100,

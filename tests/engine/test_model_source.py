@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raybatch.engine.checkpoint import weight_files
-from raybatch.engine.model_source import check_hub_model, model_fingerprint, resolve_model
 from raybatch.errors import ConfigError
+from raybatch.models.checkpoint import weight_files
+from raybatch.models.source import check_hub_model, model_fingerprint, resolve_model
 from tests.engine import refusing_files  # noqa: F401 - registers them
 
 

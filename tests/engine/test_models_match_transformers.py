@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from raybatch.engine import weight_layout
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.kv_cache import allocate_kv_cache
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.pick_ops import dense_panel_width, pick_ops
-from raybatch.engine.weight_layout import WeightForm
-from raybatch.engine.weights import load_weights
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.pick_ops import dense_panel_width, pick_ops
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.engine.weights import layout as weight_layout
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
+from raybatch.models.config import read_model_spec
 from tests import tolerances
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.references import greedy_tokens, reference_tokens

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.attention_batch import AttentionBatch
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.kv_cache import KVCache
-from raybatch.engine.layer_bench import ProfileOptions, probe_decoder, profile_options
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.module_profile import model_shape, profile_layer
-from raybatch.engine.weight_layout import WeightForm
-from raybatch.engine.weights import load_weights
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.profile.attention_batch import AttentionBatch
+from raybatch.engine.profile.layer_bench import ProfileOptions, probe_decoder, profile_options
+from raybatch.engine.profile.module_profile import model_shape, profile_layer
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels.kv_rows import dequantise
-from raybatch.policy.layer_work import Workload
+from raybatch.models.config import read_model_spec
+from raybatch.policy.batches.layer_work import Workload
 from tests import tolerances
 from tests.engine.tiny_models import TOLERANCE, build
 

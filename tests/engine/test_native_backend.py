@@ -7,10 +7,10 @@ import torch
 from raybatch.backends.create import create_backend
 from raybatch.backends.native import create
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.errors import ConfigError
-from raybatch.types import Request, Sampling
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Request, Sampling
 from tests.engine.references import greedy_tokens, reference_tokens
 from tests.engine.tiny_models import build
 

@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.engine import Engine
-from raybatch.engine.partition import (
+from raybatch.engine.batch.partition import (
     logits_order,
     row_slots,
     slots_with_logits,
     split_schedule,
 )
+from raybatch.engine.engine import Engine
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeSpec, FakeStopChecker, make_request
 
 BLOCK = 4

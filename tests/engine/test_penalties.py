@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from raybatch.engine.penalties import TokenHistory, apply_penalties
-from raybatch.types import Sampling
+from raybatch.engine.sampling.penalties import TokenHistory, apply_penalties
+from raybatch.records.types import Sampling
 
 VOCAB = 400
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.engine.block_manager import BlockManager
-from raybatch.engine.groups import PrefixGroups
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.groups import PrefixGroups
 from tests.engine.fakes import make_request
 
 BLOCK = 4

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.layer_bench import ProfileOptions, profile_options
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.module_profile import profile_layer
-from raybatch.engine.profile_cache import load_profile, measured_profile, profile_path
-from raybatch.engine.weight_layout import WeightForm
-from raybatch.engine.weights import load_weights
+from raybatch.engine.profile.layer_bench import ProfileOptions, profile_options
+from raybatch.engine.profile.module_profile import profile_layer
+from raybatch.engine.profile.profile_cache import load_profile, measured_profile, profile_path
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
+from raybatch.models.config import read_model_spec
 from tests.engine.tiny_models import build
 
 CPU = torch.device("cpu")

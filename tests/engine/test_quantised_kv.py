@@ -8,21 +8,21 @@ import torch
 
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig, from_mapping
-from raybatch.engine.decoder import Decoder
 from raybatch.engine.engine import Engine
-from raybatch.engine.kv_cache import (
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import (
     allocate_kv_cache,
     kv_bytes_per_token,
     num_blocks_for,
     pick_kv_dtype,
 )
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
-from raybatch.engine.weight_layout import WeightForm
-from raybatch.engine.weights import load_weights
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels import kv_rows
+from raybatch.models.config import read_model_spec
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
 from tests.engine.test_native_backend import greedy_reference, run, shared_prompts

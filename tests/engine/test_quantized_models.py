@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.kv_cache import allocate_kv_cache
-from raybatch.engine.layer_tensors import tensors_of
-from raybatch.engine.loaded_model import load_model
-from raybatch.engine.pick_ops import pick_ops
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.pick_ops import pick_ops
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.engine.weights.layer_tensors import tensors_of
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_weights import (
     BYTE_DTYPES,

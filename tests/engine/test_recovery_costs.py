@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from raybatch.engine.recovery_costs import LearnedRecovery
-from raybatch.engine.schedule import Schedule
-from raybatch.engine.sequences import SequenceTable
-from raybatch.policy.cost_model import EngineLimits
-from raybatch.policy.roofline import link
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import SequenceTable
+from raybatch.policy.cost.cost_model import EngineLimits
+from raybatch.policy.cost.roofline import link
 
 LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=8, block_size=4, max_batched_tokens=64)
 TABLE = SequenceTable(max_slots=8, num_blocks=64, block_size=4, max_model_len=256)

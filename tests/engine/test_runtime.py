@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
-from raybatch.engine.coroutine import Module
 from raybatch.engine.engine import Engine
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.runtime import CombineAtExperts, CoroutineRuntime
-from raybatch.engine.sampler import Sampler
-from raybatch.types import Request, Sampling
+from raybatch.engine.forward.coroutine import Module
+from raybatch.engine.forward.runtime import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Request, Sampling
 from tests import tolerances
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.references import reference_tokens

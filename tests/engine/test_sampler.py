@@ -11,10 +11,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from raybatch.engine.draw import DrawOptions, draw_dense, draw_greedy, draw_ranked
-from raybatch.engine.randomness import sequence_key, uniforms
-from raybatch.engine.sampler import Sampler
-from raybatch.types import Sampling
+from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_greedy, draw_ranked
+from raybatch.engine.sampling.randomness import sequence_key, uniforms
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.records.types import Sampling
 from tests import tolerances
 
 EOS = 3

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from raybatch.config import EngineConfig
-from raybatch.engine.block_manager import BlockManager
-from raybatch.engine.scheduler import Scheduler
-from raybatch.engine.sequences import Sequence, SequenceTable
+from raybatch.engine.scheduling.scheduler import Scheduler
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.table import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
 

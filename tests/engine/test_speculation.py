@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
+from raybatch.engine.drafts.speculation import LookupDrafter
 from raybatch.engine.engine import Engine
-from raybatch.engine.sampler import Sampler
-from raybatch.engine.sequences import DECODE, Sequence, SequenceTable
-from raybatch.engine.speculation import LookupDrafter
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 from raybatch.errors import ConfigError
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 from tests.engine.fakes import (
     FakeRunner,
     FakeSpec,

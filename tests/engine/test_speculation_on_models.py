@@ -8,11 +8,11 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
-from raybatch.types import Request, Sampling
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.models.config import read_model_spec
+from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker, run_all
 from tests.engine.references import reference_tokens
 from tests.engine.test_speculation import ForeseeingDrafter

@@ -9,12 +9,12 @@ import torch
 
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
-from raybatch.engine.layer_bench import profile_options
-from raybatch.engine.loaded_model import load_model
-from raybatch.engine.profile_cache import load_profile, measured_profile, profile_path
-from raybatch.engine.runner import ModelRunner
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.profile_cache import load_profile, measured_profile, profile_path
 from raybatch.errors import ConfigError
-from raybatch.policy.step_plan import MeasuredLayer
+from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.redaction import redacted
 from tests.engine.test_runtime import BLOCK, finish, make_engine, requests, tokens_of
 from tests.engine.tiny_models import save
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_measured_runs_plain_with_a_warning(folder, monke
     def fails(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("raybatch.engine.step_choice.measured_profile", fails)
+    monkeypatch.setattr("raybatch.engine.loading.step_choice.measured_profile", fails)
     assert loaded(folder).attn_batch_tokens is None
     assert "could not be measured: OutOfMemoryError: no room" in caplog.text
 

@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from raybatch.engine.stopping import (
+from raybatch.records.types import Completion, Sampling
+from raybatch.text.stopping import (
     StopChecker,
     completion_text,
     find_stop,
     truncate_at_stop,
     visible_token_ids,
 )
-from raybatch.engine.tokenizer import Tokenizer
-from raybatch.types import Completion, Sampling
+from raybatch.text.tokenizer import Tokenizer
 
 from .tiny_tokenizers import byte_level_bpe, llama_bpe, unigram
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.decoder import Decoder
 from raybatch.engine.engine import Engine
-from raybatch.engine.layer_store import StreamedLayers
-from raybatch.engine.layer_tensors import tensors_of
-from raybatch.engine.loaded_model import load_model
-from raybatch.engine.module_profile import profile_layer
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
-from raybatch.engine.weight_copies import HostCopies
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.profile.module_profile import profile_layer
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.engine.weights.copies import HostCopies
+from raybatch.engine.weights.layer_store import StreamedLayers
+from raybatch.engine.weights.layer_tensors import tensors_of
 from raybatch.errors import ConfigError
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_module_profile import OPTIONS, TickingClock
@@ -170,7 +170,7 @@ def test_a_budget_below_the_ring_is_refused_by_name(dense):
 
 
 def test_the_log_says_what_is_streamed_and_what_it_costs(dense, caplog):
-    with caplog.at_level(logging.INFO, logger="raybatch.engine.layer_placing"):
+    with caplog.at_level(logging.INFO, logger="raybatch.engine.loading.layer_placing"):
         make_engine(dense, device_weight_bytes=budget(dense, 1, 2))
         make_engine(dense)
     (record,) = caplog.records

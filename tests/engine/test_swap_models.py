@@ -7,10 +7,10 @@ import torch
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.models.config import read_model_spec
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_native_backend import (
     VARIANTS,

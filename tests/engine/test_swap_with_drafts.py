@@ -5,8 +5,8 @@ import pytest
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.runner import ModelRunner
-from raybatch.engine.sampler import Sampler
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.sampling.sampler import Sampler
 from tests.engine.fakes import FakeStopChecker, make_request
 from tests.engine.test_native_backend import greedy_reference, shared_prompts
 from tests.engine.test_speculation import ForeseeingDrafter

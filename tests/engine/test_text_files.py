@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from raybatch.engine.text_files import check_template, check_tokenizer, template_of
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
+from raybatch.text.text_files import check_template, check_tokenizer, template_of
+from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer
 
 BROKEN = "{% for m in messages %}\n{{ m.content }}\n{% end"

@@ -3,13 +3,13 @@ import re
 import numpy as np
 import pytest
 
-from raybatch.engine.prompt_errors import (
+from raybatch.errors import ConfigError
+from raybatch.text.prompt_errors import (
     InvalidPrompt,
     RenderError,
     TokenizeError,
 )
-from raybatch.engine.tokenizer import Tokenizer
-from raybatch.errors import ConfigError
+from raybatch.text.tokenizer import Tokenizer
 
 from .tiny_tokenizers import CORPUS, byte_level_bpe, llama_bpe, unigram
 

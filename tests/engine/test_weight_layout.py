@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from raybatch.engine.weight_layout import lay_out, view_of
+from raybatch.engine.weights.layout import lay_out, view_of
 
 
 def prepare(name: str, tensor: torch.Tensor, dtype: torch.dtype = torch.float32, **options):

@@ -4,7 +4,7 @@ import pytest
 
 from raybatch.durable.units import UnitCounts
 from raybatch.explanation.after import actual_of
-from raybatch.types import PoolStats, ReplicaStats
+from raybatch.records.types import PoolStats, ReplicaStats
 
 
 @pytest.fixture

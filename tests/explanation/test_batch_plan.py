@@ -2,10 +2,10 @@
 
 from raybatch.explanation.batch_plan import plan_section
 from raybatch.pictures.document import to_page, to_text
-from raybatch.policy.batch_search import MemoryBudget, PlanGrid, search_plans
-from raybatch.policy.layer_work import Workload
+from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.saturation import gate_target
+from raybatch.policy.batches.search import MemoryBudget, PlanGrid, search_plans
 from raybatch.policy.residence import WeightSizes, plan_residence
-from raybatch.policy.saturation import gate_target
 from tests.policy.layers import MODEL, costs
 
 DECODE = Workload(cached_tokens=500)

@@ -12,12 +12,12 @@ from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_planned, explain_run
 from raybatch.explanation.outcome import RunActual
 from raybatch.explanation.record import Explanation
-from raybatch.job import Job
-from raybatch.job_run import planned_run
-from raybatch.policy.cost_model import CostModel, EngineLimits
-from raybatch.stages.plan.large import plan_large
-from raybatch.stages.plan.planned import PlannedRun
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
+from raybatch.job.job import Job
+from raybatch.job.run import planned_run
+from raybatch.planning.large import plan_large
+from raybatch.planning.planned import PlannedRun
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from tests.clusters import local_ray
 from tests.explanation.inputs import plan_prompts
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet

@@ -6,12 +6,12 @@ import torch
 from raybatch.config import EngineConfig, PoolConfig
 from raybatch.demo.dataset import write_dataset
 from raybatch.demo.run import PROMPT
-from raybatch.engine.kv_cache import kv_bytes_per_token
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.model_source import resolve_model
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.models.config import read_model_spec
+from raybatch.models.source import resolve_model
+from raybatch.records.types import Sampling
 from raybatch.report import read_report
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.types import Sampling
 from tests.jobs import local_job
 
 pytestmark = pytest.mark.usefixtures("locally")

@@ -8,15 +8,15 @@ import pytest
 
 from raybatch.durable.heartbeat import beat, live_runs
 from raybatch.durable.run_log import read_events
-from raybatch.durable.store import open_store
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError, RowError
-from raybatch.history.reading import read_history, run_of, with_unlogged
-from raybatch.history.recorder import RunRecorder, new_run_id
-from raybatch.history.records import History, RunRecord
-from raybatch.history.sampling import Sampler
-from raybatch.stages.plan.store import StoredPlan
+from raybatch.planning.store import StoredPlan
+from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.report.history.reading import read_history, run_of, with_unlogged
+from raybatch.report.history.recorder import RunRecorder, new_run_id
+from raybatch.report.history.records import History, RunRecord
+from raybatch.report.history.sampling import Sampler
 from raybatch.stages.receipts import UnitReceipt
-from raybatch.types import PoolStats, ReplicaStats
 
 
 @pytest.fixture

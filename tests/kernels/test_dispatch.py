@@ -33,7 +33,7 @@ def test_triton_is_not_imported_for_a_cpu():
     programs = [
         "import raybatch",
         "import raybatch.kernels.triton",
-        "import raybatch.engine.decoder",
+        "import raybatch.engine.forward.decoder",
         "import torch; from raybatch.kernels.dispatch import ops_for; ops_for(torch.device('cpu'))",
     ]
     check = "import sys; print([m for m in sys.modules if m.split('.')[0] == 'triton'])"

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.engine.draw import DrawOptions, draw_dense, draw_greedy
+from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_greedy
 from raybatch.kernels.sampling import draw_tokens
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from raybatch.compat.row_functions import RowFunction
 from raybatch.llm import ProcessorConfig, build_processor
-from raybatch.stages.row_functions import RowFunction
 from tests.stages.support import answer, local
 
 

@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from raybatch.actors.wire import LOGPROBS_TYPE
+from raybatch.actors.wire.columns import LOGPROBS_TYPE
 from raybatch.llm import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
 from tests.backends.endpoint_server import EndpointServer, expected_text
 from tests.migration.support import user

@@ -5,12 +5,12 @@ import logging
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.wire import LOGPROBS_TYPE
+from raybatch.actors.wire.columns import LOGPROBS_TYPE
+from raybatch.compat.row_functions import Preprocess
 from raybatch.errors import ConfigError
 from raybatch.llm import ChatTemplateStageConfig, ProcessorConfig, TokenizerStageConfig
-from raybatch.stages.row_functions import Preprocess
-from raybatch.stages.sampling_names import tell_once
-from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.rows.sampling_names import tell_once
+from raybatch.rows.schema import ERROR_COLUMN
 from tests.migration.support import LocalRun, user
 from tests.stages.support import ASSISTANT, USER, make_tokenizer
 

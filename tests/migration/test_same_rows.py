@@ -8,7 +8,7 @@ import ray
 
 from raybatch import llm
 from raybatch.actors.pool import release_pools
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.text.tokenizer import Tokenizer
 from tests.migration.both import ENGINE, ENVIRONMENT, HERE, PLACED, THERE, compared, plain
 from tests.migration.documented import blocks_of, run_example
 from tests.stages.support import SYSTEM, make_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.llm import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
-from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.rows.schema import ERROR_COLUMN
 from tests.migration.support import LocalRun, user
 from tests.stages.support import SYSTEM, USER, make_tokenizer
 

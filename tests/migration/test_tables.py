@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raybatch import llm
-from raybatch.stages.sampling_names import _NO_EFFECT, _REFUSED
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
+from raybatch.rows.sampling_names import _NO_EFFECT, _REFUSED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own imports warn
 

@@ -9,7 +9,7 @@ from raybatch.openai_batch.bodies import BodyRules
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.openai_batch.run import BatchRun
 from raybatch.openai_batch.writing import BatchFiles
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
 
 RULES = BodyRules(
     names=("m",), chat=Sampling(temperature=1.0, max_tokens=99), completions=Sampling(max_tokens=16)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from raybatch.cli import app
+from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.collect import collect_answers
 from raybatch.openai_batch.export import Export, export_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raybatch.cli import app
+from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.batch_options import BatchOptions
 from tests.jobs import Hold

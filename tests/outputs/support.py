@@ -12,16 +12,16 @@ from raybatch.durable.audit import audit, finish
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import part_name
 from raybatch.durable.parts import PARQUET, Footer
-from raybatch.durable.store import open_store
+from raybatch.durable.sink import prepare_sink
+from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan
-from raybatch.stages.fingerprint import input_files, output_schema
-from raybatch.stages.options import StageConfig
-from raybatch.stages.plan.shards import rows_in_stretches, stretches
-from raybatch.stages.plan.store import StoredPlan, write_plan, write_shard
-from raybatch.stages.schema import OutputSchema
-from raybatch.stages.sink import prepare_sink
-from raybatch.stages.source import scan_source
-from raybatch.stages.tally import unit_counts
+from raybatch.inputs.source import scan_source
+from raybatch.planning.fingerprint import input_files, output_schema
+from raybatch.planning.shards import rows_in_stretches, stretches
+from raybatch.planning.store import StoredPlan, write_plan, write_shard
+from raybatch.planning.tally import unit_counts
+from raybatch.rows.options import StageConfig
+from raybatch.rows.schema import OutputSchema
 
 UNIT_ROWS = 4
 NUM_UNITS = 3

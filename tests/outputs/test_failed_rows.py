@@ -5,10 +5,10 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from raybatch.durable.store import open_store
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.failed_rows import ERROR_STATUSES, failed_rows
-from raybatch.stages.schema import OutputSchema
+from raybatch.rows.schema import OutputSchema
 from tests.outputs.support import OUTPUT, make_complete, make_sink, write_unit
 
 

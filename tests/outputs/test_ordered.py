@@ -8,16 +8,16 @@ import pytest
 
 from raybatch.durable.audit import audit, finish
 from raybatch.durable.commit import commit_unit
-from raybatch.durable.store import open_store
+from raybatch.durable.sink import prepare_sink
+from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.errors import ConfigError
 from raybatch.outputs import row_copy
 from raybatch.outputs.ordered import ordered
 from raybatch.outputs.verify import verify
-from raybatch.stages.plan.shards import make_shard
-from raybatch.stages.plan.store import StoredPlan, write_plan, write_shard
-from raybatch.stages.sink import prepare_sink
-from raybatch.stages.tally import unit_counts
+from raybatch.planning.shards import make_shard
+from raybatch.planning.store import StoredPlan, write_plan, write_shard
+from raybatch.planning.tally import unit_counts
 from tests.clusters import local_ray
 from tests.outputs.support import OUTPUT, contents, finished_rows, make_complete
 

@@ -11,11 +11,11 @@ import pytest
 import raybatch
 from raybatch.durable.audit import audit, finish
 from raybatch.durable.layout import part_name
-from raybatch.durable.store import open_store
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.verify import verify
-from raybatch.stages.plan.shards import rows_in_stretches
-from raybatch.stages.plan.store import write_shard
+from raybatch.planning.shards import rows_in_stretches
+from raybatch.planning.store import write_shard
 from tests.outputs.support import (
     contents,
     finished_rows,

@@ -1,8 +1,8 @@
 """A small sparse layer, and costs like those of a processor, for tests of plans."""
 
-from raybatch.policy.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.layer_work import LayerShape
-from raybatch.policy.roofline import Roofline, link
+from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.batches.layer_work import LayerShape
+from raybatch.policy.cost.roofline import Roofline, link
 
 SPARSE = LayerShape(
     model_dim=512,

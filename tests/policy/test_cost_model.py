@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit
 
 LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=64, block_size=16, max_batched_tokens=512)
 TRUTH = CostModel(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost_model import CostModel, EngineLimits
-from raybatch.policy.estimate import check_run, estimate, money
-from raybatch.policy.work import work_totals
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.estimate import check_run, estimate, money
+from raybatch.policy.cost.work import work_totals
 
 MODEL = CostModel(
     step_s=1.0,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.layer_dag import DagNode, critical_path
+from raybatch.policy.batches.layer_dag import DagNode, critical_path
 
 
 def node(name, seconds=1.0, after=(), resource=None):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.boundary_records import BoundaryOptions, BoundaryPlan
-from raybatch.policy.page_boundary import plan_boundary
+from raybatch.policy.boundary.page_boundary import plan_boundary
+from raybatch.policy.boundary.records import BoundaryOptions, BoundaryPlan
 from tests.policy.boundary_cases import active, grants, pending, snapshot, stored
 
 DEFAULT = BoundaryOptions()

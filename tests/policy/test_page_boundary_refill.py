@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from raybatch.policy.boundary_records import BoundaryOptions
-from raybatch.policy.page_boundary import plan_boundary
+from raybatch.policy.boundary.page_boundary import plan_boundary
+from raybatch.policy.boundary.records import BoundaryOptions
 from tests.policy.boundary_cases import active, grants, pending, snapshot, stored
 from tests.policy.boundary_driver import Arrival, Machine
 

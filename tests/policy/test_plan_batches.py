@@ -3,11 +3,11 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batch_search import MemoryBudget
-from raybatch.policy.layer_plan import BatchPlan, ModuleCosts, memory_need
-from raybatch.policy.layer_work import Workload
-from raybatch.policy.plan_batches import plan_batches
-from raybatch.policy.saturation import hiding_tokens, saturating_tokens
+from raybatch.policy.batches.layer_plan import BatchPlan, ModuleCosts, memory_need
+from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.plan import plan_batches
+from raybatch.policy.batches.saturation import hiding_tokens, saturating_tokens
+from raybatch.policy.batches.search import MemoryBudget
 from tests.policy.layers import MODEL, SPARSE, costs
 
 DECODE = Workload(cached_tokens=500)

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.roofline import link
 from raybatch.policy.recovery import choose_recovery, recompute_time
-from raybatch.policy.roofline import link
 
 LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=64, block_size=16, max_batched_tokens=512)
 COSTS = CostModel(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.roofline import (
+from raybatch.policy.cost.roofline import (
     MeasuredWork,
     Roofline,
     Work,

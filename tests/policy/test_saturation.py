@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batch_search import MemoryBudget
-from raybatch.policy.layer_plan import BatchPlan, memory_need
-from raybatch.policy.layer_work import Workload
-from raybatch.policy.roofline import Roofline
-from raybatch.policy.saturation import (
+from raybatch.policy.batches.layer_plan import BatchPlan, memory_need
+from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.saturation import (
     gate_target,
     hiding_tokens,
     saturating_tokens,
     saturation_target,
 )
+from raybatch.policy.batches.search import MemoryBudget
+from raybatch.policy.cost.roofline import Roofline
 from tests.policy.layers import MODEL, SPARSE, costs
 
 DECODE = Workload(cached_tokens=500)

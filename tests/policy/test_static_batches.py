@@ -5,7 +5,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.static_batches import RowLengths, prefers_static
-from raybatch.types import Request, Sampling
+from raybatch.records.types import Request, Sampling
 
 UNIFORM = RowLengths(shortest_prompt=128, longest_prompt=128, is_output_equal=True)
 SLOW = [2.0, 2.1, 2.2, 2.0, 2.05]

@@ -3,8 +3,8 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.layer_work import Workload
-from raybatch.policy.step_plan import MeasuredLayer, RowShape, plan_steps
+from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.step_plan import MeasuredLayer, RowShape, plan_steps
 
 ROW = RowShape(prompt_tokens=100, output_tokens=50)
 # microseconds of a token in a layer, by tokens that attend at once

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.work import output_sample, work_totals
+from raybatch.policy.cost.work import output_sample, work_totals
 
 PROMPTS = np.array([100, 40, 40, 7])
 OUTPUTS = np.array([5, 1, 9, 3])

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.prefix.block_keys import find_representatives
-from raybatch.prefix.enlarge import exact_single_level, multi_level, num_computed_tokens
-from raybatch.prefix.groups import make_groups
-from raybatch.prefix.tree import build_tree
+from raybatch.prefix.tree.enlarge import exact_single_level, multi_level, num_computed_tokens
+from raybatch.prefix.tree.groups import make_groups
+from raybatch.prefix.tree.prefix_tree import build_tree
 from tests.prefix.prompts import SLIDES, block_sizes, keys_of, letters, prompt_lists
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.block_manager import BlockManager, hash_blocks
+from raybatch.engine.sequences.block_manager import BlockManager, hash_blocks
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.prefix.hits import CacheLoad, CacheSize, estimate_hit_rate, simulate_hits
 

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given
 
-from raybatch.prefix.enlarge import exact_single_level
-from raybatch.prefix.groups import make_groups
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
-from raybatch.prefix.tree import build_tree
+from raybatch.prefix.tree.enlarge import exact_single_level
+from raybatch.prefix.tree.groups import make_groups
+from raybatch.prefix.tree.prefix_tree import build_tree
 from tests.prefix.prompts import block_sizes, keys_of, letters, prompt_lists
 
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from raybatch.cli import app
+from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.batch_store import BatchStatus, BatchStore

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from raybatch.actors.pool import PoolSpec
-from raybatch.actors.wire import RequestReader, combine_results, encode_completions
-from raybatch.backends.fake import FakeBackend, FakeOptions
+from raybatch.actors.wire.columns import RequestReader, combine_results, encode_completions
+from raybatch.backends.fake.backend import FakeBackend, FakeOptions
+from raybatch.inputs.source import Source
+from raybatch.records.types import Completion, PoolStats, Sampling
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.source import Source
-from raybatch.types import Completion, PoolStats, Sampling
 
 EOS, USER, ASSISTANT, SYSTEM = range(256, 260)
 

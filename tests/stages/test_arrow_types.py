@@ -11,7 +11,7 @@ import pytest
 import ray.data  # noqa: F401 - registers the type
 
 from raybatch.errors import ConfigError
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
 from tests.stages.support import write_parquet
 
 PICKLES = "ray.data.arrow_pickled_object"

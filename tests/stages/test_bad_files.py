@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages import file_slices, size_limits
-from raybatch.stages.source import SkippedFile, scan_source
+from raybatch.inputs import file_slices, size_limits
+from raybatch.inputs.source import SkippedFile, scan_source
 from tests.stages.support import rows_of, write_ipc, write_parquet
 
 GOOD = pa.table({"x": [1, 2, 3]})
@@ -191,7 +191,7 @@ def test_row_group_over_the_limit_is_not_left_out(tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 def test_piece_that_grows_out_of_next_to_nothing_is_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(size_limits, "HARMLESS_BYTES", 1 << 20)
-    monkeypatch.setattr("raybatch.stages.parquet_files.HARMLESS_BYTES", 1 << 20)
+    monkeypatch.setattr("raybatch.inputs.parquet_files.HARMLESS_BYTES", 1 << 20)
     monkeypatch.setattr(size_limits, "_MAX_RATIO", 1000)
     table = pa.table({"x": pa.array(["y" * (4 << 20)])})
     if kind == "parquet":
@@ -226,7 +226,7 @@ def test_texts_over_the_range_of_an_offset_are_read_in_tables_below_it(tmp_path,
 _SPOIL_EACH_BYTE = """
 import sys
 from raybatch.errors import ConfigError
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
 
 path = sys.argv[1]
 data = bytearray(open(path, "rb").read())

@@ -3,8 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from raybatch.stages.row_functions import Preprocess
-from raybatch.stages.schema import ERROR_COLUMN, PARSED_COLUMNS
+from raybatch.compat.row_functions import Preprocess
+from raybatch.rows.schema import ERROR_COLUMN, PARSED_COLUMNS
 
 
 @pytest.mark.parametrize("name", [*PARSED_COLUMNS, "score", "embeddings"])

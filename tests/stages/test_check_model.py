@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.options import build_stage_config
-from raybatch.stages.stage_model import check_model
+from raybatch.rows.options import build_stage_config
+from raybatch.rows.stage_model import check_model
 from tests.stages.support import make_tokenizer
 
 TEXT = pa.schema([("text", pa.string())])

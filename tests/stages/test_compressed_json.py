@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages import json_bytes
-from raybatch.stages.fingerprint import input_files
-from raybatch.stages.json_bytes import MAX_GROWTH, read_blocks
-from raybatch.stages.source import SkippedFile, scan_source
+from raybatch.inputs import json_bytes
+from raybatch.inputs.json_bytes import MAX_GROWTH, read_blocks
+from raybatch.inputs.source import SkippedFile, scan_source
+from raybatch.planning.fingerprint import input_files
 from tests.s3 import bucket, s3_endpoint  # noqa: F401 - fixtures
 from tests.stages.support import rows_of
 

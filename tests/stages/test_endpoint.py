@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.actors.wire import RequestReader
-from raybatch.backends.openai_options import openai_options
-from raybatch.engine.prompt_errors import InvalidPrompt
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.actors.wire.columns import RequestReader
+from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
-from raybatch.stages.endpoint import EndpointTokenizer, text_of_triples, triples
-from raybatch.stages.fingerprint import fingerprint
+from raybatch.planning.fingerprint import fingerprint
+from raybatch.records.types import Sampling
+from raybatch.rows.endpoint import EndpointTokenizer, text_of_triples, triples
+from raybatch.rows.plan_columns import prompt_columns, take_off, with_columns
+from raybatch.rows.prepare import find_copies, prepare
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.render import PromptReader
+from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.plan_columns import prompt_columns, take_off, with_columns
-from raybatch.stages.prepare import find_copies, prepare
-from raybatch.stages.prompt import Prompt
-from raybatch.stages.render import PromptReader
-from raybatch.stages.stage_model import find_model, load_tokenizer, max_model_len
-from raybatch.types import Sampling
+from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer
 
 URL = "http://localhost:8000/v1"

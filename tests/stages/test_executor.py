@@ -3,12 +3,12 @@
 import pyarrow as pa
 import pytest
 
-from raybatch.actors import local_pools
+from raybatch.actors.executors import local_pools
 from raybatch.backends.options import may_end_its_process
 from raybatch.config import BackendConfig, PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.stages.executor import choose, is_connected
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
+from raybatch.job.executor import choose, is_connected
 from tests.stages.support import fake_stage, write_parquet
 
 

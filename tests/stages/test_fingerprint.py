@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.fingerprint import check_same, fingerprint, input_files, output_schema
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
+from raybatch.planning.fingerprint import check_same, fingerprint, input_files, output_schema
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 
 SCHEMA = pa.schema([("text", pa.string())])

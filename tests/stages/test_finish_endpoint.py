@@ -3,13 +3,13 @@
 import numpy as np
 import pyarrow as pa
 
-from raybatch.actors.wire import combine_results, encode_completions
-from raybatch.backends.openai_options import openai_options
-from raybatch.stages.endpoint import EndpointTokenizer, triples
-from raybatch.stages.finish import Answers, finish_rows
-from raybatch.stages.prompt import Prompt
-from raybatch.stages.schema import OutputSchema
-from raybatch.types import Completion, Sampling
+from raybatch.actors.wire.columns import combine_results, encode_completions
+from raybatch.backends.openai.options import openai_options
+from raybatch.records.types import Completion, Sampling
+from raybatch.rows.endpoint import EndpointTokenizer, triples
+from raybatch.rows.finish import Answers, finish_rows
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.schema import OutputSchema
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 USER = pa.table({"text": ["same", "same"]})

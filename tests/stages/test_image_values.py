@@ -5,8 +5,8 @@ from io import BytesIO
 
 import pytest
 
-from raybatch.stages.image_values import data_url, file_of, is_picture, plain
-from raybatch.stages.row_columns import json_text
+from raybatch.compat.row_columns import json_text
+from raybatch.rows.images.values import data_url, file_of, is_picture, plain
 from tests.backends.image_models import png
 
 Image = pytest.importorskip("PIL.Image", reason="PIL is not installed here")

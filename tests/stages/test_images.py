@@ -8,18 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.openai_body import body_of
-from raybatch.backends.openai_options import openai_options
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.backends.openai.body import body_of
+from raybatch.backends.openai.options import openai_options
+from raybatch.compat.feeder import add_prompts
+from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.errors import ConfigError
-from raybatch.media import images_of, prompt_ids_of
+from raybatch.records.media import images_of, prompt_ids_of
+from raybatch.records.types import Request, Sampling
+from raybatch.rows.prompt import fit_prompt
+from raybatch.rows.render import PromptReader
+from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.processor_feeder import add_prompts
-from raybatch.stages.prompt import fit_prompt
-from raybatch.stages.render import PromptReader
-from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Preprocess
-from raybatch.stages.stage_model import find_model, load_tokenizer
-from raybatch.types import Request, Sampling
+from raybatch.text.tokenizer import Tokenizer
 from tests.backends.image_models import IMAGE, asking, data_url, png, save_image_tokenizer
 
 CAT, DOG = png(1), png(2)

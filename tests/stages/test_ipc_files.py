@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages import file_slices
-from raybatch.stages.source import scan_source
+from raybatch.inputs import file_slices
+from raybatch.inputs.source import scan_source
 from tests.stages.support import IPC_WRITERS, rows_of, write_ipc
 
 

@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.engine.tokenizer import Tokenizer
 from raybatch.errors import ConfigError
-from raybatch.stages.layout_lint import (
+from raybatch.inputs.source import scan_source
+from raybatch.planning.checks.layout_lint import (
     lint_layout,
     lint_source,
     sample_tables,
@@ -15,8 +15,8 @@ from raybatch.stages.layout_lint import (
     told_of_templates,
     without_columns,
 )
-from raybatch.stages.options import build_stage_config
-from raybatch.stages.source import scan_source
+from raybatch.rows.options import build_stage_config
+from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer, write_parquet
 
 
@@ -178,7 +178,7 @@ def test_a_missing_column_is_a_config_error():
 
 
 def test_values_beyond_the_exact_part_are_measured_by_length(monkeypatch):
-    monkeypatch.setattr("raybatch.stages.layout_lint._EXACT_CHARS", 1)
+    monkeypatch.setattr("raybatch.planning.checks.layout_lint._EXACT_CHARS", 1)
     asked = []
 
     def count(text):

@@ -3,8 +3,8 @@
 import pytest
 
 from raybatch.config import LimitConfig
-from raybatch.stages.stopping import LimitWatch, WavesSoFar
-from raybatch.types import PoolStats
+from raybatch.job.stopping import LimitWatch, WavesSoFar
+from raybatch.records.types import PoolStats
 
 
 def watch(**limits):

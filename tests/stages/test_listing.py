@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.file_errors import safe_text
-from raybatch.stages.listing import list_files
-from raybatch.stages.source import check_outside, scan_source
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.listing import list_files
+from raybatch.inputs.source import check_outside, scan_source
 from tests.stages.support import rows_of, write_parquet
 
 NAMES = [

@@ -7,12 +7,12 @@ import pyarrow as pa
 import pytest
 from ray.data.block import BlockAccessor
 
-from raybatch.backends.fake import fake_tokens
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.backends.fake.backend import fake_tokens
 from raybatch.errors import ConfigError, RowError
-from raybatch.stages.identity import row_seed
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
+from raybatch.rows.identity import row_seed
+from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
+from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import FullPool, answer, fake_stage, local
 
 OUTPUT_NAMES = OutputSchema().arrow().names

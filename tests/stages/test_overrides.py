@@ -1,8 +1,8 @@
 import pyarrow as pa
 import pytest
 
-from raybatch.stages.overrides import row_samplings
-from raybatch.types import Sampling
+from raybatch.records.types import Sampling
+from raybatch.rows.overrides import row_samplings
 
 BASE = Sampling(max_tokens=16, temperature=1.0)
 

@@ -4,17 +4,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.wire import combine_results, encode_completions
-from raybatch.backends.openai_options import openai_options
+from raybatch.actors.wire.columns import combine_results, encode_completions
+from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
-from raybatch.parsed_text import ParsedText, ToolCall
-from raybatch.stages.endpoint import EndpointTokenizer
-from raybatch.stages.fingerprint import fingerprint, output_columns, output_schema
-from raybatch.stages.finish import Answers, finish_rows
+from raybatch.planning.fingerprint import fingerprint, output_columns, output_schema
+from raybatch.records.parsed_text import ParsedText, ToolCall
+from raybatch.records.types import Completion, Sampling
+from raybatch.rows.endpoint import EndpointTokenizer
+from raybatch.rows.finish import Answers, finish_rows
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.prompt import Prompt
-from raybatch.stages.schema import PARSED_COLUMNS, OutputSchema
-from raybatch.types import Completion, Sampling
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 CALL = ToolCall(id="c1", name="add", arguments="{}")

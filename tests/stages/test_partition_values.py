@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.partition_values import check_partition_values
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
+from raybatch.planning.checks.partition_values import check_partition_values
 from tests.stages.support import write_parquet
 
 

@@ -11,24 +11,22 @@ import pytest
 from raybatch.config import PlanConfig
 from raybatch.durable.units import row_sums
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.partition import choose_parts, cut_values
-from raybatch.stages.fingerprint import fingerprint
-from raybatch.stages.identity import column_row_ids
-from raybatch.stages.plan import parts, pieces
-from raybatch.stages.plan.planned import PlannedRun
-from raybatch.stages.plan.probe import estimate, probe_rows
-from raybatch.stages.plan.records import ArrangeJob, ProbedRows
-from raybatch.stages.plan.run import fit_units
-from raybatch.stages.plan.shards import (
+from raybatch.inputs.source import scan_source
+from raybatch.planning import parts, pieces
+from raybatch.planning.fingerprint import fingerprint
+from raybatch.planning.planned import PlannedRun
+from raybatch.planning.probe import estimate, probe_rows
+from raybatch.planning.records import ArrangeJob, ProbedRows
+from raybatch.planning.run import fit_units
+from raybatch.planning.shards import (
     SHARD_SCHEMA,
     digest_of,
     rows_in_stretches,
     shard_of,
     stretches,
 )
-from raybatch.stages.plan.small import RowDescriber, gather, plan_gathered, run_small
-from raybatch.stages.plan.store import (
+from raybatch.planning.small import RowDescriber, gather, plan_gathered, run_small
+from raybatch.planning.store import (
     StoredPlan,
     read_plan,
     read_shards,
@@ -36,9 +34,11 @@ from raybatch.stages.plan.store import (
     write_plan,
     write_shard,
 )
-from raybatch.stages.plan_columns import check_names, take_off
-from raybatch.stages.source import scan_source
-from raybatch.types import Sampling
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.records.types import Sampling
+from raybatch.rows.identity import column_row_ids
+from raybatch.rows.plan_columns import check_names, take_off
 from tests.stages.support import fake_stage, write_parquet
 
 BLOCK = 8

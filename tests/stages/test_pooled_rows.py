@@ -6,14 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.fake_answers import fake_vector
-from raybatch.engine.pairs import read_pair
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.backends.fake.answers import fake_vector
 from raybatch.errors import ConfigError
-from raybatch.stages.options import build_stage_config
-from raybatch.stages.pooled_rows import fit_pooled
-from raybatch.stages.prompt import Prompt
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
+from raybatch.rows.options import build_stage_config
+from raybatch.rows.pooled_rows import fit_pooled
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
+from raybatch.text.pairs import read_pair
+from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import EOS, SYSTEM, answer, fake_stage, local, make_tokenizer
 
 

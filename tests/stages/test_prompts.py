@@ -2,7 +2,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.rows.schema import ERROR_COLUMN
 from tests.stages.support import (
     ASSISTANT,
     EOS,

@@ -75,7 +75,7 @@ def test_a_log_line_goes_to_the_standard_error_of_the_moment(monkeypatch):
 def test_the_command_line_asks_ray_to_skip_its_noise_unless_told_otherwise():
     program = (
         "import os, sys; sys.argv = ['raybatch', '--version']\n"
-        "from raybatch.cli import main\n"
+        "from raybatch.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: print('ray' in sys.modules, os.environ['RAY_DEDUP_LOGS_SKIP_REGEX'])"
     )

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 import ray
 
+from raybatch.inputs.source import scan_source
 from raybatch.stages.hints import own_cpus
-from raybatch.stages.source import scan_source
 from tests.clusters import local_ray
 from tests.stages.support import fake_stage, write_parquet
 

@@ -6,13 +6,13 @@ import json
 import pyarrow as pa
 import pytest
 
+from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.payload import LORA
-from raybatch.stages.options import build_stage_config
-from raybatch.stages.plan.small import RowDescriber
-from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Preprocess
-from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.planning.small import RowDescriber
+from raybatch.records.payload import LORA
+from raybatch.rows.options import build_stage_config
+from raybatch.rows.schema import ERROR_COLUMN
 from tests.stages.support import answer, fake_stage, local
 
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from ray.data.extensions import ArrowTensorArray
 
+from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.errors import ConfigError
-from raybatch.stages.image_values import MEDIA_TYPE
-from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
-from raybatch.stages.schema import ERROR_COLUMN
+from raybatch.rows.images.values import MEDIA_TYPE
+from raybatch.rows.schema import ERROR_COLUMN
 from tests.backends.image_models import png
 
 TWO = pa.table({"id": [0, 1]})

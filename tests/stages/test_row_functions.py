@@ -3,10 +3,10 @@ import json
 import pyarrow as pa
 import pytest
 
+from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.errors import ConfigError
-from raybatch.stages.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
-from raybatch.stages.schema import ERROR_COLUMN, OutputSchema
-from raybatch.types import UNBOUNDED_TOKENS
+from raybatch.records.types import UNBOUNDED_TOKENS
+from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 
 def answered(errors: list[str]) -> pa.Table:

@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
-from raybatch.stages.plan.run import fit_units, is_small
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
+from raybatch.planning.run import fit_units, is_small
 from tests.stages.support import write_parquet
 
 TEXT_BYTES = 10_000

@@ -5,14 +5,14 @@ import json
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.openai_body import body_of
-from raybatch.backends.openai_options import openai_options
-from raybatch.engine.tokenizer import Tokenizer
+from raybatch.backends.openai.body import body_of
+from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
+from raybatch.records.types import Request, Sampling
+from raybatch.rows.render import PromptReader
+from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.stages.render import PromptReader
-from raybatch.stages.stage_model import find_model, load_tokenizer
-from raybatch.types import Request, Sampling
+from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer
 
 TEMPLATE = (

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
 from tests.stages.support import rows_of, write_ipc
 
 

@@ -2,7 +2,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.schema import OutputSchema, describe_error, row_status
+from raybatch.rows.schema import OutputSchema, describe_error, row_status
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.schemas import widened
-from raybatch.stages.source import scan_source
-from raybatch.stages.unique_ids import check_unique_ids
+from raybatch.inputs.schemas import widened
+from raybatch.inputs.source import scan_source
+from raybatch.planning.checks.unique_ids import check_unique_ids
 from tests.stages.support import rows_of, write_ipc, write_parquet
 
 

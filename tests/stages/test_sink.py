@@ -4,10 +4,10 @@ import pyarrow as pa
 import pytest
 
 from raybatch.durable.heartbeat import beat
-from raybatch.durable.store import open_store
+from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
+from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
-from raybatch.stages.sink import check_partitions, check_place, output_files, prepare_sink
-from raybatch.stages.source import scan_source
+from raybatch.inputs.source import scan_source
 from tests.stages.support import write_parquet
 
 

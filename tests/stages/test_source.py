@@ -2,8 +2,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.source import check_outside, scan_source
-from raybatch.stages.unique_ids import check_unique_ids
+from raybatch.inputs.source import check_outside, scan_source
+from raybatch.planning.checks.unique_ids import check_unique_ids
 from tests.stages.support import write_parquet
 
 

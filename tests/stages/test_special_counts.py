@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.durable.journal import POS, ROW
+from raybatch.durable.storage import store_of
 from raybatch.durable.units import UnitCounts, sum_counts
-from raybatch.engine.tokenizer import Tokenizer
-from raybatch.stages.plan.store import StoredPlan, read_plan
-from raybatch.stages.plan_columns import PlannedRows, prompt_columns, take_off
-from raybatch.stages.prompt import Prompt
-from raybatch.stages.render import PromptReader
-from raybatch.stages.storage import store_of
+from raybatch.planning.store import StoredPlan, read_plan
+from raybatch.rows.plan_columns import PlannedRows, prompt_columns, take_off
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.render import PromptReader
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
+from raybatch.text.tokenizer import Tokenizer
 from tests.outputs.support import OUTPUT, SCHEMA, finished_rows, make_sink
 from tests.stages.support import fake_stage
 

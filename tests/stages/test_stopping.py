@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raybatch.stages.stopping import StopSignal
+from raybatch.job.stopping import StopSignal
 
 
 class Run:

@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.engine.prompt_errors import InvalidPrompt
 from raybatch.errors import ConfigError
-from raybatch.stages.batches import python_values
-from raybatch.stages.template import PromptTemplate
+from raybatch.rows.batches import python_values
+from raybatch.rows.template import PromptTemplate
+from raybatch.text.prompt_errors import InvalidPrompt
 
 
 class Payload(pa.ExtensionType):

@@ -7,17 +7,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.actors.begun import BEGUN_SCHEMA
-from raybatch.actors.records import RowCrashes
-from raybatch.actors.wire import RESULT_SCHEMA
+from raybatch.actors.wire.begun import BEGUN_SCHEMA
+from raybatch.actors.wire.columns import RESULT_SCHEMA
+from raybatch.actors.wire.records import RowCrashes
 from raybatch.config import WaveConfig
 from raybatch.durable.attempts import Strikes
 from raybatch.durable.journal import POS, ROW
-from raybatch.stages.fingerprint import output_schema
-from raybatch.stages.plan.shards import stretches
-from raybatch.stages.plan.store import write_plan
-from raybatch.stages.plan_columns import place_columns, plan_columns, with_columns
-from raybatch.stages.storage import store_of
+from raybatch.durable.storage import store_of
+from raybatch.planning.fingerprint import output_schema
+from raybatch.planning.shards import stretches
+from raybatch.planning.store import write_plan
+from raybatch.rows.plan_columns import place_columns, plan_columns, with_columns
 from raybatch.stages.unit_feeder import PlacedRows, UnitFeeder, _calls
 from raybatch.stages.unit_watch import UnitWatch
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.durable.journal import POS, ROW
-from raybatch.stages.plan.movable import as_movable
-from raybatch.stages.plan.shards import stretches
-from raybatch.stages.plan.store import write_plan
-from raybatch.stages.storage import store_of
+from raybatch.durable.storage import store_of
+from raybatch.planning.movable import as_movable
+from raybatch.planning.shards import stretches
+from raybatch.planning.store import write_plan
 from raybatch.stages.unit_writer import UnitWriter
 from tests.history.test_recorder import stored_plan
 

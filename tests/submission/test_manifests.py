@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.submission.anyscale import render_anyscale
 from raybatch.submission.manifest import ManifestOptions, manifest_name
 from raybatch.submission.render import render_manifest

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.job import Job
+from raybatch.job.job import Job
 from raybatch.submission.remote_paths import check_paths, fixed_part, is_uri, paths_on_hosts
 
 

@@ -65,7 +65,7 @@ def test_wheel_holds_the_files_of_the_package(package, out):
 def test_wheel_of_this_package_installs_alone_and_is_imported_from_there(out, tmp_path):
     target = tmp_path / "target"
     install(pack_wheel(PACKAGE, out), target)
-    code = "import raybatch; from raybatch.types import Sampling; print(raybatch.__file__)"
+    code = "import raybatch; from raybatch.records.types import Sampling; print(raybatch.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(target)},

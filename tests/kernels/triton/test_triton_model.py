@@ -3,12 +3,12 @@ import random
 import pytest
 import torch
 
-from raybatch.engine.decoder import Decoder
-from raybatch.engine.kv_cache import allocate_kv_cache
-from raybatch.engine.model_config import read_model_spec
-from raybatch.engine.weight_layout import WeightForm
-from raybatch.engine.weights import load_weights
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
 from raybatch.kernels.dispatch import REFERENCE, ops_for
+from raybatch.models.config import read_model_spec
 from tests.engine.greedy_driver import GreedyDriver
 from tests.engine.tiny_models import build, save
 

@@ -1,0 +1,281 @@
+"""Drivers and feeders of a simulated job, made of the real functions of the commit protocol."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from faultlab.plans import Opened, joined, make_plan, read_shard
+from faultlab.virtual_store import Files, VirtualStore
+from faultlab.world import Process, World
+from raybatch.durable import audit as audits
+from raybatch.durable import commit, journal, opening, partitioned
+from raybatch.durable.layout import plan_name
+from raybatch.durable.parts import PARQUET, Footer, PartFormat
+from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores.repeating import Repeating
+from raybatch.durable.units import UnitCounts, UnitPlan, row_sum
+from raybatch.errors import CommitError
+
+__all__ = [
+    "REAL",
+    "Player",
+    "Steps",
+    "drive",
+    "foreign_part",
+]
+
+Ints = npt.NDArray[np.int64]
+
+_FOREIGN_ROW = 77
+_MAX_ROUNDS = 3
+_NUM_TRIES = 3
+
+SCHEMA = pa.schema([pa.field("id", pa.string()), pa.field("text", pa.string())])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """The steps of the protocol; a mutation replaces one of them."""
+
+    open_plan: Callable[..., bytes] = opening.open_plan
+    is_finished: Callable[[Store, UnitPlan], bool] = audits.is_finished
+    committed: Callable[[Store, UnitPlan], Any] = commit.committed
+    receipt_of: Callable[..., Any] = commit.receipt_of
+    commit_unit: Callable[..., Any] = commit.commit_unit
+    audit: Callable[..., audits.Audit] = audits.audit
+    commit_partitioned: Callable[..., Any] = partitioned.commit_partitioned
+    wrap_store: Callable[[Store], Store] = lambda store: store
+
+
+REAL = Steps()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Player:
+    """What all processes of one driver know.
+
+    Args:
+        world: the scheduler.
+        files: of the schedule.
+        steps: of the protocol.
+        number: of the driver.
+        variant: plan that this driver would make.
+        has_journal: finished rows are kept before a unit is complete.
+        is_partitioned: the output is cut by a column of the input.
+        damage: chance that the rows of a unit arrive damaged at its commit.
+        may_grow: rows come to the input at some time.
+        has_grown: they had come when this driver listed its input.
+    """
+
+    world: World
+    files: Files
+    steps: Steps
+    number: int
+    variant: int
+    has_journal: bool
+    is_partitioned: bool
+    damage: float
+    may_grow: bool = False
+    has_grown: bool = False
+
+    def store(self, process: Process) -> Store:
+        """Return the store as a process sees it."""
+        raw = self.steps.wrap_store(VirtualStore(self.files, process))
+        return Repeating(raw, num_tries=_NUM_TRIES, sleep=lambda seconds: self.world.yield_turn())
+
+
+def drive(player: Player, process: Process) -> None:
+    """Run a job to its end: open, list, run units in feeders, audit, finish.
+
+    Where the input has grown, a further plan follows the first.
+    """
+    store, steps = player.store(process), player.steps
+    plans = [_open_plan(player, store, []), *_later(player, store)]
+    num_inputs = 1 + player.has_grown
+    if len(plans) > num_inputs:
+        raise CommitError("an input file is gone")  # what another driver has seen
+    if len(plans) == num_inputs and steps.is_finished(store, joined(plans)):
+        return
+    for number in range(num_inputs):
+        if number == len(plans):
+            plans.append(_open_plan(player, store, plans))
+        if not _run_plan(player, process, plans, number):
+            break
+    plans = [plans[0], *_later(player, store)]
+    whole = joined(plans)
+    found = steps.audit(store, whole, num_threads=1, part_format=FORMAT)
+    audits.finish(store, whole, found)
+    if player.has_journal:
+        for unit in range(whole.num_units):
+            journal.drop_fragments(store, unit)
+
+
+def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number: int) -> bool:
+    """Run what is left of one plan; return whether all of it is in the output."""
+    store, own = player.store(process), plans[number].plan
+    for attempt in range(_MAX_ROUNDS):
+        now = [plans[0], *_later(player, store)]
+        is_done = player.steps.committed(store, joined(now))
+        todo = np.flatnonzero(~is_done[own.first_unit :][: own.num_units]).tolist()
+        if not todo:
+            return True
+        name = f"d{player.number}p{number}r{attempt}"
+        _feed_in_two(player, process, plans[number], todo, name)
+    return False
+
+
+def _feed_in_two(
+    player: Player, process: Process, opened: Opened, todo: list[int], name: str
+) -> None:
+    """Run units in two feeders, which share one of them as two copies of a slow one do."""
+    middle = len(todo) // 2
+    shares = [share for share in (todo[: middle + 1], todo[: middle - 1 : -1]) if share]
+    for index, share in enumerate(shares if len(todo) > 1 else [todo]):
+        attempt = f"{name}f{index}"
+
+        def run(feeder: Process, share: list[int] = share, attempt: str = attempt) -> None:
+            _feed(player, feeder, opened, share, attempt)
+
+        player.world.start(attempt, run, is_faulty=process.is_faulty, parent=process)
+    player.world.wait(process)
+
+
+def _feed(
+    player: Player, process: Process, opened: Opened, numbers: Sequence[int], attempt: str
+) -> None:
+    """Run some units, one after the other, as one feeder does."""
+    store, plan = player.store(process), opened.plan
+    for number in numbers:
+        unit = plan.unit(number)
+        if _is_committed(player, store, unit, plan.hash):
+            continue
+        rows = opened.rows[number]
+        said = dict.fromkeys(range(len(rows)), attempt)
+        if player.has_journal:
+            said |= _with_journal(store, unit, plan.hash, rows, attempt)
+        _commit(player, store, unit, rows, said, plan_hash=plan.hash, attempt=attempt)
+
+
+def _is_committed(player: Player, store: Store, unit: commit.Unit, plan_hash: str) -> bool:
+    if player.is_partitioned:
+        return partitioned.partitioned_receipt_of(store, unit, plan_hash) is not None
+    return player.steps.receipt_of(store, unit, plan_hash, FORMAT) is not None
+
+
+def _commit(
+    player: Player,
+    store: Store,
+    unit: commit.Unit,
+    rows: Sequence[int],
+    said: Mapping[int, str],
+    **names: str,
+) -> None:
+    """Commit what has arrived of a unit."""
+    pos = _delivered(player, len(rows))
+    row = np.array([rows[one] for one in pos], np.int64)
+    table = _table(tuple(row.tolist()), tuple(said[one] for one in pos))
+    common = {"pos": np.array(pos, np.int64), "row": row, "part_format": FORMAT, **names}
+    if player.is_partitioned:
+        half = pa.array(["odd" if one % 2 else "even" for one in row.tolist()])
+        player.steps.commit_partitioned(
+            store, unit, table.append_column("half", half), by=["half"], count=_count, **common
+        )
+    else:
+        player.steps.commit_unit(store, unit, table, counts=_count(table), **common)
+
+
+def _count(table: pa.Table) -> UnitCounts:
+    return UnitCounts(num_rows=table.num_rows)
+
+
+def _with_journal(
+    store: Store, unit: commit.Unit, plan_hash: str, rows: Sequence[int], attempt: str
+) -> dict[int, str]:
+    """Return what earlier attempts said; keep the first row that they did not finish."""
+    row = np.array(rows, np.int64)
+    kept = journal.read_fragments(store, unit, SCHEMA, plan_hash=plan_hash, expected_row=row)
+    said = dict(
+        zip(kept.column(journal.POS).to_pylist(), kept.column("text").to_pylist(), strict=True)
+    )
+    open_pos = [pos for pos in range(len(rows)) if pos not in said]
+    if open_pos:
+        table = _table((rows[open_pos[0]],), (attempt,))
+        columns = [*table.columns, pa.array(open_pos[:1]), pa.array(row[open_pos[:1]])]
+        finished = pa.table(columns, schema=journal.journal_schema(SCHEMA))
+        journal.write_fragment(store, unit, finished, plan_hash=plan_hash, attempt=attempt)
+    return said
+
+
+def _delivered(player: Player, num_rows: int) -> list[int]:
+    """Return the positions that reach the commit: all of them, unless the way was bad."""
+    rng = player.world.rng
+    pos = list(range(num_rows))
+    if rng.random() < player.damage:
+        player.world.faults["damaged rows"] += 1
+        if rng.random() < 0.5:
+            del pos[int(rng.random() * num_rows)]
+        else:
+            pos[int(rng.random() * num_rows)] = int(rng.random() * num_rows)
+    elif rng.random() < 0.1:
+        rng.shuffle(pos)
+    return pos
+
+
+def _open_plan(player: Player, store: Store, before: Sequence[Opened]) -> Opened:
+    """Open the plan that follows others, making it where there is none."""
+
+    def make() -> bytes:
+        return make_plan(store, player.variant, before)
+
+    name = plan_name(len(before) + 1)
+    said = player.steps.open_plan(store, make, name=name)
+    return read_shard(store.read(json.loads(said)["shard"]), player.is_partitioned)
+
+
+def _later(player: Player, store: Store) -> list[Opened]:
+    """Return the plan of rows that came later, where it is there."""
+    name = plan_name(2)
+    if not player.may_grow or store.size(name) is None:
+        return []
+    shard = json.loads(store.read(name))["shard"]
+    return [read_shard(store.read(shard), player.is_partitioned)]
+
+
+@lru_cache(maxsize=65536)
+def _table(rows: tuple[int, ...], texts: tuple[str, ...]) -> pa.Table:
+    return pa.table({"id": [f"r{row}" for row in rows], "text": list(texts)}, schema=SCHEMA)
+
+
+# the same few tables are written over and over: each is encoded once, for real
+_encode = lru_cache(maxsize=65536)(
+    lambda ids, texts, footer: PARQUET.encode(
+        pa.table({"id": list(ids), "text": list(texts)}, schema=SCHEMA), footer
+    )
+)
+
+
+def _encode_once(table: pa.Table, footer: str) -> bytes:
+    ids, texts = (tuple(column.to_pylist()) for column in table.columns)
+    return bytes(_encode(ids, texts, footer))
+
+
+FORMAT = PartFormat(encode=_encode_once, footer_text=lru_cache(maxsize=65536)(PARQUET.footer_text))
+
+
+def foreign_part(unit: int) -> bytes:
+    """Return the part that another job would write under the name of a unit."""
+    footer = Footer(
+        unit=unit,
+        num_rows=1,
+        row_sum=row_sum(np.array([_FOREIGN_ROW])),
+        plan="plan of another job",
+        attempt="another job",
+        counts=UnitCounts(num_rows=1),
+    )
+    return FORMAT.part(_table((_FOREIGN_ROW,), ("foreign",)), footer)

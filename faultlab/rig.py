@@ -1,0 +1,255 @@
+"""A small job on the fake backend, and what its output should hold."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from faultlab.drivers import Driver, wait_until
+from raybatch.durable.audit import audit
+from raybatch.durable.layout import DATA, SUCCESS
+from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores.store import open_store
+from raybatch.errors import RaybatchError
+from raybatch.outputs.verify import verify
+from raybatch.planning.store import read_plan, read_units
+from raybatch.report.history.reading import read_history
+
+__all__ = ["MAX_TOKENS", "NUM_ROWS", "NUM_UNITS", "Answers", "Checked", "Rig"]
+
+NUM_ROWS = 720
+NUM_UNITS = 40
+# of a row
+MAX_TOKENS = 32
+_NUM_FILES = 3
+_POLL_S = 0.2
+
+Answers = Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """What an output holds, by its audit and by its rows.
+
+    Args:
+        expected: rows of the source.
+        written: rows of the output.
+        lost: rows that are not there.
+        duplicated: rows that are there again.
+        wrong: rows whose text is not that of a run without faults.
+        is_clean: the audit found nothing, and `_SUCCESS` is there.
+        is_verified: `raybatch verify --deep` calls the output complete.
+    """
+
+    expected: int
+    written: int
+    lost: int
+    duplicated: int
+    wrong: int
+    is_clean: bool
+    is_verified: bool
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether every row is there once, with its text."""
+        is_whole = self.is_clean and self.is_verified
+        return is_whole and not (self.lost or self.duplicated or self.wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """A folder with a job in it.
+
+    Args:
+        folder: short, because Ray keeps sockets below it.
+        sink: of the job; None is a folder below.
+        source: of the job; None is a folder below.
+        variables: environment of the drivers.
+        num_rows: of the source.
+        unit_rows: rows of a unit.
+        replicas: engines.
+        max_num_seqs: rows that one of them answers at once.
+        step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
+        flush_every_s: as in the job file.
+        partition_by: columns that lay out the output.
+    """
+
+    folder: Path
+    sink: str | None = None
+    source: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    num_rows: int = NUM_ROWS
+    unit_rows: int = NUM_ROWS // NUM_UNITS
+    replicas: int = 2
+    max_num_seqs: int = 16
+    step_s: float = 0.01
+    flush_every_s: float = 0.3
+    partition_by: tuple[str, ...] = ()
+
+    @property
+    def sink_uri(self) -> str:
+        """Return where the output goes."""
+        return self.sink or str(self.folder / "out")
+
+    @property
+    def source_uri(self) -> str:
+        """Return where the input lies."""
+        return self.source or str(self.folder / "in")
+
+    def prepare(self) -> None:
+        """Write source and job file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        numbers = range(self.num_rows)
+        rows = pa.table(
+            {
+                # neighbours share a beginning, so that there is something to plan
+                "prompt": [f"chapter {i // 24}: question {i} of many" for i in numbers],
+                "number": pa.array(numbers),
+                "third": [i % 3 for i in numbers],
+            }
+        )
+        fs, root = fsspec.core.url_to_fs(self.source_uri)
+        fs.makedirs(root, exist_ok=True)
+        file_rows = -(-self.num_rows // _NUM_FILES)
+        for first in range(0, self.num_rows, file_rows):
+            with fs.open(f"{root}/{first:04d}.parquet", "wb") as file:
+                pq.write_table(rows.slice(first, file_rows), file)
+        self.job_file.write_text(json.dumps(self._job()))
+
+    @property
+    def job_file(self) -> Path:
+        """Return the path of the job file; JSON is YAML."""
+        return self.folder / "job.yaml"
+
+    def start(self, *, name: str = "a", fault: str | None = None) -> Driver:
+        """Start a driver with a Ray cluster of its own, or in the one that the variables name.
+
+        Args:
+            name: of its folder; two drivers at once need two.
+            fault: point where its processes die.
+        """
+        variables = {**os.environ, **self.variables}
+        variables.pop("RAYBATCH_FAULT", None)
+        if "RAY_ADDRESS" not in self.variables:
+            variables.pop("RAY_ADDRESS", None)
+        if fault is not None:
+            variables["RAYBATCH_FAULT"] = fault
+        return Driver.start(self.job_file, self.folder / name, variables)
+
+    def finish(self, *, timeout_s: float = 120.0) -> tuple[int, float]:
+        """Run the job to its end; return the exit code and the seconds of the whole process."""
+        began = time.monotonic()
+        driver = self.start()
+        try:
+            wait_until(lambda: False, driver, timeout_s=timeout_s, poll_s=_POLL_S)
+        finally:
+            driver.kill_tree()
+        return driver.process.returncode, time.monotonic() - began
+
+    def store(self) -> Store:
+        """Return the store of the sink."""
+        return open_store(self.sink_uri)
+
+    def num_parts(self) -> int:
+        """Return how many units are in the output."""
+        fs, root = fsspec.core.url_to_fs(self.sink_uri)
+        fs.invalidate_cache()
+        try:
+            return len(fs.ls(f"{root}/{DATA}", detail=False))
+        except OSError:
+            return 0
+
+    def num_generated(self) -> int:
+        """Return how many rows engines have finished, those of every run."""
+        path = self.folder / "finished"
+        return path.stat().st_size if path.exists() else 0
+
+    def num_redone(self) -> int:
+        """Return how many rows engines have finished again."""
+        return max(0, self.num_generated() - self.num_rows)
+
+    def num_late_units(self) -> int:
+        """Return how often somebody came to commit a unit that was there, as the logs say.
+
+        A zombie, a second driver or a task that Ray ran again had been faster. What a killed run
+        had not logged is not counted.
+        """
+        return sum(run.units_found for run in read_history(self.store()).runs)
+
+    def answers(self) -> Answers:
+        """Return the text of every row of the output."""
+        table = self._rows()
+        return dict(
+            zip(table["number"].to_pylist(), table["generated_text"].to_pylist(), strict=True)
+        )
+
+    def check(self, expected: Answers) -> Checked:
+        """Compare the output with its plan and with that of a run without faults."""
+        store = self.store()
+        try:
+            stored = read_plan(self.sink_uri)
+            is_clean = audit(store, read_units(self.sink_uri, stored)).is_clean
+            is_verified = verify(self.sink_uri, deep=True).is_complete
+            rows = self._rows()
+        except (RaybatchError, pa.ArrowInvalid):
+            return self._unreadable()
+        numbers, texts = rows["number"].to_pylist(), rows["generated_text"].to_pylist()
+        num_ids = pc.count_distinct(rows["row_id"]).as_py()
+        pairs = zip(numbers, texts, strict=True)
+        return Checked(
+            expected=self.num_rows,
+            written=len(numbers),
+            lost=len(set(range(self.num_rows)) - set(numbers)),
+            duplicated=len(numbers) - min(len(set(numbers)), num_ids),
+            wrong=sum(expected.get(number) != text for number, text in pairs),
+            is_clean=is_clean and store.size(SUCCESS) is not None,
+            is_verified=is_verified,
+        )
+
+    def _unreadable(self) -> Checked:
+        return Checked(
+            expected=self.num_rows,
+            written=0,
+            lost=self.num_rows,
+            duplicated=0,
+            wrong=0,
+            is_clean=False,
+            is_verified=False,
+        )
+
+    def _rows(self) -> pa.Table:
+        store = self.store()
+        parts = [pq.read_table(pa.BufferReader(store.read(name))) for name in store.names(DATA)]
+        return pa.concat_tables(
+            part.select(["number", "row_id", "generated_text"]) for part in parts
+        )
+
+    def _job(self) -> dict[str, Any]:
+        options = {
+            "step_s": self.step_s,
+            "max_num_seqs": self.max_num_seqs,
+            "lengths": "hash",
+            "finished_log": str(self.folder / "finished"),
+        }
+        return {
+            "source": self.source_uri,
+            "sink": self.sink_uri,
+            "flush_every_s": self.flush_every_s,
+            "partition_by": list(self.partition_by),
+            "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
+            "stage": {
+                "model": "demo",
+                "prompt": "{prompt}",
+                "sampling": {"max_tokens": MAX_TOKENS},
+                "pool": {"replicas": self.replicas},
+                "backend": {"kind": "fake", "options": options},
+            },
+        }

@@ -1,0 +1,111 @@
+"""A whole job that dies at each labelled point in turn, and is run again."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from faultlab.drivers import wait_until
+from faultlab.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
+from raybatch.durable.fault_points import POINTS
+
+__all__ = ["SWEPT", "Baseline", "PointResult", "baseline", "sweep"]
+
+_OF_UNITS = frozenset(
+    {"before_unit", "after_rows", "before_publish", "after_publish", "before_done"}
+)
+_OF_FRAGMENTS = frozenset({"before_fragment", "after_fragment"})
+SWEPT = POINTS
+_UNIT = NUM_UNITS // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointResult:
+    """What became of a job that died at a point.
+
+    Args:
+        point: where.
+        is_reached: a process died there.
+        parts_kept: units that were in the output when it died.
+        rows_redone: rows that engines finished more than once.
+        resume_s: time of the second run.
+        checked: the output in the end.
+    """
+
+    point: str
+    is_reached: bool
+    parts_kept: int
+    rows_redone: int
+    resume_s: float
+    checked: Checked
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether the job died where it should and lost nothing."""
+        return self.is_reached and self.checked.is_right
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """A run without faults.
+
+    Args:
+        answers: text of every row.
+        seconds: of the run.
+        rerun_s: of a second one, that finds nothing to do.
+        is_right: the audit found nothing.
+    """
+
+    answers: Answers
+    seconds: float
+    rerun_s: float
+    is_right: bool
+
+
+def baseline(folder: Path) -> Baseline:
+    """Run the job without faults, and once more."""
+    rig = Rig(folder=folder)
+    rig.prepare()
+    _, seconds = rig.finish()
+    _, rerun_s = rig.finish()
+    answers = rig.answers()
+    return Baseline(
+        answers=answers,
+        seconds=seconds,
+        rerun_s=rerun_s,
+        is_right=rig.check(answers).is_right and len(answers) == NUM_ROWS,
+    )
+
+
+def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
+    """Run a job that dies at a point, then run it again.
+
+    Args:
+        folder: empty, of this point.
+        point: one of `SWEPT`.
+        expected: the text of every row.
+    """
+    has_fragments = point in _OF_FRAGMENTS
+    # rows of a unit go to the journal where others of it still run: then all rows are one unit
+    # units of an output that is laid out by columns are committed by records
+    rig = Rig(
+        folder=folder,
+        unit_rows=NUM_ROWS if has_fragments else NUM_ROWS // NUM_UNITS,
+        partition_by=("third",) if point == "before_done" else (),
+    )
+    rig.prepare()
+    driver = rig.start(fault=f"{point}:unit={_UNIT}" if point in _OF_UNITS else point)
+    try:
+        wait_until(driver.has_reached, driver)
+        is_reached = driver.has_reached()
+    finally:
+        # Ray starts a feeder again, which dies again: the whole job ends with the first
+        driver.kill_tree()
+    parts_kept = rig.num_parts()
+    _, resume_s = rig.finish()
+    return PointResult(
+        point=point,
+        is_reached=is_reached,
+        parts_kept=parts_kept,
+        rows_redone=rig.num_redone(),
+        resume_s=resume_s,
+        checked=rig.check(expected),
+    )

@@ -1,0 +1,1 @@
+"""The coordinator of a pool: which replica has which rows, what came back, and its figures."""

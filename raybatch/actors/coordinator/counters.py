@@ -1,0 +1,144 @@
+"""What a pool counts for each of its clients; no Ray, time passed in."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.actors.coordinator.sharing import Sharing
+from raybatch.records.types import OpenUnit, PoolStats, ReplicaStats
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """Rows and tokens of one client since its first row."""
+
+    rows_received: int = 0
+    rows_done: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    prompt_tokens_received: int = 0
+    prompt_tokens_done: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    cost: float = 0.0
+    max_tokens_left: int = 0
+    first_received: float | None = None
+    first_done: float | None = None
+    sharing: Sharing = field(default_factory=Sharing)
+    units_written: int = 0
+    # no further unit of commit may start
+    is_stopped: bool = False
+    # number to begin, host and process
+    open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
+
+    def received(
+        self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64], now: float
+    ) -> None:
+        """Note rows that came in, with their prompt tokens and longest outputs."""
+        self.rows_received += len(prompt)
+        self.prompt_tokens_received += int(prompt.sum())
+        self.max_tokens_left += int(max_new.sum())
+        if self.first_received is None:
+            self.first_received = now
+
+    def done(self, num_rows: int, prompt_tokens: int, max_new: int, now: float) -> None:
+        """Note rows that are finished, with the prompt tokens and longest outputs they had."""
+        self.rows_done += num_rows
+        self.prompt_tokens_done += prompt_tokens
+        self.max_tokens_left -= max_new
+        if self.first_done is None:
+            self.first_done = now
+
+    def dropped(self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64]) -> None:
+        """Note rows that nobody waits for any more, as if they had not come in."""
+        self.rows_received -= len(prompt)
+        self.prompt_tokens_received -= int(prompt.sum())
+        self.max_tokens_left -= int(max_new.sum())
+
+    def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
+        """Note rows that never reach the pool as handed over and done, and errors found outside."""
+        self.rows_received += num_rows
+        self.rows_done += num_rows
+        self.errors.update(errors)
+
+    def results(self, results: pa.RecordBatch) -> None:
+        """Note the tokens and errors of result rows."""
+        counted = results.column("num_generated_tokens")
+        generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
+        self.generated_tokens += pc.sum(generated).as_py() or 0
+        self.cost += pc.sum(results.column("cost")).as_py() or 0.0
+        self.cached_tokens += pc.sum(results.column("num_cached_tokens")).as_py() or 0
+        errors = results.column("error")
+        is_error = pc.not_equal(errors, "")
+        if pc.any(is_error).as_py():
+            texts = errors.filter(is_error).to_pylist()
+            self.errors.update(text.partition(":")[0] for text in texts)
+
+    def unit_opened(self, unit: int, host: str, pid: int, now: float) -> None:
+        """Note a unit whose rows a feeder begins to hand over; one that is begun again is young."""
+        self.open_units[unit] = now, host, pid
+
+    def unit_closed(self, unit: int, now: float, *, is_written: bool = True) -> float | None:
+        """Note that a unit is at work no more; return its seconds, None where they are unknown."""
+        self.units_written += is_written
+        began, _, _ = self.open_units.pop(unit, (None, "", 0))
+        return None if began is None else now - began
+
+    def sharing_news(self) -> str:
+        """Return what one plan would have saved in addition, "" when that is said or little."""
+        return self.sharing.news(self.cached_tokens, self.prompt_tokens_done)
+
+    def stats(
+        self,
+        *,
+        num_replicas: int,
+        num_ready: int,
+        num_restarting: int,
+        num_given_up: int,
+        num_restarts: int,
+        num_group_cuts: int,
+        cut_tokens: int,
+        busy_s: float,
+        replicas: Sequence[ReplicaStats],
+        ranks: Sequence[int],
+        now: float,
+    ) -> PoolStats:
+        """Return the counters with the state of the pool."""
+        first_row_s = None
+        if self.first_done is not None and self.first_received is not None:
+            first_row_s = self.first_done - self.first_received
+        return PoolStats(
+            num_replicas=num_replicas,
+            num_ready=num_ready,
+            num_restarting=num_restarting,
+            num_given_up=num_given_up,
+            num_restarts=num_restarts,
+            num_group_cuts=num_group_cuts,
+            cut_tokens=cut_tokens,
+            rows_received=self.rows_received,
+            rows_done=self.rows_done,
+            errors=dict(self.errors),
+            prompt_tokens_received=self.prompt_tokens_received,
+            prompt_tokens_done=self.prompt_tokens_done,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            cost=self.cost,
+            max_tokens_left=self.max_tokens_left,
+            busy_s=busy_s,
+            first_row_s=first_row_s,
+            replicas=tuple(replicas),
+            ranks=tuple(ranks),
+            num_units_written=self.units_written,
+            num_open_units=len(self.open_units),
+            oldest_unit=self._oldest_unit(now),
+        )
+
+    def _oldest_unit(self, now: float) -> OpenUnit | None:
+        if not self.open_units:
+            return None
+        unit, (began, host, pid) = min(self.open_units.items(), key=lambda item: item[1][0])
+        return OpenUnit(unit=unit, age_s=now - began, host=host, pid=pid)

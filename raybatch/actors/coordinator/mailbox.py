@@ -1,0 +1,379 @@
+"""The row batches that feeders wait for: results so far, counters, answers; no Ray."""
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.queue.probation import Trials
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.begun import Begun
+from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
+from raybatch.actors.wire.records import Answer, Loss, RowCrashes, Span, Submission
+from raybatch.records.types import Completion
+
+# cancelled before they arrived; more calls than feeders may have in flight
+_MAX_CANCELLED = 10_000
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """One row batch between its submission and its answer."""
+
+    batch_id: int
+    submission: Submission
+    last_asked: float
+    results: list[pa.RecordBatch] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    # set with `done`, and while there is something that cannot wait for it
+    stirred: asyncio.Event = field(default_factory=asyncio.Event)
+    crashes: dict[int, RowCrashes] = field(default_factory=dict)
+    begun: Begun = field(default_factory=Begun)
+    # of each row, once the pool has failed and the queue has forgotten the batch
+    last_attempts: npt.NDArray[np.int16] | None = None
+
+    def end(self) -> None:
+        """Let whoever waits for the batch have its answer."""
+        self.done.set()
+        self.stirred.set()
+
+    def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
+        """Remember deaths for the next answer, which comes at once."""
+        self.crashes |= {one.row: one for one in crashes}
+        self.stirred.set()
+
+    def take_crashes(self) -> tuple[RowCrashes, ...]:
+        """Return the deaths that nobody was told of yet."""
+        crashes, self.crashes = self.crashes, {}
+        if not self.done.is_set():
+            self.stirred.clear()
+        return tuple(crashes.values())
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Open row batches by id, which is ours, and by token, which is the feeder's.
+
+    Args:
+        queue: what the batches' rows go through; shared with the coordinator.
+        on_drop: called with a replica and a batch whose rows it still runs for nobody.
+        failure: rank and cause once the pool has failed; every batch is answered with it.
+    """
+
+    queue: RowQueue
+    on_drop: Callable[[int, int], None]
+    failure: tuple[int, str] | None = None
+    clients: dict[str, ClientCounters] = field(default_factory=lambda: defaultdict(ClientCounters))
+    _open: dict[int, OpenBatch] = field(default_factory=dict)
+    _ids: dict[str, int] = field(default_factory=dict)
+    # by client and the name that it gave them
+    _named: dict[tuple[str, str], OpenBatch] = field(default_factory=dict)
+    # the tokens in order of arrival
+    _cancelled: dict[str, None] = field(default_factory=dict)
+    _next_id: Iterator[int] = field(default_factory=itertools.count)
+    _trials: Trials = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._trials = Trials(self.queue, self._next_id)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def refs(self, batch_id: int) -> list[Any] | None:
+        """Return the references of a batch, None when it is not open any more."""
+        batch = self._open.get(batch_id)
+        return self._trials.refs(batch_id) if batch is None else batch.submission.refs
+
+    def find(self, token: str) -> OpenBatch | None:
+        """Return the batch that a feeder named, None when it is not open any more."""
+        batch_id = self._ids.get(token)
+        return None if batch_id is None else self._open[batch_id]
+
+    def num_results(self) -> int:
+        """Return the number of record batches that wait for their feeders."""
+        return sum(len(batch.results) for batch in self._open.values())
+
+    def take_over(self, submission: Submission) -> OpenBatch | None:
+        """Return the open batch of the same name, which is the submission's from now on.
+
+        Whoever waits for it under another token hears that it is unknown.
+
+        Returns:
+            None where there is no such batch, or the submission was cancelled on its way.
+        """
+        batch = self._named.get((submission.client, submission.name))
+        if (
+            batch is None
+            or submission.token in self._cancelled
+            or not _are_alike(batch.submission, submission)
+        ):
+            return None
+        del self._ids[batch.submission.token]
+        self._ids[submission.token] = batch.batch_id
+        batch.submission = replace(batch.submission, token=submission.token)
+        batch.last_asked = time.monotonic()
+        return batch
+
+    def has_named(self, client: str, name: str) -> bool:
+        """Return whether a batch of this name is there, whose results another feeder may get."""
+        return (client, name) in self._named
+
+    def forget(self, client: str, names: Iterable[str]) -> None:
+        """Drop batches whose results are safe elsewhere."""
+        for name in names:
+            if (batch := self._named.get((client, name))) is not None:
+                self.drop(batch)
+
+    def so_far(self, client: str, name: str, *, skip: int) -> Answer:
+        """Return the results of an open batch without its first `skip`; it keeps them.
+
+        Tokens that unfinished rows have gained are told here instead of in the next answer.
+        """
+        batch = self._named.get((client, name))
+        if batch is None:
+            return Answer(status="unknown")
+        attempts = batch.last_attempts
+        if attempts is None:
+            attempts = self.queue.attempts(batch.batch_id)
+        return Answer(
+            status="pending",
+            results=tuple(batch.results[skip:]),
+            attempts=attempts,
+            begun=batch.begun.take_news(),
+        )
+
+    def add(self, submission: Submission) -> OpenBatch | None:
+        """Open a batch and queue its rows; return None when it was cancelled on its way."""
+        if submission.token in self._cancelled:
+            del self._cancelled[submission.token]
+            return None
+        # of the same name, but of other rows
+        self.forget(submission.client, [submission.name])
+        now = time.monotonic()
+        begun = Begun(submission.begun)
+        batch = OpenBatch(next(self._next_id), submission, now, begun=begun)
+        self._open[batch.batch_id] = batch
+        self._ids[submission.token] = batch.batch_id
+        if submission.name:
+            self._named[submission.client, submission.name] = batch
+        prompt, max_new = submission.prompt_tokens, submission.max_new_tokens
+        if self.failure is None:
+            expected = submission.expected_new_tokens
+            self.queue.add(
+                batch.batch_id,
+                prompt,
+                max_new if expected is None else expected,
+                groups=submission.groups,
+                keys=submission.block_keys,
+                strikes=submission.crashes,
+            )
+            counters = self.clients[submission.client]
+            counters.received(prompt, max_new, now)
+            if submission.block_keys is not None:
+                counters.sharing.received(submission.block_keys)
+        self._settle(batch)
+        return batch
+
+    def cancel(self, token: str) -> None:
+        """Drop the batch that a feeder named, now or when it arrives."""
+        batch = self.find(token)
+        if batch is not None:
+            self.drop(batch)
+            return
+        self._cancelled[token] = None
+        if len(self._cancelled) > _MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    async def answer(self, batch: OpenBatch, wait_s: float) -> Answer:
+        """Wait for a batch; when it is done or the pool has failed, close it.
+
+        One with a name stays until it is forgotten: its feeder may be dead already, or die before
+        the results are safe. Deaths of engines are told at once, because the next one may take the
+        feeder with it.
+        """
+        batch.last_asked = time.monotonic()
+        token = batch.submission.token
+        with suppress(TimeoutError):
+            await asyncio.wait_for(batch.stirred.wait(), wait_s)
+        if self.find(token) is None:
+            return Answer(status="unknown")
+        if not batch.done.is_set():
+            crashes, begun = batch.take_crashes(), batch.begun.take_news()
+            return Answer(status="pending", crashes=crashes, begun=begun)
+        if self.failure is not None:
+            rank, cause = self.failure
+            answer = Answer(status="failed", rank=rank, cause=cause)
+            if batch.last_attempts is not None:
+                return answer
+        else:
+            attempts = self.queue.attempts(batch.batch_id)
+            answer = Answer(
+                status="done",
+                results=tuple(batch.results),
+                attempts=attempts,
+                crashes=batch.take_crashes(),
+            )
+            if batch.submission.name:
+                return answer
+        self.drop(batch)
+        return answer
+
+    def take(self, replica_id: int, batch_id: int, results: pa.RecordBatch) -> int:
+        """Keep those result rows that the replica held; return how many rows that finished."""
+        batch = self._open.get(batch_id)
+        rows = row_numbers(results)
+        if batch is None:
+            is_good = not has_error(results).any()
+            return self._trials.take(replica_id, batch_id, rows, is_good=is_good)
+        is_held = self.queue.finish(replica_id, batch_id, rows)
+        if not is_held.all():
+            rows = rows[is_held]
+            results = results.filter(pa.array(np.isin(results.column("row").to_numpy(), rows)))
+        if len(rows):
+            self._keep(batch, rows, results)
+            good_rows = results.column("row").to_numpy()[~has_error(results)]
+            if len(good_rows):
+                self._trials.worked(batch.submission, int(good_rows[-1]))
+        return len(rows)
+
+    def note_begun(self, batch_id: int, found: pa.RecordBatch) -> None:
+        """Keep tokens of rows that are not finished, for the next answer and the next replica."""
+        if batch_id in self._open:
+            is_left = np.isin(found.column("row").to_numpy(), self.queue.rows_left(batch_id))
+            self._open[batch_id].begun.add(found.filter(pa.array(is_left)))
+
+    def begun(self, batch_id: int, spans: Sequence[Span]) -> pa.RecordBatch | None:
+        """Return the tokens with which rows of a batch begin; None where they have none."""
+        batch = self._open.get(batch_id)
+        if batch is None:
+            return None
+        return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
+
+    def note_loss(self, loss: Loss, cause: str = "") -> str:
+        """Answer the rows that are given up with an error each, and tell who waits for others.
+
+        Args:
+            loss: rows that an engine had when it died.
+            cause: what it said of its end, "" for nothing.
+
+        Returns:
+            Why the engine must be broken, "" while rows may be the reason.
+        """
+        for batch_id, crashes in loss.crashes.items():
+            if batch_id in self._open:
+                self._open[batch_id].note_crashes(crashes)
+        for poison in loss.poison:
+            batch = self._open.get(poison.batch_id)
+            if batch is not None:
+                error = crash_error(poison.num_crashes, cause)
+                completion = Completion(request_id=poison.row, finish_reason="error", error=error)
+                rows = np.array([poison.row], np.int32)
+                self._keep(batch, rows, encode_completions(rows, [completion]))
+        return self._trials.note_loss(loss)
+
+    def fail(self, rank: int, cause: str) -> None:
+        """Answer every batch, open or to come, with a failure, and take all rows out."""
+        is_first = self.failure is None
+        self.failure = self.failure or (rank, cause)
+        for batch in self._open.values():
+            if is_first and batch.submission.name:
+                # its feeder keeps what is finished
+                batch.last_attempts = self.queue.attempts(batch.batch_id)
+            self._take_out(batch)
+            batch.end()
+        self.forget_good_row()
+
+    def drop(self, batch: OpenBatch) -> None:
+        """Forget a batch and its rows."""
+        if self._open.pop(batch.batch_id, None) is None:
+            return
+        submission = batch.submission
+        del self._ids[submission.token]
+        if self._named.get(key := (submission.client, submission.name)) is batch:
+            del self._named[key]
+        self._take_out(batch)
+        batch.end()
+
+    def lose_table(self, batch_id: int) -> None:
+        """Forget a batch whose request table is gone, so that its feeder submits it again."""
+        batch = self._open.get(batch_id)
+        if batch is not None:
+            self.drop(batch)
+        elif batch_id == self._trials.batch_id:
+            self.forget_good_row()
+
+    def forget_good_row(self) -> None:
+        """Let go of the row that is kept for controls; its request table fills the object store."""
+        control = self._trials.batch_id
+        self._trials.forget_good_row()
+        if control is not None:
+            self.drop_rows(control)
+
+    def drop_rows(self, batch_id: int) -> None:
+        """Take the rows of a batch, open or not, out of the queue and of the replicas."""
+        for replica_id in self.queue.drop(batch_id):
+            self.on_drop(replica_id, batch_id)
+
+    def sharing_news(self) -> list[str]:
+        """Return what is new to say about plans that clients without one would gain from."""
+        return [news for counters in self.clients.values() if (news := counters.sharing_news())]
+
+    def abandoned(self, timeout_s: float) -> list[OpenBatch]:
+        """Return the batches whose feeder has not asked for so long."""
+        oldest = time.monotonic() - timeout_s
+        return [batch for batch in self._open.values() if batch.last_asked < oldest]
+
+    def _keep(self, batch: OpenBatch, rows: npt.NDArray[np.int32], results: pa.RecordBatch) -> None:
+        submission = batch.submission
+        batch.results.append(results)
+        batch.begun.drop(set(rows.tolist()))
+        counters = self.clients[submission.client]
+        counters.results(results)
+        counters.done(
+            len(rows),
+            _prompt_tokens(submission, rows, results),
+            int(submission.max_new_tokens[rows].sum()),
+            time.monotonic(),
+        )
+        self._settle(batch)
+
+    def _take_out(self, batch: OpenBatch) -> None:
+        submission = batch.submission
+        rows = self.queue.rows_left(batch.batch_id)
+        self.clients[submission.client].dropped(
+            submission.prompt_tokens[rows], submission.max_new_tokens[rows]
+        )
+        self.drop_rows(batch.batch_id)
+
+    def _settle(self, batch: OpenBatch) -> None:
+        if self.failure is not None or self.queue.is_done(batch.batch_id):
+            batch.end()
+
+
+def _prompt_tokens(
+    submission: Submission, rows: npt.NDArray[np.int32], results: pa.RecordBatch
+) -> int:
+    """Return the prompt tokens of finished rows, as the backend counts them where it does."""
+    total = int(submission.prompt_tokens[rows].sum())
+    counted = results.column("num_input_tokens")
+    if counted.null_count == len(counted):
+        return total
+    known = results.filter(counted.is_valid())
+    expected = submission.prompt_tokens[known.column("row").to_numpy()]
+    return total + int(known.column("num_input_tokens").to_numpy().sum() - expected.sum())
+
+
+def _are_alike(one: Submission, other: Submission) -> bool:
+    """Return whether two submissions have rows of the same lengths, as those of one name do."""
+    return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
+        one.max_new_tokens, other.max_new_tokens
+    )

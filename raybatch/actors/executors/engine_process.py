@@ -1,0 +1,76 @@
+"""The process of one engine without Ray: a replica that calls the driver over a socket.
+
+python -m raybatch.actors.executors.engine_process FILE_DESCRIPTOR
+
+It ends with the driver, however that ends: the kernel closes the driver's end of the socket. What
+it has started, such as a compiler or the workers of an engine, ends with it.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from raybatch.actors.executors.local_tables import TableName
+from raybatch.actors.executors.peer import Peer
+from raybatch.actors.replica.replica import Replica
+from raybatch.actors.replicas.site import NoMetrics, use_threads
+from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.wire.records import PoolSpec, Requests
+
+__all__ = ["main"]
+
+
+class _OwnProcess:
+    """Where the replica runs; see `raybatch.actors.replicas.site.ReplicaSite`."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.metrics = NoMetrics()
+
+    def settle(self, spec: PoolSpec) -> None:
+        use_threads(spec)
+
+    async def fetch(self, ref: TableName) -> Requests | None:
+        requests: Requests | None = await self._peer.call("fetch", ref)
+        return requests
+
+    async def die(self) -> None:
+        os._exit(1)
+
+
+class _Child:
+    """What the driver calls: `make` first, then `run` and the methods of the replica."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.peer = Peer(connection, self._find)
+        self._replica: Replica | None = None
+
+    async def make(self, spec: PoolSpec, replica_id: int) -> None:
+        self._replica = Replica(spec, replica_id, _OwnProcess(self.peer))
+
+    async def run(self) -> None:
+        assert self._replica is not None, "the driver calls make first"
+        await self._replica.run(CallHandle(self.peer.call))
+
+    def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
+        return getattr(self if name in ("make", "run") else self._replica, name)
+
+
+def main(descriptor: int) -> None:
+    """Serve the driver until it closes the socket."""
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+async def _serve(connection: socket.socket) -> None:
+    await _Child(connection).peer.serve()
+    # the engine may be in a step, and nobody waits for what it finishes
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""The cost model of the engines of a local pool, measured in a process of its own.
+
+python -m raybatch.actors.executors.local_measure reads a pickled question and writes a pickled
+answer.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from raybatch.actors.executors.local_pools import plan_local_crew
+from raybatch.actors.executors.local_site import end_group, start_python
+from raybatch.actors.replicas.site import use_threads
+from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.cost_cache import (
+    MEASURE_S,
+    cost_model_path,
+    load_cost_model,
+    load_or_measure,
+)
+from raybatch.errors import MeasureError
+from raybatch.policy.cost.cost_model import CostModel
+
+__all__ = ["measure_local"]
+
+
+def measure_local(
+    spec: PoolSpec, *, folder: Path | None = None, timeout_s: float | None = None
+) -> CostModel:
+    """Return the cost model of one engine of a local pool, cached or measured now.
+
+    Args:
+        spec: of the pool; its engines need not run.
+        folder: of the cached models; None takes this host's cache folder.
+        timeout_s: for the start of the engine and the measurement; None takes the pool's
+            `start_timeout_s` and five minutes.
+
+    Raises:
+        MeasureError: the engine does not start, dies, or takes too long; the message says why.
+    """
+    num_engines = plan_local_crew(spec).num_replicas
+    found = load_cost_model(
+        cost_model_path(
+            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
+        )
+    )
+    if found is not None:
+        return found
+    if timeout_s is None and spec.pool.start_timeout_s is not None:
+        timeout_s = spec.pool.start_timeout_s + MEASURE_S
+    answer = _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)
+    if isinstance(answer, str):
+        raise MeasureError(answer)
+    model: CostModel = answer
+    return model
+
+
+def _ask_process(question: tuple[Any, ...], failure: str, timeout_s: float | None) -> Any:  # noqa: ANN401
+    process = start_python(
+        "raybatch.actors.executors.local_measure", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        answer, _ = process.communicate(pickle.dumps(question), timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise MeasureError(f"{failure} within {timeout_s} s") from error
+    finally:
+        code = end_group(process)
+    if code:
+        raise MeasureError(f"{failure}: the process ended with code {code}")
+    return pickle.loads(answer)
+
+
+def _answer() -> None:
+    # what libraries print must not come between
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    spec, num_engines, folder = pickle.load(sys.stdin.buffer)
+    use_threads(spec)
+    obey_log_level()
+    answer: CostModel | str
+    try:
+        answer = load_or_measure(
+            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
+        )
+    except MeasureError as error:
+        answer = str(error)
+    with os.fdopen(answers, "wb") as out:
+        pickle.dump(answer, out)
+
+
+if __name__ == "__main__":
+    _answer()

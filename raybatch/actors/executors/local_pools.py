@@ -1,0 +1,136 @@
+"""The pools of this process without Ray; they end with it."""
+
+import itertools
+import logging
+import os
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors.local_loop import LocalCall, LocalLoop
+from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.executors.settling import settled
+from raybatch.actors.replicas.placement import ClusterView, CrewPlan
+from raybatch.actors.replicas.site import Errors
+from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.wire.records import PoolSpec, digest_of
+from raybatch.backends.choice import BackendChoice, unproven_on_gpus, vllm_build
+from raybatch.backends.kinds import facts_of
+from raybatch.backends.options import gpus_of_engine
+
+__all__ = ["LocalPools", "gpus_of_host", "plan_local_crew"]
+
+logger = logging.getLogger(__name__)
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")
+
+
+class LocalPools:
+    """Makes and ends coordinators on a loop of this process; see `Site`."""
+
+    # nothing can die here but the process itself
+    gone: Errors = ()
+    failed: Errors = ()
+
+    def __init__(self) -> None:
+        self._loop = LocalLoop("raybatch-pools")
+        self._coordinators: dict[str, CallHandle] = {}
+        # of pools that differ in the number of engines alone, the one that was used last
+        self._in_use: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def settle(
+        self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
+    ) -> tuple[PoolSpec, BackendChoice | None]:
+        """Decide a backend by what this host has."""
+        host = ClusterView(gpus_of_hosts=(float(gpus_of_host()),))
+        return settled(spec, host, vllm=vllm_build, began_with=began_with)
+
+    def connect(self, spec: PoolSpec) -> CallHandle:
+        """Return the coordinator of a pool."""
+        name = digest_of(spec)
+        with self._lock:
+            if name not in self._coordinators:
+                self._coordinators[name] = self._loop.begin(_make(spec, self._loop)).result()
+            self._rest_alike(name, spec)
+            return self._coordinators[name]
+
+    def result(self, call: LocalCall) -> object:
+        """Wait for a call."""
+        return call.result()
+
+    def forget(self, spec: PoolSpec) -> None:
+        """Let the next use make a new coordinator."""
+        with self._lock:
+            self._coordinators.pop(digest_of(spec), None)
+
+    def end(self, spec: PoolSpec) -> None:
+        """End a pool, if it is there."""
+        with self._lock:
+            coordinator = self._coordinators.pop(digest_of(spec), None)
+        if coordinator is not None:
+            coordinator.shutdown.remote().result()
+
+    def end_all(self) -> None:
+        """End every pool."""
+        with self._lock:
+            coordinators, self._coordinators = self._coordinators, {}
+        for coordinator in coordinators.values():
+            coordinator.shutdown.remote().result()
+
+    def _rest_alike(self, name: str, spec: PoolSpec) -> None:
+        """Let pools end engines that do nothing, where they differ in the number of them alone.
+
+        The number follows from the rows of a job, and the host has memory for those of one.
+        """
+        family = digest_of(_of_any_size(spec))
+        if self._in_use.get(family) == name:
+            return
+        before = self._coordinators.get(self._in_use.get(family, ""))
+        self._in_use[family] = name
+        if before is not None:
+            before.rest.remote().result()
+
+
+def _of_any_size(spec: PoolSpec) -> PoolSpec:
+    return replace(spec, pool=replace(spec.pool, replicas=None))
+
+
+async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
+    for said in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
+        logger.warning("%s", said)
+    site = LocalSite(loop)
+    return site.found(Coordinator(spec, plan_local_crew(spec), site))
+
+
+def gpus_of_host() -> int:
+    """Return how many GPUs engines of this host may compute on; loads no library for it."""
+    num_gpus = len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_gpus
+    # as CUDA does, which sees none from the first name on that names none
+    names = itertools.takewhile(_GPU_NAME.fullmatch, visible.split(","))
+    return min(num_gpus, len(list(names)))
+
+
+def _has_gpus(spec: PoolSpec) -> bool:
+    return gpus_of_host() > 0 and gpus_of_engine(spec.backend, spec.engine) > 0
+
+
+def plan_local_crew(spec: PoolSpec) -> CrewPlan:
+    """Return how many engines a pool has on this host: as many as its cores take, or as asked.
+
+    GPUs are not divided here: one engine has what it takes of them.
+    """
+    num_replicas = spec.pool.replicas
+    if num_replicas is None and (_has_gpus(spec) or facts_of(spec.backend).is_endpoint):
+        num_replicas = 1
+    if num_replicas is None:
+        num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+    return CrewPlan(
+        num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
+    )

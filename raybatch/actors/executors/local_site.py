@@ -1,0 +1,301 @@
+"""Coordinator and replicas without Ray: the first on a loop of this process, engines beside it.
+
+An engine that computes has a process of its own, so that a row that kills it kills no more. One
+that only waits for an endpoint, and the fake one, are threads of this process.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from raybatch.actors.executors.local_loop import LocalLoop
+from raybatch.actors.executors.local_tables import KeptTable, LocalTables, TableName
+from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
+from raybatch.actors.replica.replica import Replica
+from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
+from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
+from raybatch.backends.options import may_end_its_process
+from raybatch.errors import error_text
+
+__all__ = ["LocalSite", "end_group", "start_python"]
+
+_T = TypeVar("_T")
+
+
+class LocalSite:
+    """Where the coordinator of a local pool runs; see `raybatch.actors.replicas.site.Site`."""
+
+    died: Errors = (PeerDiedError,)
+    failed: Errors = (PeerError,)
+
+    def __init__(self, loop: LocalLoop) -> None:
+        self._loop = loop
+        self._tables = LocalTables()
+        self._coordinator: object | None = None
+        self.metrics = NoMetrics()
+
+    def found(self, coordinator: object) -> CallHandle:
+        """Take note of the coordinator, and return its handle."""
+        self._coordinator = coordinator
+        return self.coordinator()
+
+    def coordinator(self) -> CallHandle:
+        """Return the handle of the coordinator."""
+        assert self._coordinator is not None, "a pool is found first"
+        return self._loop.handle(self._coordinator)
+
+    def keep(self, requests: Requests) -> KeptTable:
+        """Keep a request table in this process."""
+        return self._tables.keep(requests)
+
+    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> Started:
+        """Start a process or make an object on the loop."""
+        if may_end_its_process(spec.backend):
+            return _EngineProcess(spec, replica_id, self._find)
+        return _EngineThread(spec, replica_id)
+
+    async def make_room(self, asked: str) -> None:
+        """Do nothing: engines reserve nothing that others would wait for."""
+
+    def _find(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method: Callable[..., Awaitable[Any]] = getattr(
+            self if name == "fetch" else self._coordinator, name
+        )
+        return method
+
+    async def fetch(self, name: TableName) -> Requests | None:
+        """Return a request table to an engine's process; None where it is gone."""
+        return self._tables.find(name)
+
+
+class _EngineProcess:
+    """A replica in a process of its own, as the coordinator sees it.
+
+    Args:
+        spec: of the pool.
+        replica_id: of the replica.
+        find: returns what the process may call.
+    """
+
+    def __init__(
+        self, spec: PoolSpec, replica_id: int, find: Callable[[str], Callable[..., Any]]
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = _spawn(theirs.fileno())
+        self._peer = Peer(ours, find)
+        self._serving = asyncio.create_task(self._peer.serve())
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, name="raybatch-engine-watch", daemon=True).start()
+        self._spec = spec
+        self._replica_id = replica_id
+        self._methods = CallHandle(self._peer.call)
+
+    @property
+    def actor(self) -> Handle:
+        """Return what has the methods of a replica."""
+        return _on_this_loop(self)
+
+    async def pid(self) -> int:
+        """Return the process id, before the process is ready."""
+        return self._process.pid
+
+    async def start(self, num_engines_on_host: int) -> FailedStart | None:
+        """Build the engine; see `Replica.start`."""
+        await self._peer.connected()
+        await self._told(self._methods.make.remote(self._spec, self._replica_id))
+        failed: FailedStart | None = await self._told(
+            self._methods.start.remote(num_engines_on_host)
+        )
+        return failed
+
+    async def run(self, coordinator: Handle) -> None:
+        """Work until nothing more is to come; raise `PeerDiedError` where the process ends."""
+        await self._told(self._methods.run.remote())
+
+    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
+        """Return unstarted rows; see `Replica.give_back`."""
+        rows: list[tuple[int, int]] = await self._methods.give_back.remote(max_rows, max_cost)
+        return rows
+
+    async def abort(self, batch_id: int) -> None:
+        """Drop rows; see `Replica.abort`."""
+        await self._methods.abort.remote(batch_id)
+
+    def end(self) -> None:
+        """Kill the process and all that it has started."""
+        self._peer.close()
+        self._ended()
+
+    async def _told(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
+        try:
+            return await call
+        except PeerDiedError:
+            how_it_ended = await asyncio.to_thread(self._how_it_ended)
+            raise PeerDiedError(self._peer.cause or how_it_ended) from None
+
+    def _watch(self) -> None:
+        """Close the connection when the process ends: what it has started may hold its end."""
+        # whoever asks for the exit code still gets it
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and all with it
+            self._loop.call_soon_threadsafe(self._peer.close)
+
+    def _ended(self) -> int:
+        """Return the exit code of a process that is over, or is ended here."""
+        return end_group(self._process)
+
+    def _how_it_ended(self) -> str:
+        code = self._ended()
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"the process of the engine ended {how}"
+
+
+class _EngineThread:
+    """A replica on the loop of the coordinator; its engine has a thread.
+
+    Args:
+        spec: of the pool.
+        replica_id: of the replica.
+    """
+
+    def __init__(self, spec: PoolSpec, replica_id: int) -> None:
+        self.metrics = NoMetrics()
+        self._replica = Replica(spec, replica_id, self)
+        self._is_dead = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def actor(self) -> Handle:
+        """Return what has the methods of a replica."""
+        return _on_this_loop(self)
+
+    def settle(self, spec: PoolSpec) -> None:
+        """Leave the process as it is: it is not the engine's own."""
+
+    async def fetch(self, ref: KeptTable) -> Requests | None:
+        """Return a request table."""
+        return ref.requests
+
+    async def die(self) -> None:
+        """Let `run` raise."""
+        self._is_dead.set()
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
+
+    async def start(self, num_engines_on_host: int) -> FailedStart | None:
+        """Build the engine; see `Replica.start`."""
+        return await self._replica.start(num_engines_on_host)
+
+    async def run(self, coordinator: Handle) -> None:
+        """Work until nothing more is to come; raise `PeerDiedError` where the engine breaks."""
+        self._running = asyncio.create_task(self._replica.run(coordinator))
+        dead = asyncio.create_task(self._is_dead.wait())
+        await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._is_dead.is_set():
+            dead.cancel()
+            await _told(self._running)
+            return
+        self._running.cancel()
+        raise PeerDiedError("the engine broke")
+
+    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
+        """Return unstarted rows; see `Replica.give_back`."""
+        self._check_alive()
+        return await _told(self._replica.give_back(max_rows, max_cost))
+
+    async def abort(self, batch_id: int) -> None:
+        """Drop rows; see `Replica.abort`."""
+        self._check_alive()
+        await _told(self._replica.abort(batch_id))
+
+    def end(self) -> None:
+        """Let the thread end after its present step."""
+        self._is_dead.set()
+        if self._running is not None:
+            self._running.cancel()
+        self._replica.close_soon()
+
+    def _check_alive(self) -> None:
+        if self._is_dead.is_set():
+            raise PeerDiedError("the engine broke")
+
+
+async def _told(work: Awaitable[_T]) -> _T:
+    """Raise what fails as another process would tell it."""
+    try:
+        return await work
+    except Exception as error:
+        raise PeerError(error_text(error)) from error
+
+
+def _on_this_loop(target: object) -> CallHandle:
+    """Return what stands for an object of the coordinator's own loop."""
+    return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
+
+
+def start_python(
+    module: str,
+    *args: str,
+    **options: Any,  # noqa: ANN401 - of subprocess.Popen
+) -> subprocess.Popen[bytes]:
+    """Start a module in a session of its own, with what this process can import.
+
+    A signal that a terminal sends to the driver and what it has started is the driver's to mind;
+    and what the process starts ends with it, see `end_group`. Nothing is imported from the working
+    folder, where a module may have the name of another one.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *args],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+        **options,
+    )
+
+
+def end_group(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that is over, or is ended here with all it has started.
+
+    Args:
+        process: of `start_python`.
+    """
+    # until it is waited for, no other process and no other group has its number
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start the process of an engine with one end of its socket."""
+    stderr = _stderr()
+    return start_python(
+        "raybatch.actors.executors.engine_process",
+        str(descriptor),
+        stdin=subprocess.DEVNULL,
+        stdout=stderr,  # what an engine prints is no output of the command
+        stderr=stderr,
+        pass_fds=(descriptor,),
+    )
+
+
+def _stderr() -> int:
+    """Return where this process writes its errors; a command reads its own descriptor 2."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return 2

@@ -1,0 +1,175 @@
+"""The pools of one Ray job: named actors that its driver owns.
+
+Equal specs share a pool. It stays warm between executions of one driver, and dies with the driver.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors.ray_site import RaySite
+from raybatch.actors.executors.settling import settled
+from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_crew
+from raybatch.actors.replicas.site import Errors
+from raybatch.actors.wire.records import PoolSpec, digest_of
+from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
+from raybatch.config import PoolConfig
+from raybatch.errors import ConfigError, last_line
+
+__all__ = ["RayPools", "host_of_engines"]
+
+logger = logging.getLogger(__name__)
+
+_NAME_PREFIX = "raybatch-pool"
+_MAX_CALLS = 10_000
+
+
+class RayPools:
+    """Finds, makes and ends the coordinators of this process; see `Site`."""
+
+    gone: Errors = (RayActorError,)
+    failed: Errors = (RayError,)
+
+    def __init__(self) -> None:
+        # an actor ends when its owner drops the handle that made it, although it has a name: these
+        # keep the pools of this process warm
+        self._coordinators: dict[tuple[str, str], ActorHandle] = {}
+        self._making = threading.Lock()
+
+    def settle(
+        self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
+    ) -> tuple[PoolSpec, BackendChoice | None]:
+        """Decide a backend by the GPUs of the cluster and what its hosts have."""
+        if spec.backend.is_decided:
+            return spec, None
+        if connect and not ray.is_initialized():
+            ray.init()
+        asked = partial(_vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
+        return settled(spec, cluster_now(), vllm=asked, began_with=began_with)
+
+    def connect(self, spec: PoolSpec) -> ActorHandle:
+        """Return the coordinator; Ray is initialised only if it is not."""
+        if not ray.is_initialized():
+            ray.init()
+        name = _name(spec)
+        with self._making:
+            coordinator = _find(name)
+            if coordinator is None:
+                coordinator = self._coordinators[_key(name)] = _make(name, spec)
+        return coordinator
+
+    def result(self, call: Any) -> Any:  # noqa: ANN401
+        """Wait for a call."""
+        return ray.get(call)
+
+    def forget(self, spec: PoolSpec) -> None:
+        """Let go of the handle of a coordinator."""
+        self._coordinators.pop(_key(_name(spec)), None)
+
+    def end(self, spec: PoolSpec) -> None:
+        """End a pool, whoever has made it."""
+        if not ray.is_initialized():
+            return
+        coordinator = _find(_name(spec))
+        self.forget(spec)
+        if coordinator is not None:
+            _end(coordinator)
+
+    def end_all(self) -> None:
+        """End every pool that this process made in the Ray session that runs."""
+        for key in list(self._coordinators):
+            coordinator = self._coordinators.pop(key)
+            # the pools of a Ray session that has been shut down are gone already
+            if ray.is_initialized() and key == _key(key[1]):
+                _end(coordinator)
+
+
+def _name(spec: PoolSpec) -> str:
+    # the job is part of the name: two drivers in one namespace must not share an actor
+    job_id = ray.get_runtime_context().get_job_id()
+    return f"{_NAME_PREFIX}-{job_id}-{digest_of(spec)}"
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Return where the pool lives and its name; job ids repeat from one local Ray to the next."""
+    return ray.get_runtime_context().gcs_address, name
+
+
+def _find(name: str) -> ActorHandle | None:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _make(name: str, spec: PoolSpec) -> ActorHandle:
+    node_id, cluster = ray.get_runtime_context().get_node_id(), cluster_now()
+    plan = plan_crew(spec, cluster)
+    for said in gpu_warnings(spec, plan, cluster):
+        logger.warning("%s", said)
+    return (
+        ray.remote(Coordinator)
+        .options(
+            name=name,
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=_MAX_CALLS,
+            # it should live as long as the driver, so not on a host that may be taken away
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
+        )
+        .remote(spec, plan, RaySite())
+    )
+
+
+def _end(coordinator: ActorHandle) -> None:
+    try:
+        ray.get(coordinator.shutdown.remote())
+    except RayActorError:
+        return
+    ray.kill(coordinator, no_restart=True)
+
+
+def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
+    """Return what is installed on a host where engines of a pool run, in their environment.
+
+    Where the cluster has none yet, any host answers for those to come.
+
+    Raises:
+        ConfigError: it cannot say.
+    """
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 1}
+    if pool.runtime_env:
+        options["runtime_env"] = dict(pool.runtime_env)
+    if (node_id := host_of_engines(pool, ray.nodes())) is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+    try:
+        asked = ray.remote(vllm_build).options(**options).remote()
+        found: VllmBuild | None = ray.get(asked, timeout=pool.start_timeout_s)
+    except (GetTimeoutError, RayError, ValueError) as error:  # the last where an option is wrong
+        raise ConfigError(
+            "backend was left out, and no host could say whether it has vLLM: "
+            f"{last_line(error)}; set backend to 'vllm' or 'native'"
+        ) from error
+    return found
+
+
+def host_of_engines(pool: PoolConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one.
+
+    Args:
+        pool: of the engines.
+        nodes: as Ray lists them.
+    """
+    wanted = f"accelerator_type:{pool.accelerator_type}"
+    hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    hosts.sort(key=lambda host: wanted not in host["Resources"])
+    return str(hosts[0]["NodeID"]) if hosts else None

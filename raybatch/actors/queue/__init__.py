@@ -1,0 +1,1 @@
+"""Who gets which rows: decisions of a pool over plain records. No Ray, no clock."""

@@ -1,0 +1,99 @@
+"""Which unstarted rows an engine gives to another one; pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raybatch.records.types import Request
+
+# a group is cut only for rows that cost so many times the prefix, which is then computed twice
+CUT_WORTH = 8
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """Unstarted rows of one group; `is_whole` where the engine has no others of it."""
+
+    is_whole: bool
+    prefix_len: int
+    requests: list[Request] = field(default_factory=list)
+
+    def cost(self) -> int:
+        return sum(_own_cost(request) for request in self.requests)
+
+
+def choose_given(
+    unstarted: Sequence[Request],
+    num_open: Mapping[int, int],
+    *,
+    max_rows: int,
+    max_cost: int | None = None,
+) -> list[Request]:
+    """Choose rows from the end, whole groups first.
+
+    A group that is whole goes even if it has more than `max_rows` rows, where no smaller one does.
+    Only where none fits is one cut, if its rows are worth the prefix that is then computed twice.
+
+    Args:
+        unstarted: rows that have not started, in the order of their arrival.
+        num_open: unfinished rows of each group in this engine.
+        max_rows: rows to give, if they do not come in whole groups.
+        max_cost: prompt tokens and expected outputs to give at most; None knows no limit.
+
+    Returns:
+        The chosen rows, in the order of their arrival.
+    """
+    limit = max_cost if max_cost is not None else sum(_full_cost(r) for r in unstarted)
+    bundles = _bundles(unstarted, num_open)[::-1]
+    whole = [bundle for bundle in bundles if bundle.is_whole]
+    given: list[Request] = []
+    for bundle in whole:
+        num_rows, cost = len(bundle.requests), bundle.cost() + bundle.prefix_len
+        if len(given) + num_rows <= max_rows and cost <= limit:
+            given += bundle.requests
+            limit -= cost
+    if not given:
+        fitting = (bundle for bundle in whole if bundle.cost() + bundle.prefix_len <= limit)
+        given = next((bundle.requests for bundle in fitting), [])
+    if not given:
+        pieces = (_piece(bundle, max_rows, limit - bundle.prefix_len) for bundle in bundles)
+        given = next((piece for piece in pieces if piece), [])
+    chosen = {request.request_id for request in given}
+    return [request for request in unstarted if request.request_id in chosen]
+
+
+def _bundles(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_Bundle]:
+    """Return the bundles by their last row."""
+    of_group: dict[int, _Bundle] = {}
+    bundles: dict[int, _Bundle] = {}
+    for request in unstarted:
+        group = request.group_id
+        if group is None:
+            bundles[request.request_id] = _Bundle(True, 0, [request])
+            continue
+        bundle = of_group.setdefault(group, _Bundle(False, request.prefix_len))
+        bundle.requests.append(request)
+        bundle.is_whole = len(bundle.requests) == num_open.get(group, 0)
+    last = {bundle.requests[-1].request_id: bundle for bundle in of_group.values()} | bundles
+    return [last[r.request_id] for r in unstarted if r.request_id in last]
+
+
+def _piece(bundle: _Bundle, max_rows: int, max_cost: int) -> list[Request]:
+    """Return the last rows of a group within the limits; none where they are not worth a cut."""
+    piece: list[Request] = []
+    cost = 0
+    for request in reversed(bundle.requests):
+        if len(piece) == max_rows or cost + _own_cost(request) > max_cost:
+            break
+        piece.append(request)
+        cost += _own_cost(request)
+    return piece if cost >= max(1, CUT_WORTH * bundle.prefix_len) else []
+
+
+def _own_cost(request: Request) -> int:
+    return _full_cost(request) - request.prefix_len
+
+
+def _full_cost(request: Request) -> int:
+    sampling, expected = request.sampling, request.expected_output_len
+    output = sampling.max_tokens if expected is None else min(expected, sampling.max_tokens)
+    return len(request.prompt_token_ids) + output * sampling.n

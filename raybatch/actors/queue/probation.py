@@ -1,0 +1,134 @@
+"""Tells an engine that is broken from rows that break engines; no Ray, no clock.
+
+Both look alike at first: replicas die, one after the other, and no row finishes. What tells them
+apart is a *control*, a row that no death speaks against, run alone. If it finishes, the engine is
+fine, however many neighbouring rows end their replicas. If control after control ends its replica,
+it is not the rows.
+
+A row that has finished before is the best control. While there is none, rows that wait unsuspected
+are taken from places far apart, since bad rows come in runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.records import Loss, Submission
+
+_DEATHS_BEFORE_CONTROL = 2
+_MAX_CONTROL_DEATHS = 3
+# where nothing is left to try as a control: so many rows, and not one that ever finished
+_MAX_GIVEN_UP_BEFORE_FIRST = 8
+_PLACES = (1.0, 0.5, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class _GoodRow:
+    submission: Submission
+    row: int
+
+
+@dataclass(slots=True)
+class Trials:
+    """What deaths and finished rows say about the engine.
+
+    Counts run from the last row that finished without an error. That row is kept for a control, and
+    its request table with it, until the pool stops or the feeder is gone.
+
+    Args:
+        queue: where controls are put.
+        batch_ids: of row batches to come; a control that has finished before gets one of its own.
+        batch_id: of such a control while it waits or runs.
+    """
+
+    queue: RowQueue
+    batch_ids: Iterator[int]
+    batch_id: int | None = None
+    _good: _GoodRow | None = None
+    _has_worked: bool = False
+    _num_deaths: int = 0
+    _num_control_deaths: int = 0
+    _num_given_up: int = 0
+
+    def refs(self, batch_id: int) -> list[object] | None:
+        """Return the references of the control that runs as this batch, None for other batches."""
+        if self._good is None or batch_id != self.batch_id:
+            return None
+        return self._good.submission.refs
+
+    def worked(self, submission: Submission, row: int) -> None:
+        """Note a row that finished without an error."""
+        if self.batch_id is None:
+            # not while the other runs as a control, whose table is asked for by its batch
+            self._good = _GoodRow(submission, row)
+        self._reset()
+
+    def take(
+        self, replica_id: int, batch_id: int, rows: npt.NDArray[np.int32], *, is_good: bool
+    ) -> int:
+        """Take result rows of a control that had finished before; return how many it held."""
+        if batch_id != self.batch_id:
+            return 0
+        num_rows = int(self.queue.finish(replica_id, batch_id, rows).sum())
+        if num_rows:
+            self._end_control()
+            if is_good:
+                self._reset()
+        return num_rows
+
+    def note_loss(self, loss: Loss) -> str:
+        """Note a death, and queue a control where one is due.
+
+        Returns:
+            Why the engine must be broken, "" while rows may be the reason.
+        """
+        if not loss.num_struck:
+            return ""
+        self._num_deaths += 1
+        self._num_given_up += len(loss.poison)
+        if loss.was_control:
+            self._num_control_deaths += 1
+            self._end_control()
+        if self._num_control_deaths >= _MAX_CONTROL_DEATHS:
+            kind = "from another place" if self._good is None else "that had finished before"
+            return (
+                f"the engine died {self._num_deaths} times and finished no row in between; "
+                f"{self._num_control_deaths} times it ran nothing but a row {kind}"
+            )
+        if self._num_deaths >= _DEATHS_BEFORE_CONTROL and not self.queue.has_control():
+            has_control = self._queue_control()
+            is_hopeless = not has_control and not self._has_worked
+            if is_hopeless and self._num_given_up >= _MAX_GIVEN_UP_BEFORE_FIRST:
+                return (
+                    f"the engine died {self._num_deaths} times and never finished a row; "
+                    f"{self._num_given_up} rows ended it while they ran alone"
+                )
+        return ""
+
+    def forget_good_row(self) -> None:
+        """Let go of the row that is kept for a control, and of its request table."""
+        self._good = None
+        self.batch_id = None
+
+    def _queue_control(self) -> bool:
+        if self._good is None:
+            place = _PLACES[self._num_control_deaths % len(_PLACES)]
+            return self.queue.pick_control(place)
+        submission = self._good.submission
+        self.batch_id = next(self.batch_ids)
+        self.queue.add_control(
+            self.batch_id, submission.prompt_tokens, submission.max_new_tokens, self._good.row
+        )
+        return True
+
+    def _end_control(self) -> None:
+        if self.batch_id is not None:
+            self.queue.drop(self.batch_id)
+            self.batch_id = None
+
+    def _reset(self) -> None:
+        self._has_worked = True
+        self._num_deaths = self._num_control_deaths = self._num_given_up = 0

@@ -1,0 +1,352 @@
+"""The one global queue of a pool: which replica gets which rows; no Ray, no clock.
+
+Rows are the unit of work. A row is waiting, held by one replica, or done:
+
+    add -> waiting -> dispatch -> held -> finish -> done
+              ^                    |
+              +-- lose, release, --+
+                    give_back
+
+Rows of one prefix group wait together and go to the replica that has the prefix, see
+`raybatch.actors.queue.grant`.
+
+`lose` strikes every row that its replica held. Rows with two strikes, or with one that they got
+alone, are suspects: they are handed out as a set that a replica runs alone, in halves, until the
+row that ends its replica is found. A control row runs alone as well, before all suspects.
+
+The rows of a dropped batch count as held until their replica has confirmed that it runs them no
+more: a replica that looks empty is empty, and a row that dies alone was alone.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.grant import share_out
+from raybatch.actors.queue.isolation import Isolation
+from raybatch.actors.queue.regroup import Regrouping
+from raybatch.actors.queue.replica_load import ReplicaLoad
+from raybatch.actors.queue.row_states import RowStates, Share, spans_of
+from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.wire.records import Loss, PoisonRow, Room, RowCrashes, RowGroups, Span
+from raybatch.prefix.block_keys import BlockKeys
+
+_SUSPECT_STRIKES = 2
+
+
+class RowQueue:
+    """Rows of all batches and clients, handed out in order of arrival or of their groups.
+
+    Replicas are named by an id that no other start of a replica shares, so that a late word from
+    a dead one is ignored.
+
+    Args:
+        max_row_crashes: deaths after which a row that ran alone is given up.
+    """
+
+    def __init__(self, max_row_crashes: int) -> None:
+        self._max_row_crashes = max_row_crashes
+        self._batches: dict[int, RowStates] = {}
+        self._replicas: dict[int, ReplicaLoad] = {}
+        self._homes = Homes()
+        self._line = WaitingLine(self._batches, self._homes)
+        self._regrouping = Regrouping(self._batches, self._line, self._homes)
+        self._isolation = Isolation()
+
+    def add(
+        self,
+        batch_id: int,
+        prompt_tokens: npt.ArrayLike,
+        new_tokens: npt.ArrayLike,
+        *,
+        groups: RowGroups | None = None,
+        keys: BlockKeys | None = None,
+        strikes: npt.NDArray[np.int16] | None = None,
+    ) -> None:
+        """Queue a row batch behind all others; its suspects, if any, run before them.
+
+        Args:
+            batch_id: unique among the batches in the queue.
+            prompt_tokens: of each row.
+            new_tokens: expected of each row, all samples together.
+            groups: of planned rows, which come in the order of the plan.
+            keys: of rows without a plan, which are grouped while they wait.
+            strikes: int16 [rows], deaths with each row that are known from elsewhere.
+        """
+        batch = self._batches[batch_id] = RowStates.make(
+            prompt_tokens,
+            new_tokens,
+            groups=groups,
+            keys=keys,
+            arrival=self._regrouping.num_groupings,
+            strikes=strikes,
+        )
+        rows = np.arange(batch.num_left)
+        is_suspect = self._is_suspect(batch, rows)
+        self._regrouping.add(batch_id, rows[~is_suspect])
+        self._isolation.add_suspects(_one_by_one(batch_id, rows[is_suspect]))
+
+    def add_control(
+        self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
+    ) -> None:
+        """Queue one row of a batch of its own as the control, to run alone and next.
+
+        Args:
+            batch_id: unique among the batches in the queue.
+            prompt_tokens: of each row of the request table.
+            new_tokens: expected of each row of the request table.
+            row: that runs; the others are done.
+
+        Raises:
+            RuntimeError: another control waits or runs.
+        """
+        if self.has_control():
+            raise RuntimeError(f"batch {batch_id} is a second control")
+        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, new_tokens)
+        batch.close(np.delete(np.arange(batch.num_left), row))
+        self._isolation.control = Span(batch_id, row, row + 1)
+
+    def pick_control(self, place: float) -> bool:
+        """Make a row that waits unsuspected the control, unless there is one.
+
+        Args:
+            place: of the row between 0, the head of the queue, and 1, the last row.
+
+        Returns:
+            Whether a control waits or runs.
+        """
+        if self._line and not self.has_control():
+            self._isolation.control = self._line.take_at(place)
+        return self.has_control()
+
+    def has_control(self) -> bool:
+        """Return whether a control row waits or runs."""
+        is_waiting = self._isolation.control is not None
+        return is_waiting or any(r.has_control for r in self._replicas.values())
+
+    def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
+        """Hand waiting rows to replicas that ask, the least loaded first.
+
+        Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
+        replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
+        are about to be ready.
+
+        Args:
+            hungry: replicas that ask, and how much they have room for.
+            num_expected: replicas that will ask soon.
+
+        Returns:
+            Spans per replica, in the order in which they run; a replica that gets nothing is
+            absent.
+        """
+        grants: dict[int, list[Span]] = {}
+        open_ids = []
+        for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost, r)):
+            replica = self._load(replica_id)
+            if replica.num_rows == 0:
+                replica.has_control = self._isolation.control is not None
+                alone = self._isolation.take()
+                replica.is_testing = bool(alone)
+                if alone:
+                    grants[replica_id] = self._hand_out(replica_id, alone)
+            if not replica.is_testing:
+                open_ids.append(replica_id)
+        if open_ids and self._line:
+            self._regrouping.refresh()
+            rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
+            for replica_id, spans in share_out(self._line, rooms, self._load, num_expected):
+                grants[replica_id] = self._hand_out(replica_id, spans)
+        return grants
+
+    def finish(self, replica_id: int, batch_id: int, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Note that a replica is done with rows; return which of them it really held."""
+        batch = self._batches.get(batch_id)
+        replica = self._replicas.get(replica_id)
+        index = np.asarray(rows, np.intp)
+        if batch is None or replica is None:
+            return np.zeros(len(index), np.bool_)
+        is_held = batch.is_held(replica_id, index)
+        done = index[is_held]
+        batch.close(done)
+        self._take_off(replica_id, batch.share(done))
+        return is_held
+
+    def lose(self, replica_id: int) -> Loss:
+        """Take all rows from a replica that died.
+
+        Complexity: O(rows in the queue).
+        """
+        replica = self._forget(replica_id)
+        was_alone = replica.num_rows == 1
+        innocent: list[Span] = []
+        suspects: list[Span] = []
+        poison: list[PoisonRow] = []
+        crashes: dict[int, list[RowCrashes]] = {}
+        for batch_id, batch in self._batches.items():
+            rows = batch.held_by(replica_id)
+            batch.strikes[rows] += 1
+            batch.reopen(rows)
+            is_suspect = self._is_suspect(batch, rows) | was_alone
+            is_poison = (batch.strikes[rows] >= self._max_row_crashes) & was_alone
+            batch.close(rows[is_poison])
+            innocent += spans_of(batch_id, rows[~is_suspect])
+            suspects += _one_by_one(batch_id, rows[is_suspect & ~is_poison])
+            struck = zip(rows, batch.strikes[rows], is_poison, strict=True)
+            found = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
+            poison += [
+                PoisonRow(batch_id, one.row, one.num_crashes) for one in found if one.is_given_up
+            ]
+            if found:
+                crashes[batch_id] = found
+        self._line.put_back(innocent)
+        self._isolation.add_suspects(suspects)
+        return Loss(
+            num_rows=replica.num_rows,
+            num_struck=sum(map(len, crashes.values())),
+            poison=tuple(poison),
+            crashes=crashes,
+            was_control=replica.has_control and bool(crashes),
+        )
+
+    def give_back(self, replica_id: int, spans: Iterable[Span]) -> None:
+        """Take rows that a living replica has not started, without a strike."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        has_control = replica.has_control
+        returned: list[Span] = []
+        left: list[int] = []
+        for span in spans:
+            batch = self._batches.get(span.batch_id)
+            if batch is None:
+                continue
+            rows = np.arange(span.start, span.stop)
+            rows = rows[batch.is_held(replica_id, rows)]
+            batch.reopen(rows)
+            batch.attempts[rows] -= 1
+            left += replica.remove(batch.share(rows))
+            for piece in spans_of(span.batch_id, rows):
+                runs = batch.runs(piece.start, piece.stop)
+                returned += [Span(span.batch_id, start, stop) for start, stop in runs]
+        self._homes.leave(replica_id, left)
+        self._line.free(replica_id, left)
+        if not replica.is_testing:
+            self._line.put_back(returned)
+        elif returned:
+            self._isolation.put_back(returned, is_control=has_control)
+
+    def release(self, replica_id: int) -> None:
+        """Take all rows from a replica that was stopped, as if it had not got them.
+
+        Complexity: O(rows in the queue).
+        """
+        held = [
+            span
+            for batch_id, batch in self._batches.items()
+            for span in spans_of(batch_id, batch.held_by(replica_id))
+        ]
+        self.give_back(replica_id, held)
+        self._forget(replica_id)
+
+    def drop(self, batch_id: int) -> list[int]:
+        """Forget a row batch, whatever the state of its rows.
+
+        Returns:
+            Replicas that run rows of it; these count as held until `note_aborted`.
+        """
+        batch = self._batches.get(batch_id)
+        if batch is None:
+            return []
+        holders = batch.holders()
+        for replica_id in holders:
+            self._load(replica_id).abort(batch_id, batch.share(batch.held_by(replica_id)))
+        self._line.remove_batch(batch_id)
+        self._isolation.drop(batch_id)
+        del self._batches[batch_id]
+        return holders
+
+    def note_aborted(self, replica_id: int, batch_id: int) -> None:
+        """Note that a replica runs no row of a dropped batch any more."""
+        if replica_id in self._replicas:
+            self._homes.end(replica_id, self._replicas[replica_id].confirm(batch_id))
+
+    def is_done(self, batch_id: int) -> bool:
+        """Return whether every row of the batch is finished or given up."""
+        return self._batches[batch_id].num_left == 0
+
+    def rows_left(self, batch_id: int) -> npt.NDArray[np.intp]:
+        """Return the rows of the batch that are not done; none when it is not in the queue."""
+        batch = self._batches.get(batch_id)
+        return np.empty(0, np.intp) if batch is None else batch.left()
+
+    def attempts(self, batch_id: int) -> npt.NDArray[np.int16]:
+        """Return how often each row of the batch was handed out, int16 [rows]."""
+        return self._batches[batch_id].attempts.copy()
+
+    def groups_of(self, batch_id: int, spans: Iterable[Span]) -> RowGroups | None:
+        """Return the groups of some rows of a batch, None where all are alone."""
+        batch = self._batches[batch_id]
+        rows = np.concatenate([np.arange(s.start, s.stop) for s in spans])
+        if (batch.group[rows] < 0).all():
+            return None
+        return RowGroups(group_ids=batch.group[rows], prefix_lens=batch.prefix[rows].astype("i4"))
+
+    def cost(self, replica_id: int) -> int:
+        """Return the cost of what a replica runs."""
+        replica = self._replicas.get(replica_id)
+        return replica.cost if replica is not None else 0
+
+    def num_held(self, replica_id: int) -> int:
+        """Return the number of rows that a replica runs."""
+        replica = self._replicas.get(replica_id)
+        return replica.num_rows if replica is not None else 0
+
+    def is_testing(self, replica_id: int) -> bool:
+        """Return whether a replica runs suspects alone."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and replica.is_testing
+
+    def num_waiting(self) -> int:
+        """Return the number of rows that no replica holds, suspects included."""
+        return self._line.num_rows() + sum(s.stop - s.start for s in self._isolation)
+
+    def has_waiting(self) -> bool:
+        """Return whether any row waits that is not reserved for the replica with its prefix."""
+        return bool(self._line.fresh) or bool(self._isolation)
+
+    def cuts(self) -> tuple[int, int]:
+        """Return how often a group was live at two replicas, and the tokens of their prefixes."""
+        return self._homes.num_cuts, self._homes.cut_tokens
+
+    def _load(self, replica_id: int) -> ReplicaLoad:
+        return self._replicas.setdefault(replica_id, ReplicaLoad())
+
+    def _is_suspect(self, batch: RowStates, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        limit = min(_SUSPECT_STRIKES, self._max_row_crashes)
+        return np.asarray(batch.strikes[rows] >= limit)
+
+    def _hand_out(self, replica_id: int, spans: Iterable[Span]) -> list[Span]:
+        replica = self._load(replica_id)
+        handed = list(spans)
+        for span in handed:
+            batch = self._batches[span.batch_id]
+            batch.hold(replica_id, span.start, span.stop)
+            started = replica.add(batch.share_between(span.start, span.stop))
+            self._homes.start(replica_id, started)
+        return handed
+
+    def _take_off(self, replica_id: int, share: Share) -> None:
+        self._homes.end(replica_id, self._replicas[replica_id].remove(share))
+
+    def _forget(self, replica_id: int) -> ReplicaLoad:
+        """Take a replica out; who waits for it may go anywhere."""
+        replica = self._replicas.pop(replica_id, ReplicaLoad())
+        self._homes.forget(replica_id, replica.groups())
+        self._line.release(replica_id)
+        return replica
+
+
+def _one_by_one(batch_id: int, rows: npt.NDArray[np.intp]) -> list[Span]:
+    return [Span(batch_id, row, row + 1) for row in rows.tolist()]

@@ -1,0 +1,196 @@
+"""What a pool knows of each row of one row batch, as arrays; which row goes where is in `queue`."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.actors.wire.records import RowGroups, Span
+from raybatch.prefix.block_keys import BlockKeys
+
+WAITING, HELD, DONE = 0, 1, 2
+ALONE = -1
+
+Rows = npt.NDArray[np.intp]
+_Int64s = npt.NDArray[np.int64]
+
+
+class GroupRows(NamedTuple):
+    """How many rows of one prefix group are meant, and what the group shares."""
+
+    group: int
+    prefix_len: int
+    num_rows: int
+
+
+class Share(NamedTuple):
+    """What some rows weigh: the cost of their own parts, and the groups that they are of."""
+
+    num_rows: int
+    cost: int
+    groups: tuple[GroupRows, ...] = ()
+
+
+@dataclass(slots=True)
+class RowStates:
+    """State, holder and counts of each row; a row is waiting, held by one replica, or done.
+
+    A row costs its prompt beyond the prefix of its group, and its expected output. The prefix
+    itself is a matter of who holds the group.
+
+    Args:
+        prompt: prompt tokens.
+        output: expected new tokens, all samples together.
+        keys: of a row batch without a plan, whose groups may change while its rows wait.
+        arrival: how often the waiting rows had been grouped when the batch came in.
+        state: `WAITING`, `HELD` or `DONE`.
+        holder: replica of a held row.
+        attempts: how often a row was handed out.
+        strikes: replicas that died while they held a row, in this run and in earlier ones.
+        num_left: rows that are not done.
+        group: prefix group, `ALONE` for none.
+        prefix: tokens that the group shares.
+        token_ends: entry i sums the prompt tokens beyond the prefix before row i.
+        cost_ends: entry i sums the cost before row i.
+    """
+
+    prompt: _Int64s
+    output: _Int64s
+    keys: BlockKeys | None
+    arrival: int
+    state: npt.NDArray[np.uint8]
+    holder: _Int64s
+    attempts: npt.NDArray[np.int16]
+    strikes: npt.NDArray[np.int16]
+    num_left: int
+    group: _Int64s
+    prefix: _Int64s
+    token_ends: _Int64s = field(init=False)
+    cost_ends: _Int64s = field(init=False)
+
+    @classmethod
+    def make(
+        cls,
+        prompt_tokens: npt.ArrayLike,
+        new_tokens: npt.ArrayLike,
+        *,
+        groups: RowGroups | None = None,
+        keys: BlockKeys | None = None,
+        arrival: int = 0,
+        strikes: npt.NDArray[np.int16] | None = None,
+    ) -> Self:
+        """Return the states of rows that all wait."""
+        prompt = np.asarray(prompt_tokens, np.int64)
+        num_rows = len(prompt)
+        states = cls(
+            prompt=prompt,
+            output=np.asarray(new_tokens, np.int64),
+            keys=keys,
+            arrival=arrival,
+            state=np.full(num_rows, WAITING, np.uint8),
+            holder=np.zeros(num_rows, np.int64),
+            attempts=np.zeros(num_rows, np.int16),
+            strikes=np.zeros(num_rows, np.int16) if strikes is None else strikes.copy(),
+            num_left=num_rows,
+            group=np.full(num_rows, ALONE, np.int64),
+            prefix=np.zeros(num_rows, np.int64),
+        )
+        rows = np.arange(num_rows)
+        if groups is None:
+            states.assign(rows, states.group, states.prefix)
+        else:
+            states.assign(rows, groups.group_ids, groups.prefix_lens.astype(np.int64))
+        return states
+
+    def assign(self, rows: Rows, group: _Int64s, prefix: _Int64s) -> None:
+        """Put waiting rows into groups; what a group shares is at most the prompt."""
+        is_alone = (group < 0) | (prefix <= 0)
+        self.group[rows] = np.where(is_alone, ALONE, group)
+        self.prefix[rows] = np.where(is_alone, 0, np.minimum(prefix, self.prompt[rows]))
+        self.token_ends = _ends(self.prompt - self.prefix)
+        self.cost_ends = _ends(self.prompt - self.prefix + self.output)
+
+    def share(self, rows: Rows) -> Share:
+        """Return what these rows weigh."""
+        cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
+        ids, first, counts = np.unique(self.group[rows], return_index=True, return_counts=True)
+        prefix = self.prefix[rows[first]]
+        groups = zip(ids.tolist(), prefix.tolist(), counts.tolist(), strict=True)
+        return Share(len(rows), cost, tuple(GroupRows(*g) for g in groups if g[0] != ALONE))
+
+    def share_between(self, start: int, stop: int) -> Share:
+        """Return what neighbouring rows of one group, or of none, weigh."""
+        cost, group = self.cost_between(start, stop), int(self.group[start])
+        if group == ALONE:
+            return Share(stop - start, cost)
+        return Share(stop - start, cost, (GroupRows(group, int(self.prefix[start]), stop - start),))
+
+    def cost_between(self, start: int, stop: int) -> int:
+        """Return the cost of neighbouring rows."""
+        return int(self.cost_ends[stop] - self.cost_ends[start])
+
+    def tokens_between(self, start: int, stop: int) -> int:
+        """Return the prompt tokens of neighbouring rows beyond their prefixes."""
+        return int(self.token_ends[stop] - self.token_ends[start])
+
+    def reach(self, start: int, *, tokens: int, cost: int) -> int:
+        """Return the largest stop for which `start` to stop stays within both budgets."""
+        return min(_reach(self.token_ends, start, tokens), _reach(self.cost_ends, start, cost))
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return neighbouring rows as runs of one group each, rows that are alone together."""
+        borders = np.flatnonzero(np.diff(self.group[start:stop])) + start + 1
+        ends = [start, *borders.tolist(), stop]
+        return [(a, b) for a, b in pairwise(ends) if a < b]
+
+    def hold(self, replica_id: int, start: int, stop: int) -> None:
+        """Note that a replica got rows."""
+        self.state[start:stop] = HELD
+        self.holder[start:stop] = replica_id
+        self.attempts[start:stop] += 1
+
+    def held_by(self, replica_id: int) -> Rows:
+        """Return the rows that a replica holds, ascending."""
+        return np.flatnonzero((self.state == HELD) & (self.holder == replica_id))
+
+    def is_held(self, replica_id: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which of these rows a replica holds."""
+        is_held = (self.state[rows] == HELD) & (self.holder[rows] == replica_id)
+        return cast(npt.NDArray[np.bool_], is_held)
+
+    def holders(self) -> list[int]:
+        """Return the replicas that hold rows."""
+        return cast(list[int], np.unique(self.holder[self.state == HELD]).tolist())
+
+    def left(self) -> Rows:
+        """Return the rows that are not done."""
+        return np.flatnonzero(self.state != DONE)
+
+    def close(self, rows: Rows) -> None:
+        """Note that rows are done."""
+        self.state[rows] = DONE
+        self.num_left -= len(rows)
+
+    def reopen(self, rows: Rows) -> None:
+        """Note that rows wait again."""
+        self.state[rows] = WAITING
+
+
+def spans_of(batch_id: int, rows: Rows) -> list[Span]:
+    """Return ascending rows as spans of neighbours."""
+    if not len(rows):
+        return []
+    pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
+
+
+def _ends(values: _Int64s) -> _Int64s:
+    ends = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=ends[1:])
+    return ends
+
+
+def _reach(ends: _Int64s, start: int, budget: int) -> int:
+    return int(np.searchsorted(ends, ends[start] + budget, side="right")) - 1

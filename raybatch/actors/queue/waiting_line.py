@@ -1,0 +1,113 @@
+"""The rows of a pool that wait: for any replica, or for the one that has their prefix."""
+
+from collections.abc import Iterable, Sequence
+
+from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.bundle_line import Batches, BundleLine
+from raybatch.actors.queue.row_states import RowStates
+from raybatch.actors.wire.records import Span
+
+
+class WaitingLine:
+    """One line for all replicas, and one for each replica with the rest of groups that it has.
+
+    A row whose group has a home goes to the home's own line. That is served first, by its replica,
+    and by others before they would idle.
+
+    Args:
+        batches: states of all row batches; shared with the queue, read only.
+        homes: of the groups; shared with the queue.
+
+    Attributes:
+        fresh: bundles for any replica.
+        homes: of the groups.
+    """
+
+    def __init__(self, batches: Batches, homes: Homes) -> None:
+        self.fresh = BundleLine(batches)
+        self._batches = batches
+        self.homes = homes
+        self._own: dict[int, BundleLine] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.fresh) or any(self._own.values())
+
+    def batch(self, batch_id: int) -> RowStates:
+        """Return the states of a row batch; read only."""
+        return self._batches[batch_id]
+
+    def own(self, replica_id: int) -> BundleLine:
+        """Return the line of one replica."""
+        line = self._own.get(replica_id)
+        if line is None:
+            line = self._own[replica_id] = BundleLine(self._batches)
+        return line
+
+    def others(self, replica_id: int) -> list[int]:
+        """Return the other replicas in whose own lines rows wait, most cost first."""
+        ids = [r for r, line in self._own.items() if line and r != replica_id]
+        return sorted(ids, key=lambda r: -self._own[r].cost)
+
+    def cost_for(self, replica_ids: Iterable[int]) -> int:
+        """Return the cost of all rows that wait for any of these replicas, prefixes included."""
+        own = sum(self._own[r].cost for r in replica_ids if r in self._own)
+        return self.fresh.cost + self.fresh.prefix_tokens + own
+
+    def num_rows(self) -> int:
+        """Return the number of waiting rows."""
+        return self.fresh.num_rows + sum(line.num_rows for line in self._own.values())
+
+    def add(self, span: Span, *, is_new: bool = False) -> None:
+        """Add rows behind all others, or where other members of their group are.
+
+        Args:
+            span: rows of one row batch.
+            is_new: they are to be grouped before they are handed out.
+        """
+        batch = self._batches[span.batch_id]
+        for start, stop in batch.runs(span.start, span.stop):
+            piece = Span(span.batch_id, start, stop)
+            group = int(batch.group[start])
+            home = self.homes.join(group, stop - start)
+            if home is None:
+                self.fresh.add(piece, is_new=is_new)
+            else:
+                self.own(home).add(piece)
+
+    def put_back(self, spans: Sequence[Span]) -> None:
+        """Add rows that were handed out, in this order, before all others."""
+        for span in reversed(spans):
+            batch = self._batches[span.batch_id]
+            for start, stop in reversed(batch.runs(span.start, span.stop)):
+                home = self.homes.of(int(batch.group[start]))
+                line = self.fresh if home is None else self.own(home)
+                line.add(Span(span.batch_id, start, stop), at_head=True)
+
+    def release(self, replica_id: int) -> None:
+        """Let any replica have what waits for one that is gone."""
+        line = self._own.pop(replica_id, None)
+        for bundle in reversed(line.take_all() if line is not None else []):
+            for span in reversed(bundle.spans):
+                self.fresh.add(span, at_head=True)
+
+    def free(self, replica_id: int, groups: Iterable[int]) -> None:
+        """Let any replica have what waits of groups that one has given back."""
+        line = self._own.get(replica_id)
+        for group in groups:
+            if line is not None and line.has(group):
+                for span in reversed(line.pop_group(group).spans):
+                    self.fresh.add(span, at_head=True)
+
+    def remove_batch(self, batch_id: int) -> None:
+        """Take all rows of one batch out. Complexity: O(spans in the line)."""
+        for line in (self.fresh, *self._own.values()):
+            line.remove_batch(batch_id)
+
+    def take_at(self, place: float) -> Span:
+        """Take out the row at a place between 0, the head, and 1, the last row."""
+        row = round(place * (self.num_rows() - 1))
+        for line in (self.fresh, *self._own.values()):
+            if row < line.num_rows:
+                return line.take_row(row)
+            row -= line.num_rows
+        raise IndexError("no row waits")

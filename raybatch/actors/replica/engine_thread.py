@@ -1,0 +1,297 @@
+"""Runs one backend in a thread of its own, so that the engine never waits for the network; no Ray.
+
+event loop                          engine thread
+submit(requests) -> inbox  ------>  backend.submit, backend.poll, ...
+collect() <- finished rows <------  rows whose samples are all there
+room(): what to ask for next        wakes the loop when there is news
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from raybatch.actors.queue.giving import choose_given
+from raybatch.actors.replica.open_rows import OpenRows
+from raybatch.actors.wire.records import Room
+from raybatch.backends.base import Backend
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+_T = TypeVar("_T")
+
+# a prefix cache that answers everything would make the tokens to ask for unbounded
+_MIN_UNCACHED_FRACTION = 1 / 16
+# short rows: enough for the time of a round trip to the coordinator
+_MIN_LEAD_ROWS = 64
+
+
+class EngineEndedError(RuntimeError):
+    """The thread of the engine has ended before it came to a call."""
+
+
+class EngineThread:
+    """Owner of one backend; every method may be called from the event loop.
+
+    Args:
+        build: makes the backend, called in the thread.
+        wake: called in the thread when rows finished, room became free, or the engine broke.
+        lead_tokens: prompt tokens that should wait in the engine beyond what runs.
+        lead_batches: times the rows that run at once that should wait, however long they are; 0
+            is a quarter of them, as far as `lead_tokens` allows.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Backend],
+        wake: Callable[[], None],
+        *,
+        lead_tokens: int,
+        lead_batches: int = 0,
+    ) -> None:
+        self._build = build
+        self._wake = wake
+        self._lead_tokens = lead_tokens
+        self._lead_batches = lead_batches
+        self._lead_rows = 1
+        self._changed = threading.Condition()
+        self._inbox: list[Request] = []
+        self._begun: dict[int, Sequence[SequenceState]] = {}
+        self._calls: deque[tuple[Callable[[Backend], None], Future[Any]]] = deque()
+        self._finished: list[Completion] = []
+        self._samples: dict[int, list[Completion]] = {}
+        self._rows = OpenRows()
+        self._stats = ReplicaStats()
+        # requests that the engine took since `_stats` was read
+        self._num_in_hand = 0
+        self._is_asking = False
+        self._is_closing = self._is_over = False
+        self._failure: BaseException | None = None
+        self._started: Future[Capacity] = Future()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> Future[Capacity]:
+        """Build the backend in the thread; the future carries its capacity or its exception."""
+        self._thread.start()
+        return self._started
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        begun: Mapping[int, Sequence[SequenceState]] | None = None,
+    ) -> None:
+        """Queue requests for the engine, in this order.
+
+        Args:
+            requests: new to the engine.
+            begun: all samples of those that were begun elsewhere, by request id.
+        """
+        with self._changed:
+            self._inbox.extend(requests)
+            self._begun |= begun or {}
+            self._rows.add(requests)
+            self._is_asking = False
+            self._changed.notify()
+
+    def collect(self) -> list[Completion]:
+        """Return the completions of rows that finished, all samples of a row together."""
+        with self._changed:
+            finished, self._finished = self._finished, []
+            return finished
+
+    def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
+        """Take unstarted requests out, as `choose_given` says; the future has their ids."""
+        return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
+
+    def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
+        """Return running sequences with so many tokens that were not returned here before."""
+        return self._call(lambda backend: backend.begun(min_new_tokens))
+
+    def abort(self, first_id: int, last_id: int) -> Future[None]:
+        """Drop the requests with ids in this range, both ends included, wherever they are.
+
+        Nothing of them is collected once the future is done.
+        """
+        return self._call(lambda backend: self._drop(backend, first_id, last_id))
+
+    def room(self) -> Room | None:
+        """Return what to ask for, or None while enough waits in the engine."""
+        with self._changed:
+            return self._room()
+
+    def stats(self) -> ReplicaStats:
+        """Return the counters after the last step."""
+        with self._changed:
+            return self._stats
+
+    def is_idle(self) -> bool:
+        """Return whether every submitted row has finished."""
+        with self._changed:
+            return not self._rows
+
+    def failure(self) -> BaseException | None:
+        """Return the exception that ended the engine, None while it works."""
+        with self._changed:
+            return self._failure
+
+    def close(self) -> None:
+        """End the thread after its present step, and wait for it."""
+        self.close_soon()
+        self._thread.join()
+
+    def close_soon(self) -> None:
+        """Let the thread end after its present step."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+
+    def _call(self, work: Callable[[Backend], _T]) -> Future[_T]:
+        """Run `work` in the thread, after the requests that were submitted before.
+
+        The future raises `EngineEndedError` where the thread ends before.
+        """
+        future: Future[_T] = Future()
+
+        def call(backend: Backend) -> None:
+            # who asked may have been cancelled, and the future with it
+            if future.set_running_or_notify_cancel():
+                future.set_result(work(backend))
+
+        with self._changed:
+            self._calls.append((call, future))
+            is_over = self._is_over
+            self._changed.notify()
+        if is_over:
+            self._refuse_calls()
+        return future
+
+    def _room(self) -> Room | None:
+        num_waiting = len(self._inbox) + self._num_in_hand + self._stats.num_waiting
+        cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
+        # what is cached beyond the prefixes of groups, which count once anyway
+        uncached = (1 - cached) / self._rows.own_fraction()
+        uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
+        mean_tokens, lead_tokens = self._rows.mean_own_tokens(), self._lead_tokens
+        if self._lead_batches:
+            lead_tokens = max(lead_tokens, int(self._lead_rows * mean_tokens))
+        tokens = int(lead_tokens / uncached - num_waiting * mean_tokens)
+        rows = self._lead_rows - num_waiting
+        is_hungry = 2 * tokens >= lead_tokens and 2 * rows >= self._lead_rows
+        return Room(tokens=tokens, rows=rows) if is_hungry else None
+
+    def _main(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._is_over = True
+            self._refuse_calls()
+
+    def _serve(self) -> None:
+        # who waits for the start may be cancelled, and the future with it
+        if not self._started.set_running_or_notify_cancel():
+            return
+        # whatever ends the engine ends the replica: the exception goes to the event loop
+        try:
+            backend = self._build()
+            capacity = backend.capacity()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        lead_rows = self._lead_batches * capacity.max_num_seqs or capacity.max_num_seqs // 4
+        self._lead_rows = max(_MIN_LEAD_ROWS, lead_rows)
+        self._lead_tokens = max(self._lead_tokens, 2 * (capacity.max_batched_tokens or 0))
+        self._started.set_result(capacity)
+        try:
+            while self._step(backend):
+                pass
+            backend.close()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+            self._wake()
+
+    def _refuse_calls(self) -> None:
+        """Tell those who wait for calls that the thread will not make them."""
+        with self._changed:
+            calls, self._calls = self._calls, deque()
+        for _, future in calls:
+            # the one at which the engine broke is running
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(EngineEndedError("the engine has ended"))
+
+    def _run_calls(self, backend: Backend, num_calls: int) -> None:
+        for _ in range(num_calls):
+            # it stays in the line until it is made: an error leaves it there
+            call, _ = self._calls[0]
+            call(backend)
+            self._calls.popleft()
+
+    def _step(self, backend: Backend) -> bool:
+        requests, begun, num_calls = self._wait_for_work(backend)
+        if self._is_closing:
+            return False
+        if begun:
+            backend.restore([state for states in begun.values() for state in states])
+        if requests:
+            backend.submit([r for r in requests if r.request_id not in begun])
+        self._run_calls(backend, num_calls)
+        completions = backend.poll() if backend.num_unfinished() else []
+        stats = backend.stats()
+        with self._changed:
+            num_before = len(self._finished)
+            for completion in completions:
+                self._gather(completion)
+            self._stats = stats
+            self._num_in_hand = 0
+            is_hungry = self._room() is not None and not self._is_asking
+            self._is_asking |= is_hungry
+            has_news = is_hungry or num_calls > 0 or len(self._finished) > num_before
+        if has_news:
+            self._wake()
+        return True
+
+    def _wait_for_work(
+        self, backend: Backend
+    ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], int]:
+        with self._changed:
+            while not (self._inbox or self._calls or self._is_closing or backend.num_unfinished()):
+                self._changed.wait()
+            requests, self._inbox = self._inbox, []
+            begun, self._begun = self._begun, {}
+            self._num_in_hand = len(requests)
+            return requests, begun, len(self._calls)
+
+    def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
+        unstarted = backend.drain()
+        with self._changed:
+            groups = self._rows.groups()
+            given = choose_given(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
+            ids = [request.request_id for request in given]
+            for request_id in ids:
+                self._rows.give_back(request_id)
+        gone = set(ids)
+        backend.submit([r for r in unstarted if r.request_id not in gone])
+        return ids
+
+    def _drop(self, backend: Backend, first_id: int, last_id: int) -> None:
+        with self._changed:
+            dropped = self._rows.between(first_id, last_id)
+            for request_id in dropped:
+                self._rows.close(request_id)
+                self._samples.pop(request_id, None)
+            self._finished = [c for c in self._finished if not first_id <= c.request_id <= last_id]
+        backend.abort(dropped)
+
+    def _gather(self, completion: Completion) -> None:
+        """Pass a row on when it is whole; an error ends its row, whatever its other samples do."""
+        request_id = completion.request_id
+        num_samples = self._rows.num_samples(request_id)
+        if not num_samples:
+            return
+        samples = self._samples.setdefault(request_id, [])
+        samples.append(completion)
+        if completion.error or len(samples) == num_samples:
+            self._finished += [completion] if completion.error else samples
+            del self._samples[request_id]
+            self._rows.close(request_id)

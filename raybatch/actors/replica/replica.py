@@ -1,0 +1,311 @@
+"""What is around one engine: pulls rows, feeds the engine thread, sends finished rows; no Ray."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import traceback
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from raybatch.actors.coordinator.metrics import ReplicaMetrics
+from raybatch.actors.replica.engine_thread import EngineThread
+from raybatch.actors.replicas.site import Handle, ReplicaSite
+from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.wire.begun import encode_begun, sequence_states
+from raybatch.actors.wire.columns import RequestReader, encode_completions
+from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, RowGroups
+from raybatch.backends.base import Backend
+from raybatch.backends.create import create_backend
+from raybatch.backends.kinds import facts_of
+from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
+from raybatch.policy.admission_order import batches_ahead
+from raybatch.records.types import Completion, Request, SequenceState
+from raybatch.redaction import redacted
+
+_LEAD_STEPS = 4
+_REPORT_EVERY_S = 0.05
+# counters are sent so often even if no row finished
+_HEARTBEAT_S = 1.0
+# tokens that a sequence has to gain before it is worth telling of
+_MIN_NEW_TOKENS = 256
+# request id = batch id << 32 | row
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenBatch:
+    reader: RequestReader
+    num_rows: int = 0
+
+
+class Replica:
+    """One engine, as a rule in a process of its own.
+
+    The coordinator makes it and calls `start`, then `run`.
+
+    Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
+
+    Args:
+        spec: of the pool.
+        replica_id: unique among all starts of the pool.
+        site: where this object runs.
+    """
+
+    def __init__(self, spec: PoolSpec, replica_id: int, site: ReplicaSite) -> None:
+        site.settle(spec)
+        self._site = site
+        self._spec = spec
+        self._replica_id = replica_id
+        self._metrics = ReplicaMetrics(replica_id, site.metrics)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._outbox = asyncio.Event()
+        self._ran_dry = asyncio.Event()
+        self._open: dict[int, _OpenBatch] = {}
+        # batches that were dropped since the last pull, whose answer may still carry their rows
+        self._dropped: set[int] = set()
+        self._engine: EngineThread | None = None
+
+    async def start(self, num_engines_on_host: int) -> FailedStart | None:
+        """Build the engine; return why it could not be built, if so."""
+        self._loop = asyncio.get_running_loop()
+        engine, lead_batches = self._spec.engine, 0
+        if facts_of(self._spec.backend).obeys_engine_options:
+            lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
+        self._engine = EngineThread(
+            lambda: self._build(num_engines_on_host),
+            self._wake,
+            lead_tokens=_LEAD_STEPS * engine.max_batched_tokens,
+            lead_batches=lead_batches,
+        )
+        try:
+            capacity = await asyncio.wrap_future(self._engine.start())
+        except Exception as error:
+            _logger.debug("the engine could not be built", exc_info=error)
+            return _failed_start(error)
+        _logger.info("replica %d is ready: %s", self._replica_id, capacity)
+        return None
+
+    async def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    async def run(self, coordinator: Handle) -> None:
+        """Work until the coordinator says that there is nothing more to come."""
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("Replica.run was called before Replica.start")
+        reports = [asyncio.create_task(self._report(engine, coordinator))]
+        if self._spec.pool.keep_tokens_every_s is not None:
+            keeping = self._report_begun(engine, coordinator, self._spec.pool.keep_tokens_every_s)
+            reports.append(asyncio.create_task(keeping))
+        try:
+            while True:
+                self._news.clear()
+                while (room := engine.room()) is None:
+                    await self._news.wait()
+                    self._news.clear()
+                # what was dropped before a pull is not in its answer
+                self._dropped.clear()
+                work = await coordinator.pull.remote(self._replica_id, room)
+                if work is None:
+                    break
+                await self._admit(engine, coordinator, work)
+        finally:
+            for task in reports:
+                task.cancel()
+        await asyncio.to_thread(engine.close)
+
+    def close_soon(self) -> None:
+        """Let the engine end after its present step, without waiting for it."""
+        if self._engine is not None:
+            self._engine.close_soon()
+
+    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
+        """Return unstarted rows as (batch id, row), see `choose_given`."""
+        if self._engine is None:
+            return []
+        ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))
+        rows = [(request_id >> _ROW_BITS, request_id & _ROW_MASK) for request_id in ids]
+        for batch_id, _ in rows:
+            self._close_row(batch_id)
+        return rows
+
+    async def abort(self, batch_id: int) -> None:
+        """Drop the rows of a row batch, also those on their way; return when none runs."""
+        self._dropped.add(batch_id)
+        self._open.pop(batch_id, None)
+        if self._engine is not None:
+            first_id = batch_id << _ROW_BITS
+            await asyncio.wrap_future(self._engine.abort(first_id, first_id + _ROW_MASK))
+
+    def _build(self, num_engines_on_host: int) -> Backend:
+        # before anything is chosen
+        obey_log_level()
+        spec = self._spec
+        return create_backend(
+            spec.model,
+            spec.backend,
+            spec.engine,
+            num_engines_on_host=num_engines_on_host,
+            num_replicas=spec.pool.replicas or 1,
+        )
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._set_events)
+
+    def _set_events(self) -> None:
+        self._news.set()
+        if self._engine is not None and self._engine.is_idle():
+            self._ran_dry.set()
+        self._outbox.set()
+
+    async def _admit(
+        self, engine: EngineThread, coordinator: Handle, work: list[Assignment]
+    ) -> None:
+        """Fetch the tables of all assignments, then submit their rows in the order of the pull."""
+        batches = await asyncio.gather(*(self._open_batch(coordinator, each) for each in work))
+        requests: list[tuple[int, list[Request]]] = []
+        begun: dict[int, list[SequenceState]] = {}
+        for assignment, batch in zip(work, batches, strict=True):
+            if batch is not None and assignment.batch_id not in self._dropped:
+                self._open[assignment.batch_id] = batch
+                spans = _read(batch, assignment)
+                requests += spans
+                begun |= _begun(spans, assignment)
+        requests.sort(key=lambda of_span: of_span[0])
+        engine.submit([request for _, of_span in requests for request in of_span], begun)
+
+    async def _open_batch(self, coordinator: Handle, work: Assignment) -> _OpenBatch | None:
+        batch = self._open.get(work.batch_id)
+        if batch is None:
+            requests = await self._site.fetch(work.refs[0])
+            if requests is None:
+                await coordinator.note_lost.remote(work.batch_id)
+                return None
+            batch = _OpenBatch(RequestReader(*requests))
+        return batch
+
+    async def _report(self, engine: EngineThread, coordinator: Handle) -> None:
+        """Send finished rows as they come, but not more often than needed."""
+        while True:
+            try:
+                await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
+            except TimeoutError:
+                if engine.is_idle():
+                    continue
+            self._outbox.clear()
+            self._ran_dry.clear()
+            # asked before: what an engine finished before it broke is sent
+            failure = engine.failure()
+            try:
+                await self._send(engine, coordinator)
+            except Exception as error:
+                await self._give_up(coordinator, error)
+            if failure is not None:
+                await self._give_up(coordinator, failure)
+            if not engine.is_idle():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
+
+    async def _report_begun(
+        self, engine: EngineThread, coordinator: Handle, every_s: float
+    ) -> None:
+        """Tell what long generations have, so that nothing but their last tokens dies with us."""
+        while True:
+            await asyncio.sleep(every_s)
+            if engine.is_idle():
+                continue
+            states = await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS))
+            if states:
+                await coordinator.note_begun.remote(_by_batch(states))
+
+    async def _send(self, engine: EngineThread, coordinator: Handle) -> None:
+        completions = engine.collect()
+        by_batch: dict[int, list[Completion]] = defaultdict(list)
+        for completion in completions:
+            by_batch[completion.request_id >> _ROW_BITS].append(completion)
+        results = []
+        for batch_id, samples in by_batch.items():
+            rows = [completion.request_id & _ROW_MASK for completion in samples]
+            results.append((batch_id, encode_completions(rows, samples)))
+            for _ in set(rows):
+                self._close_row(batch_id)
+        stats = engine.stats()
+        self._metrics.update(stats)
+        await coordinator.report.remote(self._replica_id, results, stats)
+
+    def _close_row(self, batch_id: int) -> None:
+        batch = self._open.get(batch_id)
+        if batch is None:
+            # dropped while its row was on the way out
+            return
+        batch.num_rows -= 1
+        if not batch.num_rows:
+            del self._open[batch_id]
+
+    async def _give_up(self, coordinator: Handle, failure: BaseException) -> None:
+        """End: a broken engine must look like a death, so that it is replaced.
+
+        An endpoint that refuses every request would refuse those of another replica as well.
+        """
+        _logger.error("the engine broke", exc_info=failure)
+        ends_run = isinstance(failure, EndpointError)
+        await coordinator.note_cause.remote(self._replica_id, error_text(failure), ends_run)
+        await self._site.die()
+
+
+def _failed_start(error: Exception) -> FailedStart:
+    is_own = isinstance(error, RaybatchError)
+    return FailedStart(
+        cause=one_line(error_text(error)),
+        is_final=is_permanent(error),
+        trace="" if is_own else redacted("".join(traceback.format_exception(error))),
+    )
+
+
+def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]]:
+    """Return the requests of each span with its place in the pull, and count them as open."""
+    places = range(len(work.spans)) if work.places is None else work.places
+    first_id = work.batch_id << _ROW_BITS
+    requests, start = [], 0
+    for place, span in zip(places, work.spans, strict=True):
+        num_rows = span.stop - span.start
+        groups = None
+        if work.groups is not None:
+            groups = RowGroups(
+                group_ids=work.groups.group_ids[start : start + num_rows],
+                prefix_lens=work.groups.prefix_lens[start : start + num_rows],
+            )
+        requests.append((place, batch.reader.read(span.start, span.stop, first_id, groups)))
+        batch.num_rows += num_rows
+        start += num_rows
+    return requests
+
+
+def _begun(
+    spans: list[tuple[int, list[Request]]], work: Assignment
+) -> dict[int, list[SequenceState]]:
+    """Return all samples of the requests that another engine has begun, by request id."""
+    if work.begun is None:
+        return {}
+    requests = {r.request_id & _ROW_MASK: r for _, of_span in spans for r in of_span}
+    return sequence_states(requests, work.begun)
+
+
+def _by_batch(states: list[SequenceState]) -> list[tuple[int, pa.RecordBatch]]:
+    """Return tokens so far with the row batch that they are of."""
+    of_batch: dict[int, list[SequenceState]] = defaultdict(list)
+    for state in states:
+        of_batch[state.request.request_id >> _ROW_BITS].append(state)
+    return [
+        (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in of_one], of_one))
+        for batch_id, of_one in of_batch.items()
+    ]

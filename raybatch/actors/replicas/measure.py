@@ -1,0 +1,152 @@
+"""The cost model of a pool's engines, measured where a replica would run."""
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray, cluster_now, plan_crew
+from raybatch.actors.replicas.reserving import reserve
+from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.cost_cache import (
+    MEASURE_S,
+    NO_SPEED_OF_ENDPOINTS,
+    cost_model_path,
+    load_cost_model,
+    load_or_measure,
+)
+from raybatch.backends.kinds import facts_of
+from raybatch.errors import MeasureError, last_line
+from raybatch.policy.cost.cost_model import CostModel
+
+__all__ = ["busy_resources", "measure_pool"]
+
+# until what an actor that has ended had is free again
+_RETURN_S = 1.0
+
+
+def measure_pool(
+    spec: PoolSpec, *, folder: Path | None = None, timeout_s: float | None = None
+) -> CostModel:
+    """Return the cost model of one engine of a pool.
+
+    An actor with the resources of a replica reads it from its host's cache, or measures it, and
+    ends. Where the cluster is this one host, a cached one is read here. Ray is initialised only if
+    it is not.
+
+    Args:
+        spec: of the pool; its engines need not run.
+        folder: of the cached models, on whatever host; None takes that host's cache folder.
+        timeout_s: for the start of the engine and the measurement; None takes the pool's
+            `start_timeout_s` and five minutes.
+
+    Raises:
+        MeasureError: the engine does not start, dies, or takes too long, or the cluster has what
+            it needs but others hold it now; the message says why.
+        ConfigError: the pool's options do not fit the cluster.
+    """
+    if facts_of(spec.backend).is_endpoint:
+        raise MeasureError(NO_SPEED_OF_ENDPOINTS)
+    if not ray.is_initialized():
+        ray.init()
+    plan = plan_crew(spec, cluster_now())
+    is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    path = cost_model_path(
+        spec.model,
+        spec.backend,
+        spec.engine,
+        num_engines_on_host=plan.num_engines_on_host,
+        folder=folder,
+    )
+    found = load_cost_model(path) if is_here else None
+    if found is not None:
+        return found
+    others = {} if plan.bundles else spec.pool.resources
+    _check_free({**plan.total(), **others}, spec)
+    return _measure_in_actor(spec, plan, folder, timeout_s)
+
+
+def _measure_in_actor(
+    spec: PoolSpec, plan: CrewPlan, folder: Path | None, timeout_s: float | None
+) -> CostModel:
+    if timeout_s is None and spec.pool.start_timeout_s is not None:
+        timeout_s = spec.pool.start_timeout_s + MEASURE_S
+    reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
+    actor = reserved.start(_Measurer, spec)
+    try:
+        answer = ray.get(actor.measure.remote(plan.num_engines_on_host, folder), timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise MeasureError(
+            f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
+            f"{asked_of_ray(plan, spec.pool)}"
+        ) from error
+    except RayError as error:
+        raise MeasureError(f"{spec.model} could not be measured: {last_line(error)}") from error
+    finally:
+        with suppress(RayError):
+            reserved.end(actor)
+    if isinstance(answer, str):
+        raise MeasureError(answer)
+    model: CostModel = answer
+    return model
+
+
+def busy_resources(
+    wanted: Mapping[str, float], free: Mapping[str, float], total: Mapping[str, float]
+) -> list[str]:
+    """Return the resources that a cluster has but cannot give now, each with its numbers.
+
+    What the cluster does not have at all may come, where clusters grow by themselves.
+
+    Args:
+        wanted: by name.
+        free: by name, what nobody holds; a name that is left out counts as 0.
+        total: by name, free or held.
+    """
+    return [
+        f"{number:g} {name}s, of which {free.get(name, 0):g} are free"
+        for name, number in wanted.items()
+        if free.get(name, 0) < number <= total.get(name, 0)
+    ]
+
+
+def _check_free(wanted: Mapping[str, float], spec: PoolSpec) -> None:
+    deadline = time.monotonic() + _RETURN_S
+    while busy := busy_resources(wanted, ray.available_resources(), ray.cluster_resources()):
+        if time.monotonic() >= deadline:
+            idle_s = spec.pool.idle_release_s
+            when = "their driver ends" if idle_s is None else f"they were idle for {idle_s:g} s"
+            raise MeasureError(
+                f"{spec.model} was not measured: that needs {' and '.join(busy)}; explain before "
+                f"the run, or when engines are released (once {when}, see pool.idle_release_s)"
+            )
+        time.sleep(_RETURN_S / 10)
+
+
+class _Measurer:
+    """One engine for as long as it takes to measure it."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
+        self._spec = spec
+        obey_log_level()
+
+    def measure(self, num_engines_on_host: int, folder: Path | None) -> CostModel | str:
+        """Return the cost model, or as text why there is none: exceptions need not travel."""
+        spec = self._spec
+        try:
+            return load_or_measure(
+                spec.model,
+                spec.backend,
+                spec.engine,
+                num_engines_on_host=num_engines_on_host,
+                folder=folder,
+            )
+        except MeasureError as error:
+            return str(error)

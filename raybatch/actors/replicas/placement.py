@@ -1,0 +1,224 @@
+"""How many replicas a pool gets, and what Ray reserves for each, by the cluster as it is."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.choice import VllmBuild, unproven_on_gpus, vllm_build
+from raybatch.backends.kinds import facts_of
+from raybatch.backends.options import (
+    actors_of_engine,
+    check_pool,
+    check_share,
+    gpus_of_replica,
+)
+from raybatch.config import PoolConfig
+from raybatch.errors import ConfigError
+
+__all__ = [
+    "ClusterView",
+    "CrewPlan",
+    "asked_of_ray",
+    "check_cluster",
+    "check_hosts",
+    "cluster_now",
+    "connected_ray",
+    "gpu_warnings",
+    "gpus_asked",
+    "plan_crew",
+]
+
+# of a resource that hosts have to tell what they are
+_SOME = 0.001
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrewPlan:
+    """How many replicas, and what Ray reserves for each.
+
+    Args:
+        num_replicas: ranks of the pool.
+        num_cpus: logical CPUs of one replica.
+        num_gpus: GPUs of one replica.
+        num_engines_on_host: replicas that share a host, as far as the driver can tell.
+        bundles: of the placement group of one replica whose ranks are actors of their own; with
+            any, the replica itself takes nothing.
+    """
+
+    num_replicas: int
+    num_cpus: float
+    num_gpus: float
+    num_engines_on_host: int
+    bundles: tuple[Mapping[str, float], ...] = ()
+
+    def total(self) -> dict[str, float]:
+        """Return CPUs, GPUs and what else the bundles name, of one replica with its ranks."""
+        names = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        if not self.bundles:
+            return names
+        names |= dict.fromkeys((name for bundle in self.bundles for name in bundle), 0.0)
+        return {name: sum(bundle.get(name, 0) for bundle in self.bundles) for name in names}
+
+    def asks_for(self) -> str:
+        """Return the same in words."""
+        total = self.total()
+        group = f" in a placement group of {len(self.bundles)} bundles" if self.bundles else ""
+        return f"{total['CPU']} CPUs and {total['GPU']} GPUs{group}"
+
+
+def asked_of_ray(plan: CrewPlan, pool: PoolConfig) -> str:
+    """Return in words what one engine asks of Ray."""
+    others = [f"{amount:g} {name}" for name, amount in pool.resources.items()]
+    if pool.accelerator_type is not None:
+        others.append(f"a host with {pool.accelerator_type}")
+    return ", ".join([plan.asks_for(), *others])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterView:
+    """What a plan of a crew needs to know of a cluster and of its driver.
+
+    Args:
+        gpus_of_hosts: of each host that is alive; 0 for one without.
+        cpus_of_hosts: of the same hosts.
+        cores_of_driver: that the driver may use.
+        vllm: what is installed on the driver's host.
+        may_grow: hosts may come; not to a Ray that the driver itself has started.
+    """
+
+    gpus_of_hosts: tuple[float, ...] = ()
+    cpus_of_hosts: tuple[float, ...] = ()
+    cores_of_driver: int = 1
+    vllm: VllmBuild | None = None
+    may_grow: bool = True
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of all hosts."""
+        return sum(self.gpus_of_hosts)
+
+
+def connected_ray() -> ModuleType | None:
+    """Return Ray where this process is connected to a cluster; it is not loaded for that."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
+def cluster_now() -> ClusterView:
+    """Return the cluster as it is; one that is not connected has no hosts."""
+    ray = connected_ray()
+    hosts = [] if ray is None else [node for node in ray.nodes() if node["Alive"]]
+    return ClusterView(
+        gpus_of_hosts=tuple(float(host["Resources"].get("GPU", 0)) for host in hosts),
+        cpus_of_hosts=tuple(float(host["Resources"].get("CPU", 0)) for host in hosts),
+        cores_of_driver=len(os.sched_getaffinity(0)),
+        vllm=vllm_build(),
+        may_grow=ray is None or not _is_own(ray),
+    )
+
+
+def _is_own(ray: ModuleType) -> bool:
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.is_head())
+
+
+def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
+    """Return the GPUs that Ray is asked for with each replica, its ranks included."""
+    if bundles := _bundles_of(spec):
+        return sum(bundle.get("GPU", 0) for bundle in bundles)
+    return gpus_of_replica(
+        spec.pool,
+        spec.backend,
+        spec.engine,
+        has_gpus=cluster.num_gpus > 0,
+        may_grow=cluster.may_grow,
+        vllm=cluster.vllm,
+    )
+
+
+def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
+    """Size the crew of a pool by the cluster as it is now.
+
+    Options that mean GPUs ask for them also where there are none yet: clusters grow for what is
+    asked of them. What hosts to come will have is not known, so nothing is checked then.
+
+    Raises:
+        ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
+            of one engine.
+    """
+    pool, bundles = spec.pool, _bundles_of(spec)
+    num_gpus = gpus_asked(spec, cluster)
+    if pool.replicas is not None:
+        num_replicas = pool.replicas
+    elif facts_of(spec.backend).is_endpoint:
+        num_replicas = 1
+    elif num_gpus:
+        num_replicas = max(1, int(cluster.num_gpus / num_gpus))
+    else:
+        num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
+    check_share(num_gpus, spec.backend, spec.engine)
+    with_gpus = [number for number in cluster.gpus_of_hosts if number]
+    if bundles and with_gpus:
+        check_cluster(num_gpus, with_gpus)
+    elif num_gpus > 1 and with_gpus:
+        check_hosts(num_gpus, with_gpus)
+    hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
+    return CrewPlan(
+        num_replicas=num_replicas,
+        num_cpus=pool.num_cpus_per_replica,
+        num_gpus=num_gpus,
+        num_engines_on_host=-(-num_replicas // max(1, len(hosts))),
+        bundles=bundles,
+    )
+
+
+def gpu_warnings(spec: PoolSpec, plan: CrewPlan, cluster: ClusterView) -> list[str]:
+    """Return what the user of a pool has to know of its GPUs before it starts."""
+    if not plan.num_gpus:
+        return []
+    said = unproven_on_gpus(spec.backend)
+    if not cluster.num_gpus:
+        said.append(
+            f"the cluster has no GPU now, and each engine asks for {asked_of_ray(plan, spec.pool)}:"
+            " engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
+        )
+    return said
+
+
+def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
+    """Raise ConfigError where an engine would need the GPUs of several hosts."""
+    largest = max(gpus_of_hosts, default=0)
+    if num_gpus > largest:
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
+            f"{largest:g}: set engine_kwargs.distributed_executor_backend='ray' for an engine of "
+            "vLLM over several hosts, or lower tensor_parallel_size and pipeline_parallel_size, or "
+            "pool.num_gpus_per_replica"
+        )
+
+
+def check_cluster(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
+    """Raise ConfigError where the cluster has not the GPUs of one engine over several hosts."""
+    if num_gpus > sum(gpus_of_hosts):
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(gpus_of_hosts):g}: "
+            "lower tensor_parallel_size and pipeline_parallel_size"
+        )
+
+
+def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
+    """Return what the ranks of one engine take, where they are actors; the first has the rest."""
+    pool, num_ranks = spec.pool, actors_of_engine(spec.backend, spec.engine)
+    check_pool(pool, spec.backend, spec.engine)
+    if not num_ranks:
+        return ()
+    kind = pool.accelerator_type
+    with_gpu = {} if kind is None else {f"accelerator_type:{kind}": _SOME}
+    if pool.bundles is not None:
+        return tuple({**(with_gpu if "GPU" in b else {}), **b} for b in pool.bundles)
+    rank = {"GPU": 1.0, **with_gpu}
+    first = {**rank, "CPU": pool.num_cpus_per_replica, **pool.resources}
+    return ({n: value for n, value in first.items() if value}, *[rank] * (num_ranks - 1))

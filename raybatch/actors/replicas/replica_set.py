@@ -1,0 +1,194 @@
+"""The replicas of one pool: starts them, watches them, starts them again; no Ray."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray
+from raybatch.actors.replicas.site import Handle, Site, Started
+from raybatch.actors.replicas.start_news import StartNews
+from raybatch.actors.replicas.starts import StartLedger
+from raybatch.actors.wire.records import FailedStart, PoolSpec
+from raybatch.errors import error_text, last_line
+from raybatch.records.types import ReplicaStats
+
+_STOP_GRACE_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Member:
+    """One started replica; `cause` is what it said before it died."""
+
+    replica_id: int
+    rank: int
+    started: Started
+    pid: int | None = None
+    is_ready: bool = False
+    num_finished_rows: int = 0
+    stats: ReplicaStats = field(default_factory=ReplicaStats)
+    cause: str = ""
+    made_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def actor(self) -> Handle:
+        """The handle of the replica."""
+        return self.started.actor
+
+
+class Crew:
+    """Keeps one task per rank that makes a replica, waits for its end and replaces it.
+
+    Args:
+        spec: of the pool.
+        plan: size and resources.
+        site: where replicas start.
+        on_lost: called with a replica that ended and why it died, None when it was stopped;
+            returns whether its death cost rows.
+        on_exhausted: called with rank and cause when no rank is left.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        plan: CrewPlan,
+        site: Site,
+        *,
+        on_lost: Callable[[Member, str | None], bool],
+        on_exhausted: Callable[[int, str], None],
+    ) -> None:
+        self.members: dict[int, Member] = {}
+        self.ledger = StartLedger(plan.num_replicas, spec.pool.max_start_failures)
+        self.past_busy_s = 0.0
+        self._spec = spec
+        self._plan = plan
+        self._site = site
+        self._news = StartNews()
+        self._on_lost = on_lost
+        self._on_exhausted = on_exhausted
+        self._ids = itertools.count(1)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_stopping = False
+
+    def start(self, coordinator: Handle) -> None:
+        """Start every rank that has no replica and is not given up."""
+        for rank in range(self._plan.num_replicas):
+            if rank not in self._tasks and not self.ledger.is_retired(rank):
+                self._tasks[rank] = asyncio.create_task(
+                    self._guard(rank, self._keep(rank, coordinator))
+                )
+
+    async def stop(self) -> None:
+        """Wait for replicas that end by themselves, then end the others."""
+        self._is_stopping = True
+        tasks = list(self._tasks.values())
+        if tasks:
+            _, running = await asyncio.wait(tasks, timeout=_STOP_GRACE_S)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._is_stopping = False
+
+    def waits_s(self, now: float) -> float:
+        """Return for how long a replica has been waiting for what Ray is to reserve; 0 for none."""
+        return max((now - m.made_s for m in self.members.values() if m.pid is None), default=0.0)
+
+    def busy_s(self) -> float:
+        """Return the seconds that engines of this pool spent in steps, dead ones included."""
+        return self.past_busy_s + sum(m.stats.engine_s for m in self.members.values())
+
+    async def _guard(self, rank: int, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._on_exhausted(rank, f"the coordinator failed: {error_text(error)}")
+            raise
+
+    async def _keep(self, rank: int, coordinator: Handle) -> None:
+        while not self._is_stopping:
+            member = self._make(rank)
+            failed: FailedStart | None = None
+            cause: str | None = None
+            has_lost_rows = False
+            try:
+                failed = await self._start(member)
+                cause = failed.cause if failed else await self._run(member, coordinator)
+            finally:
+                self._remove(member)
+                has_lost_rows = self._on_lost(member, cause)
+            if cause is None:
+                return
+            is_final = failed is not None and failed.is_final
+            delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
+            trace = failed.trace if failed else ""
+            if delay_s is None:
+                self._give_up(rank, cause, trace)
+                return
+            _logger.warning("%s", self._news.again(rank, cause, trace))
+            await asyncio.sleep(delay_s)
+
+    def _give_up(self, rank: int, cause: str, trace: str) -> None:
+        if self.ledger.is_exhausted():
+            # whoever asks for rows is told of the cause, and of no trace
+            if told := self._news.new_trace(trace):
+                _logger.error("no engine can be started:%s", told)
+            self._on_exhausted(rank, cause)
+            return
+        self._news.given_up(rank, cause, trace)
+        if self.ledger.num_ready():
+            self._tell()
+
+    def _tell(self) -> None:
+        for line in self._news.take():
+            _logger.error("%s", line)
+
+    def _make(self, rank: int) -> Member:
+        replica_id = next(self._ids)
+        self.ledger.begin(rank, time.monotonic())
+        started = self._site.start(self._spec, self._plan, rank, replica_id)
+        member = Member(replica_id=replica_id, rank=rank, started=started)
+        self.members[replica_id] = member
+        return member
+
+    async def _start(self, member: Member) -> FailedStart | None:
+        """Return why the replica is not ready, None when it is."""
+        timeout_s = self._spec.pool.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                member.pid = await member.actor.pid.remote()
+                failed: FailedStart | None = await member.actor.start.remote(
+                    self._plan.num_engines_on_host
+                )
+        except TimeoutError:
+            cause = f"the start took longer than start_timeout_s={timeout_s}"
+            if any(self._plan.total().values()):
+                asked = asked_of_ray(self._plan, self._spec.pool)
+                cause += f" (one replica asks for {asked})"
+            return FailedStart(cause=cause)
+        except self._site.failed as error:
+            return FailedStart(cause=last_line(error))
+        if failed is None:
+            member.is_ready = True
+            self.ledger.ready(member.rank, time.monotonic())
+            self._tell()
+        return failed
+
+    async def _run(self, member: Member, coordinator: Handle) -> str | None:
+        """Return why the replica died, None when it ended as asked."""
+        try:
+            await member.actor.run.remote(coordinator)
+        except self._site.failed as error:
+            return member.cause or last_line(error)
+        return None
+
+    def _remove(self, member: Member) -> None:
+        self.past_busy_s += member.stats.engine_s
+        del self.members[member.replica_id]
+        self.ledger.stopped(member.rank)
+        member.started.end()

@@ -1,0 +1,133 @@
+"""Where the coordinator of a pool and its replicas run, and how they reach each other; no Ray.
+
+A handle stands for an object in another actor, process or thread: `handle.method.remote(...)`
+begins a call, and what it returns can be awaited.
+"""
+
+import os
+from typing import Any, Protocol
+
+from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.wire.records import PoolSpec, Requests
+from raybatch.backends.choice import BackendChoice
+
+__all__ = ["Errors", "Handle", "NoMetrics", "Pools", "ReplicaSite", "Site", "Started"]
+
+# Ray's have no types
+Handle = Any
+Errors = tuple[type[Exception], ...]
+
+
+class Started(Protocol):
+    """A replica that was started, with what is kept for it."""
+
+    @property
+    def actor(self) -> Handle:
+        """Return the handle of the replica."""
+
+    def end(self) -> None:
+        """End it, whatever it does, and give back what was kept for it; may be called again."""
+
+
+class Site(Protocol):
+    """Where a coordinator runs.
+
+    Attributes:
+        died: what a call raises where the replica, or what it needs, is gone.
+        failed: what a call of a replica raises, whatever the reason.
+        metrics: makes counters, gauges and histograms as `ray.util.metrics` does.
+    """
+
+    died: Errors
+    failed: Errors
+
+    @property
+    def metrics(self) -> Any:  # noqa: ANN401 - a module, or a stand-in for it
+        """Return what makes counters, gauges and histograms, as `ray.util.metrics` does."""
+
+    def coordinator(self) -> Handle:
+        """Return the handle that replicas get; called in the coordinator."""
+
+    def keep(self, requests: Requests) -> Any:  # noqa: ANN401
+        """Return a reference to a request table, which lives as long as the reference."""
+
+    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> Started:
+        """Start a replica; returns before it is there."""
+
+    async def make_room(self, asked: str) -> None:
+        """Ask idle pools of this driver to end their engines, where one waits for what they hold.
+
+        Args:
+            asked: what is waited for, in words.
+        """
+
+
+class ReplicaSite(Protocol):
+    """Where a replica runs."""
+
+    @property
+    def metrics(self) -> Any:  # noqa: ANN401
+        """Return the same as that of `Site`."""
+
+    def settle(self, spec: PoolSpec) -> None:
+        """Prepare the process for an engine, before any of its libraries is loaded."""
+
+    async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
+        """Return a request table; None where it is gone."""
+
+    async def die(self) -> None:
+        """End the replica at once, as a crash does; does not return."""
+
+
+class Pools(Protocol):
+    """The pools of one process, by their specs.
+
+    Attributes:
+        gone: what a call raises where the coordinator is gone.
+        failed: what a call of the coordinator raises, whatever the reason.
+    """
+
+    gone: Errors
+    failed: Errors
+
+    def settle(
+        self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
+    ) -> tuple[PoolSpec, BackendChoice | None]:
+        """Return a spec whose backend is decided; see `PoolHandle.settled`."""
+
+    def connect(self, spec: PoolSpec) -> Handle:
+        """Return the coordinator of a pool, which is made if it is not there."""
+
+    def result(self, call: Any) -> Any:  # noqa: ANN401
+        """Wait for a call of a coordinator from a thread without an event loop."""
+
+    def forget(self, spec: PoolSpec) -> None:
+        """Let the next use make a new coordinator: this one is gone."""
+
+    def end(self, spec: PoolSpec) -> None:
+        """End a pool, if it is there."""
+
+    def end_all(self) -> None:
+        """End every pool that this process made."""
+
+
+class _Uncounted:
+    def inc(self, value: float = 1, tags: Any = None) -> None:  # noqa: ANN401
+        """Count nothing."""
+
+    set = observe = inc
+
+
+class NoMetrics:
+    """Stands for `ray.util.metrics` where nobody collects what is counted."""
+
+    def Counter(self, name: str, **_: Any) -> _Uncounted:  # noqa: ANN401, N802 - as Ray names it
+        """Return a counter that counts nothing."""
+        return _Uncounted()
+
+    Gauge = Histogram = Counter
+
+
+def use_threads(spec: PoolSpec) -> None:
+    """Let libraries of an engine start as many threads as its options say."""
+    os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)

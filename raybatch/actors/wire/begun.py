@@ -1,0 +1,139 @@
+"""Tokens so far of sequences that are not finished, as they travel and while they are kept.
+
+A sequence goes on from them at another engine with the tokens of an undisturbed run, so the longest
+that is known of a sample is all there is to know.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.actors.wire.arrow_arrays import split_lists, token_lists
+from raybatch.actors.wire.columns import LOGPROBS_TYPE, logprobs_array, logprobs_value
+from raybatch.records.types import Request, SequenceState
+
+__all__ = ["BEGUN_SCHEMA", "Begun", "encode_begun", "sequence_states"]
+
+BEGUN_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("sample_idx", pa.int32(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("num_cached_tokens", pa.int32(), nullable=False),
+        pa.field("logprobs", LOGPROBS_TYPE),
+    ]
+)
+
+
+class Begun:
+    """The longest that is known of each sample of some rows; one record batch row each."""
+
+    def __init__(self, known: pa.RecordBatch | None = None) -> None:
+        self._samples: dict[tuple[int, int], pa.RecordBatch] = {}
+        self._news: set[tuple[int, int]] = set()
+        if known is not None:
+            self.add(known)
+            self._news.clear()
+
+    def add(self, found: pa.RecordBatch) -> None:
+        """Take tokens in, unless more are known of their samples."""
+        keys = _pairs(found)
+        lengths = found.column("token_ids").value_lengths().to_pylist()
+        for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+            known = self._samples.get(key)
+            if known is None or len(known.column("token_ids")[0]) < length:
+                self._samples[key] = found.slice(i, 1)
+                self._news.add(key)
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Forget rows, which are finished."""
+        gone = {key for key in self._samples if key[0] in rows}
+        self._news -= gone
+        for key in gone:
+            del self._samples[key]
+
+    def of(self, rows: Collection[int]) -> pa.RecordBatch | None:
+        """Return what is known of some rows; None where it is nothing."""
+        return self._joined([key for key in sorted(self._samples) if key[0] in rows])
+
+    def take_news(self) -> pa.RecordBatch | None:
+        """Return what was taken in since the last call; None where it is nothing."""
+        news, self._news = sorted(self._news), set()
+        return self._joined(news)
+
+    def _joined(self, keys: Sequence[tuple[int, int]]) -> pa.RecordBatch | None:
+        if not keys:
+            return None
+        table = pa.Table.from_batches([self._samples[key] for key in keys])
+        # taken, because a slice would travel with everything that it was cut from
+        return table.take(np.arange(len(keys))).combine_chunks().to_batches()[0]
+
+
+def encode_begun(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.RecordBatch:
+    """Return tokens so far as a record batch of the schema.
+
+    Args:
+        rows: index of each sequence's row in its request table.
+        states: one per sample.
+    """
+    columns = [
+        pa.array(rows, pa.int32()),
+        pa.array([state.sample_idx for state in states], pa.int32()),
+        token_lists([state.token_ids for state in states]),
+        pa.array([state.num_cached_tokens for state in states], pa.int32()),
+        logprobs_array([state.logprobs for state in states]),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=BEGUN_SCHEMA)
+
+
+def sequence_states(
+    requests: Mapping[int, Request], begun: pa.RecordBatch
+) -> dict[int, list[SequenceState]]:
+    """Return all samples of the requests that have tokens, by request id.
+
+    Samples of which nothing is known begin at their first token.
+
+    Args:
+        requests: by the index of their rows.
+        begun: of rows among these.
+    """
+    tokens = split_lists(begun.column("token_ids"))
+    cached = begun.column("num_cached_tokens").to_pylist()
+    logprobs = begun.column("logprobs").to_pylist()
+    place = {key: i for i, key in enumerate(_pairs(begun))}
+    states = {}
+    for row in sorted({row for row, _ in place}):
+        request = requests[row]
+        states[request.request_id] = [
+            _state(request, sample_idx, place.get((row, sample_idx)), tokens, cached, logprobs)
+            for sample_idx in range(request.sampling.n)
+        ]
+    return states
+
+
+def _state(
+    request: Request,
+    sample_idx: int,
+    place: int | None,
+    tokens: Sequence[npt.NDArray[np.int32]],
+    cached: Sequence[int],
+    logprobs: Sequence[list[dict[str, list[float]]] | None],
+) -> SequenceState:
+    if place is None:
+        return SequenceState(
+            request=request, sample_idx=sample_idx, token_ids=np.empty(0, np.int32)
+        )
+    return SequenceState(
+        request=request,
+        sample_idx=sample_idx,
+        token_ids=tokens[place],
+        num_cached_tokens=cached[place],
+        logprobs=logprobs_value(logprobs[place]),
+    )
+
+
+def _pairs(found: pa.RecordBatch) -> list[tuple[int, int]]:
+    rows, samples = (found.column(name).to_pylist() for name in ("row", "sample_idx"))
+    return list(zip(rows, samples, strict=True))

@@ -1,0 +1,219 @@
+"""Frozen records that travel between pool handle, coordinator and replicas."""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.records.types import Sampling
+
+AnswerStatus = Literal["pending", "done", "failed", "unknown"]
+# a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into
+Requests = tuple[pa.Table, tuple[Sampling, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSpec:
+    """What one pool runs; equal specs in one Ray job share a pool.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: which backend the replicas run.
+        engine: options of each engine.
+        pool: replicas, their resources and the limits of failure.
+    """
+
+    model: str
+    backend: BackendConfig
+    engine: EngineConfig
+    pool: PoolConfig
+
+
+def digest_of(spec: PoolSpec) -> str:
+    """Return what names a pool among others of one process; equal specs have the same."""
+    text = json.dumps(asdict(spec), sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Span(NamedTuple):
+    """Rows `start` to `stop` (exclusive) of one row batch."""
+
+    batch_id: int
+    start: int
+    stop: int
+
+
+class PoisonRow(NamedTuple):
+    """A row that ended its replica while it ran alone, `num_crashes` deaths in all."""
+
+    batch_id: int
+    row: int
+    num_crashes: int
+
+
+class RowCrashes(NamedTuple):
+    """How many engines died with a row; one that is given up is answered with an error."""
+
+    row: int
+    num_crashes: int
+    is_given_up: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What the death of a replica cost.
+
+    Args:
+        num_rows: that it was running, those of dropped row batches included.
+        num_struck: of them, rows that somebody still waits for.
+        poison: rows that are given up.
+        crashes: of each row batch, the rows that somebody still waits for.
+        was_control: it was running a control row, see `raybatch.actors.queue.probation`.
+    """
+
+    num_rows: int
+    num_struck: int
+    poison: tuple[PoisonRow, ...] = ()
+    crashes: Mapping[int, Sequence[RowCrashes]] = field(default_factory=dict)
+    was_control: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowGroups:
+    """The prefix group of each row of a row batch, or of some of its rows.
+
+    Args:
+        group_ids: int64 [rows], below 0 for a row that is alone.
+        prefix_lens: int32 [rows], tokens that the row's group shares; 0 for a row that is alone.
+    """
+
+    group_ids: npt.NDArray[np.int64]
+    prefix_lens: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """One row batch as a feeder hands it over.
+
+    Args:
+        token: chosen by the feeder, unique; it names the batch in later calls.
+        client: the stage that asks, for the counters.
+        name: of these rows among those of the client, for as long as it asks; a feeder that takes
+            the place of another names them alike, and gets what is finished. "" has no heir.
+        refs: one object reference to the pair (request table, samplings), which the coordinator
+            owns; in a list, so that Ray passes the reference and not the object.
+        prompt_tokens: int32 [rows].
+        max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
+        expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
+        groups: of planned rows; ids that no other client's groups have.
+        block_keys: of rows without a plan, from which the pool makes groups by itself.
+        crashes: int16 [rows], engines that died with each row in earlier runs; None for none.
+        begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.wire.begun`.
+    """
+
+    token: str
+    client: str
+    name: str = ""
+    refs: list[Any] = field(default_factory=list)
+    prompt_tokens: npt.NDArray[np.int32]
+    max_new_tokens: npt.NDArray[np.int64]
+    expected_new_tokens: npt.NDArray[np.int64] | None = None
+    groups: RowGroups | None = None
+    block_keys: BlockKeys | None = None
+    crashes: npt.NDArray[np.int16] | None = None
+    begun: pa.RecordBatch | None = None
+
+    def again(self) -> "Submission":
+        """Return the same rows as another batch."""
+        return replace(self, token=uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the coordinator says about a row batch.
+
+    Args:
+        status: "pending" asks again, "unknown" submits again, "failed" carries rank and cause.
+        results: record batches of the result schema, in order of arrival.
+        attempts: int16 [rows], how often each row was handed to a replica.
+        rank: replica that failed.
+        cause: of the failure.
+        crashes: rows with which engines have died since the last answer.
+        begun: tokens that unfinished rows have gained since the last answer.
+    """
+
+    status: AnswerStatus
+    results: tuple[pa.RecordBatch, ...] = ()
+    attempts: npt.NDArray[np.int16] | None = None
+    rank: int = 0
+    cause: str = ""
+    crashes: tuple[RowCrashes, ...] = ()
+    begun: pa.RecordBatch | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Rows of one row batch for one replica.
+
+    Args:
+        batch_id: of the rows.
+        refs: as in `Submission`.
+        spans: in the order in which they run.
+        places: of each span among all spans of the same pull; None where this is the only batch.
+        groups: of the rows of all spans, one after another; None leaves what the table says.
+        begun: tokens with which some of the rows begin; None where all begin with none.
+    """
+
+    batch_id: int
+    refs: list[Any]
+    spans: tuple[Span, ...]
+    places: tuple[int, ...] | None = None
+    groups: RowGroups | None = None
+    begun: pa.RecordBatch | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedStart:
+    """Why an engine could not be built.
+
+    Args:
+        cause: as text of one line, because exceptions of an engine need not survive pickling.
+        is_final: whether another start would fail in the same way, as options do.
+        trace: of an error that says nothing of the way out; "" for those of this library.
+    """
+
+    cause: str
+    is_final: bool = False
+    trace: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """How much more one replica wants, in rows and in prompt tokens that it would compute.
+
+    The prefix of a group counts once, and not at all where the replica holds it.
+    """
+
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolState:
+    """What a pool holds at this moment, over all clients; for tests and debugging."""
+
+    num_batches: int
+    num_waiting_rows: int
+    num_held_rows: int
+    num_results: int
+    coordinator_pid: int
+    pids: tuple[int, ...]
+    finished_by_pid: dict[int, int]

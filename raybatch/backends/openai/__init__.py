@@ -1,0 +1,1 @@
+"""Engines behind endpoints that speak OpenAI's API."""

@@ -1,0 +1,366 @@
+"""Asks an OpenAI-compatible endpoint for the rows of one replica; the model runs elsewhere.
+
+Rows go out in the order in which they came, at most `Concurrency.limit` samples at once; those that
+are asked again go before those that were not asked. `poll` sends, and waits for news a few
+milliseconds at most; the requests themselves run in the thread of `HttpThread`.
+"""
+
+import itertools
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raybatch.backends.openai.body import BadAnswer, body_of, completions_of
+from raybatch.backends.openai.embeddings import embedding_body, embedding_of
+from raybatch.backends.openai.errors import (
+    hidden,
+    is_pushback,
+    row_error,
+    said_by,
+    secrets_in,
+    verdict_on,
+)
+from raybatch.backends.openai.http import HttpAnswer, HttpThread
+from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.backends.openai.pace import (
+    Budget,
+    Concurrency,
+    backoff_s,
+    retry_after_s,
+    until_reset_s,
+)
+from raybatch.backends.openai.rows import Row, Rows
+from raybatch.errors import EndpointError
+from raybatch.records.types import (
+    UNBOUNDED_TOKENS,
+    Capacity,
+    Completion,
+    ReplicaStats,
+    Request,
+    SequenceState,
+    Task,
+)
+
+__all__ = ["OpenAIBackend"]
+
+_POLL_S = 0.005
+# where nobody says how long a context is
+_NO_LIMIT = 1 << 22
+# rows in a row, without a good answer between them, that were asked in vain until the end
+_MAX_IN_VAIN = 10
+# a wait that is worth a line in the log
+_LONG_WAIT_S = 30.0
+
+_logger = logging.getLogger(__name__)
+
+
+class OpenAIBackend:
+    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only asked again.
+
+    Args:
+        options: of the endpoint.
+        model: its name there.
+        headers: of every request, with the secrets.
+        task: of all rows.
+        num_replicas: that share the budgets.
+        proxy: on the way to the endpoint; None for none.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        options: OpenAIOptions,
+        model: str,
+        headers: Mapping[str, str],
+        *,
+        task: Task = "generate",
+        num_replicas: int = 1,
+        proxy: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._is_embedding = task == "embed"
+        self._clock = clock
+        self._secrets = secrets_in(headers)
+        self._http = HttpThread(options.base_url, headers, options.timeout_s, proxy=proxy)
+        self._concurrency = Concurrency(options.first_concurrency, options.max_concurrency)
+        self._budgets = tuple(
+            Budget(None if total is None else total / num_replicas)
+            for total in (options.requests_per_minute, options.tokens_per_minute)
+        )
+        self._keys = itertools.count()
+        self._random = random.Random()
+        self._rows = Rows()
+        self._in_flight: dict[int, Row] = {}
+        self._failed: list[Completion] = []
+        self._not_before_s = 0.0
+        self._num_pushbacks = 0
+        self._num_in_vain = 0
+        # why there is no sense in asking; raised when everything else has been told
+        self._end: EndpointError | None = None
+        self._polled_s = clock()
+        self._stats = ReplicaStats()
+
+    def capacity(self) -> Capacity:
+        max_model_len = self._options.max_model_len or _NO_LIMIT
+        return Capacity(
+            kv_tokens=self._options.max_concurrency * max_model_len,
+            max_model_len=max_model_len,
+            max_num_seqs=self._options.max_concurrency,
+            block_size=1,
+        )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            row = Row(request, frozenset(range(request.sampling.n)))
+            if self._add(row):
+                self._rows.wait(row)
+
+    def poll(self) -> list[Completion]:
+        if not self._rows:
+            return []
+        finished, self._failed = self._failed, []
+        wait_s = 0.0 if finished or self._may_send() else _POLL_S
+        for answer in self._http.collect(wait_s):
+            finished += self._take(answer)
+        if self._end is not None and not finished:
+            raise self._end
+        while self._may_send():
+            self._send(self._rows.next(self._clock()))
+        now_s = self._clock()
+        if self._in_flight:
+            self._count(engine_s=now_s - self._polled_s)
+        self._polled_s = now_s
+        for completion in finished:
+            self._rows.told(completion.request_id, completion.sample_idx)
+        return finished
+
+    def num_unfinished(self) -> int:
+        return len(self._rows)
+
+    def drain(self) -> list[Request]:
+        return self._rows.unasked()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        wanted = set(request_ids)
+        self._take_out(wanted)
+        self._failed = [c for c in self._failed if c.request_id not in wanted]
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        # an endpoint tells nothing before the end
+        return []
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+        failed = {completion.request_id for completion in self._failed}
+        rows = self._take_out(set(request_ids) - failed)
+        no_tokens = np.empty(0, np.int32)
+        return [
+            SequenceState(request=row.request, sample_idx=sample_idx, token_ids=no_tokens)
+            for row in rows
+            for sample_idx in sorted(row.samples)
+        ]
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        of_request: dict[int, list[SequenceState]] = {}
+        for state in states:
+            of_request.setdefault(state.request.request_id, []).append(state)
+        for of_one in of_request.values():
+            samples = frozenset(state.sample_idx for state in of_one)
+            row = Row(of_one[0].request, samples)
+            if self._add(row):
+                self._rows.resume(row)
+
+    def stats(self) -> ReplicaStats:
+        num_running = sum(row.weight for row in self._in_flight.values())
+        limit = self._concurrency.limit
+        return replace(
+            self._stats,
+            num_running=num_running,
+            num_waiting=self._rows.num_waiting_samples(),
+            kv_used_fraction=min(1.0, num_running / limit),
+            concurrency=limit,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _add(self, row: Row) -> bool:
+        """Take a row in; return whether it is to be asked."""
+        self._rows.add(row)
+        if error := self._row_error(row.request):
+            self._failed += _errors(row, error)
+            return False
+        row.request = self._fitted(row.request)
+        return True
+
+    def _take_out(self, request_ids: Collection[int]) -> list[Row]:
+        rows = self._rows.take_out(request_ids)
+        for row in rows:
+            if row.key is not None:
+                self._http.cancel(row.key)
+                del self._in_flight[row.key]
+        return rows
+
+    def _row_error(self, request: Request) -> str:
+        prompt = request.prompt_token_ids
+        endpoint, is_chat = self._options.endpoint, "messages" in request.payload
+        if self._is_embedding and is_chat:
+            return "InvalidPrompt: embeddings are made of texts, and the row has messages"
+        if endpoint == "chat" and not is_chat:
+            return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
+        if endpoint == "completions" and is_chat:
+            return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
+        if is_chat or "prompt" in request.payload:
+            return ""
+        if not len(prompt):
+            return "EmptyPrompt: the prompt has no tokens"
+        if prompt.min() < 0:
+            return "BadTokenId: token ids must be at least 0"
+        limit = self._options.max_model_len
+        if limit is not None and len(prompt) >= limit + self._is_embedding:
+            return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
+        return ""
+
+    def _fitted(self, request: Request) -> Request:
+        """Bound the output by the context, where its length is known; servers refuse more."""
+        limit, sampling = self._options.max_model_len, request.sampling
+        if limit is None or request.payload or self._is_embedding:
+            return request
+        room = limit - len(request.prompt_token_ids)
+        if sampling.max_tokens <= room:
+            return request
+        min_tokens = min(sampling.min_tokens, room)
+        return replace(request, sampling=replace(sampling, max_tokens=room, min_tokens=min_tokens))
+
+    def _may_send(self) -> bool:
+        now_s = self._clock()
+        if self._end is not None:
+            return False
+        if now_s < self._not_before_s or any(budget.wait_s(now_s) for budget in self._budgets):
+            return False
+        if sum(row.weight for row in self._in_flight.values()) >= self._concurrency.limit:
+            return False
+        return self._rows.has_next(now_s)
+
+    def _send(self, row: Row) -> None:
+        now_s, sampling = self._clock(), row.request.sampling
+        ask = embedding_body if self._is_embedding else body_of
+        path, body = ask(row.request, self._options, self._model)
+        row.key, row.sent_s = next(self._keys), now_s
+        row.num_tries += 1
+        # of an output that the context alone bounds, nobody knows the size
+        longest = sampling.max_tokens if sampling.max_tokens < UNBOUNDED_TOKENS else 0
+        row.tokens = len(row.request.prompt_token_ids) + longest * sampling.n
+        for budget, amount in zip(self._budgets, (1, row.tokens), strict=True):
+            budget.spend(amount, now_s)
+        self._in_flight[row.key] = row
+        self._http.send(row.key, path, body)
+        self._count(num_steps=1, num_retries=int(row.num_tries > 1))
+
+    def _take(self, answer: HttpAnswer) -> list[Completion]:
+        """Return the samples that an answer brings, or the errors; none where it is asked again."""
+        row = self._in_flight.pop(answer.key, None)
+        if row is None:
+            # broken off while the answer was on its way
+            return []
+        row.key = None
+        verdict = verdict_on(answer)
+        if verdict == "end":
+            said = said_by(answer, self._secrets)
+            self._end = EndpointError(f"{self._options.base_url} takes no request: {said}")
+            return []
+        if verdict == "again":
+            return self._again(row, answer)
+        self._num_pushbacks = self._num_in_vain = 0
+        if verdict == "row":
+            return _errors(row, row_error(answer, row.num_tries, self._secrets))
+        return self._answered(row, answer)
+
+    def _answered(self, row: Row, answer: HttpAnswer) -> list[Completion]:
+        now_s = self._clock()
+        try:
+            read = embedding_of if self._is_embedding else completions_of
+            samples = read(row.request, json.loads(answer.body), self._options)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            what = (
+                str(error) if isinstance(error, BadAnswer) else "the answer is no JSON of the API"
+            )
+            said = hidden(f"{what}: {answer.body[:200]!r}", self._secrets)
+            return _errors(row, f"BadAnswer: {said}")
+        num_generated = sum(
+            len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
+            for s in samples
+        )
+        first = samples[0]
+        prompt = row.request.prompt_token_ids
+        num_input = len(prompt) if first.num_input_tokens is None else first.num_input_tokens
+        in_flight = sum(other.weight for other in self._in_flight.values())
+        self._concurrency.answered(
+            answer.seconds,
+            num_generated,
+            is_full=in_flight + row.weight >= self._concurrency.limit,
+        )
+        self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
+        self._pause(until_reset_s(answer.headers, row.tokens, time.time()))
+        self._count(
+            num_prompt_tokens=num_input,
+            num_cached_tokens=first.num_cached_tokens,
+            num_generated_tokens=num_generated,
+        )
+        return [sample for sample in samples if sample.sample_idx in row.samples]
+
+    def _again(self, row: Row, answer: HttpAnswer) -> list[Completion]:
+        now_s, wait_s = self._clock(), retry_after_s(answer.headers, time.time())
+        if is_pushback(answer):
+            num_cuts = self._concurrency.num_cuts
+            self._concurrency.pushed_back(row.sent_s, now_s)
+            if self._concurrency.num_cuts > num_cuts:
+                self._num_pushbacks += 1
+                if wait_s is None:
+                    self._pause(backoff_s(self._num_pushbacks, self._random.random()))
+        if wait_s is None:
+            wait_s = backoff_s(row.num_tries, self._random.random())
+        elif is_pushback(answer):
+            self._pause(wait_s)
+        if row.num_tries <= self._options.max_retries:
+            self._rows.delay(row, now_s + wait_s)
+            return []
+        self._num_in_vain += 1
+        error = row_error(answer, row.num_tries, self._secrets)
+        if self._num_in_vain >= _MAX_IN_VAIN:
+            self._end = EndpointError(
+                f"{self._options.base_url} answers nothing any more: {self._num_in_vain} rows in a "
+                f"row were asked in vain; the last: {error}"
+            )
+            return []
+        return _errors(row, error)
+
+    def _pause(self, wait_s: float) -> None:
+        """Send nothing for so long."""
+        until_s = self._clock() + wait_s
+        if wait_s >= _LONG_WAIT_S and until_s > self._not_before_s + 1:
+            _logger.warning("%s asks to wait %.0f s", self._options.base_url, wait_s)
+        self._not_before_s = max(self._not_before_s, until_s)
+
+    def _count(self, **more: float) -> None:
+        totals = {name: getattr(self._stats, name) + value for name, value in more.items()}
+        self._stats = replace(self._stats, **totals)
+
+
+def _errors(row: Row, error: str) -> list[Completion]:
+    """Return the same error for every sample of a row."""
+    return [
+        Completion(
+            request_id=row.request.request_id,
+            sample_idx=sample_idx,
+            finish_reason="error",
+            error=error,
+        )
+        for sample_idx in sorted(row.samples)
+    ]

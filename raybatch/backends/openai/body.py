@@ -1,0 +1,282 @@
+"""What an endpoint is asked for one row, and what its answer says; no network.
+
+Fields that only some servers know (top_k, min_p, ...) are sent where they differ from the default:
+OpenAI refuses fields that it does not know.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.records.parsed_text import ParsedText, ToolCall
+from raybatch.records.structured_outputs import StructuredOutputs
+from raybatch.records.types import UNBOUNDED_TOKENS, Completion, FinishReason, Request, Sampling
+
+__all__ = ["BadAnswer", "body_of", "completions_of", "shown", "with_usage"]
+
+# beyond the API of OpenAI; vLLM and SGLang have them
+_EXTRAS = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+_COMMON = ("top_p", "presence_penalty", "frequency_penalty")
+_DEFAULTS = Sampling()
+# every server takes a seed of so many bits
+_SEED_MASK = (1 << 31) - 1
+_LENGTH = ("length", "max_tokens", "max_output_tokens")
+_TOKEN_ID = "token_id:"
+_MAX_SHOWN = 200
+
+
+class BadAnswer(ValueError):  # noqa: N818 - the name is seen in outputs
+    """A successful answer without what an answer has."""
+
+
+def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, dict[str, Any]]:
+    """Return the path below the API and the JSON body for a request.
+
+    Rows without a payload are asked for by their token ids, which servers such as vLLM take.
+    """
+    payload, sampling = request.payload, request.sampling
+    body: dict[str, Any] = {"model": model}
+    is_chat = "messages" in payload
+    if is_chat:
+        body |= {name: payload[name] for name in ("tools", "messages") if name in payload}
+    elif "prompt" in payload:
+        body["prompt"] = payload["prompt"]
+    else:
+        body["prompt"] = request.prompt_token_ids.tolist()
+    is_bounded = sampling.max_tokens < UNBOUNDED_TOKENS
+    if is_bounded:
+        body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
+    # the default of the API is another one
+    body["temperature"] = sampling.temperature
+    for name in (*_COMMON, *_EXTRAS):
+        if getattr(sampling, name) != getattr(_DEFAULTS, name):
+            body[name] = getattr(sampling, name)
+    for name in ("stop", "stop_token_ids"):
+        if getattr(sampling, name):
+            body[name] = list(getattr(sampling, name))
+    if sampling.n > 1:
+        body["n"] = sampling.n
+    if sampling.temperature > 0 and options.send_seed:
+        body["seed"] = request.seed & _SEED_MASK
+    if sampling.structured_outputs is not None:
+        body |= _constraint_fields(str(sampling.structured_outputs))
+    if sampling.logprobs is not None:
+        body |= _logprobs_fields(sampling.logprobs, is_chat=is_chat)
+    body |= options.extra_body
+    body = {name: value for name, value in body.items() if value is not None}
+    if not is_bounded and not is_chat:
+        # left out it would be 16, other than in a chat
+        body.setdefault("max_tokens", None)
+    return "/chat/completions" if is_chat else "/completions", body
+
+
+def completions_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
+    """Return one completion per sample from the JSON of an answer.
+
+    Raises:
+        BadAnswer: it has no usable choices.
+    """
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    if not isinstance(choices, Sequence) or isinstance(choices, str):
+        raise BadAnswer(f"the endpoint's answer has no choices: {shown(answer)}")
+    by_index = {_index(choice, place): choice for place, choice in enumerate(choices)}
+    if sorted(by_index) != list(range(request.sampling.n)):
+        raise BadAnswer(
+            f"the endpoint answered with {len(choices)} choices, and {request.sampling.n} were "
+            "asked for"
+        )
+    samples = [_sample(request, i, by_index[i], options) for i in sorted(by_index)]
+    if failed := next((sample for sample in samples if sample.error), None):
+        # a row has an error or its samples, and its first sample tells what it has cost
+        samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
+    assert isinstance(answer, Mapping), "it has choices"
+    return with_usage(samples, answer.get("usage"), options)
+
+
+def _sample(
+    request: Request, index: int, choice: Mapping[str, Any], options: OpenAIOptions
+) -> Completion:
+    reason = choice.get("finish_reason")
+    if reason == "content_filter":
+        return Completion(
+            request_id=request.request_id,
+            sample_idx=index,
+            finish_reason="error",
+            error="ContentFilter: the endpoint's filter has withheld the answer or cut it",
+        )
+    finish_reason: FinishReason = "length" if reason in _LENGTH else "stop"
+    stop_reason = choice.get("stop_reason")
+    token_ids = choice.get("token_ids")
+    return Completion(
+        request_id=request.request_id,
+        sample_idx=index,
+        text=_text(choice, are_calls_apart=options.return_tool_calls),
+        token_ids=np.array(token_ids if isinstance(token_ids, list) else [], np.int32),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason if isinstance(stop_reason, str | int) else None,
+        logprobs=_logprobs(choice.get("logprobs"))
+        if request.sampling.logprobs is not None
+        else None,
+        parsed=_parsed(choice, options),
+    )
+
+
+def _text(choice: Mapping[str, Any], *, are_calls_apart: bool) -> str:
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        text = choice.get("text")
+        if not isinstance(text, str):
+            raise BadAnswer(f"a choice has neither a message nor a text: {shown(choice)}")
+        return text
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(str(p.get("text") or "") for p in content if isinstance(p, Mapping))
+    if (calls := message.get("tool_calls")) and not are_calls_apart:
+        return json.dumps(calls, ensure_ascii=False)
+    return str(message.get("refusal") or "")
+
+
+def _parsed(choice: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
+    """Return reasoning and calls of a message, under the names that servers have for them."""
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        return None
+    reasoning, calls = None, message.get("tool_calls")
+    if options.return_reasoning:
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not options.return_tool_calls or not isinstance(calls, list):
+        calls = []
+    if not calls and not isinstance(reasoning, str):
+        return None
+    return ParsedText(
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+        tool_calls=tuple(_tool_call(call) for call in calls),
+    )
+
+
+def _tool_call(call: object) -> ToolCall:
+    said = call if isinstance(call, Mapping) else {}
+    function = said.get("function")
+    if not isinstance(function, Mapping):
+        # nothing that was paid for is lost
+        function = {"name": said.get("type"), "arguments": call}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    name = function.get("name")
+    return ToolCall(id=str(said.get("id") or ""), name=str(name or ""), arguments=arguments)
+
+
+def with_usage(
+    samples: Sequence[Completion], usage: object, options: OpenAIOptions
+) -> list[Completion]:
+    """Return the samples with what the answer says of tokens; it tells of all samples together."""
+    said = usage if isinstance(usage, Mapping) else {}
+    num_input, num_output = _count(said, "prompt_tokens"), _count(said, "completion_tokens")
+    details = said.get("prompt_tokens_details")
+    num_cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
+    cost = None
+    if options.has_prices and num_input is not None:
+        cost = options.cost(num_input, num_cached or 0, num_output or 0)
+    shares = _shares(num_output, samples)
+    first, *others = [
+        replace(sample, num_generated_tokens=share)
+        for sample, share in zip(samples, shares, strict=True)
+    ]
+    first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached or 0, cost=cost)
+    return [first, *others]
+
+
+def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None]:
+    """Split a sum of tokens over samples by the lengths of their texts; exact where ids are there.
+
+    The shares add up to the sum.
+    """
+    if total is None:
+        return [None] * len(samples)
+    if len(samples) > 1 and all(len(sample.token_ids) for sample in samples):
+        return [len(sample.token_ids) for sample in samples]
+    weights = np.array([1 + len((sample.text or "").encode()) for sample in samples], np.float64)
+    ends = np.rint(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
+    return [int(share) for share in np.diff(ends, prepend=0)]
+
+
+def _constraint_fields(text: str) -> dict[str, Any]:
+    """Return the fields for a constraint: those of OpenAI where it has one, else those of vLLM."""
+    constraint = StructuredOutputs.parse(text)
+    if constraint.json is not None:
+        schema = {"name": "answer", "strict": True, "schema": json.loads(constraint.json)}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if constraint.json_object:
+        return {"response_format": {"type": "json_object"}}
+    return {"structured_outputs": json.loads(text)}
+
+
+def _logprobs_fields(num_top: int, *, is_chat: bool) -> dict[str, Any]:
+    if not is_chat:
+        return {"logprobs": num_top}
+    return {"logprobs": True, "top_logprobs": num_top}
+
+
+def _logprobs(said: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`
+    """Return the log probabilities of each token, the sampled one first.
+
+    Servers name tokens by their text unless they are asked for "token_id:7"; then ids are empty.
+    """
+    if not isinstance(said, Mapping):
+        return None
+    if isinstance(said.get("content"), list):
+        found = [_chat_logprobs(entry) for entry in said["content"]]
+    else:
+        tops = said.get("top_logprobs") or [None] * len(said.get("tokens") or ())
+        lists = zip(said.get("tokens") or (), said.get("token_logprobs") or (), tops, strict=False)
+        found = [_merged(token, value, dict(top or {})) for token, value, top in lists]
+    return tuple(_pair(entry) for entry in found)
+
+
+def _chat_logprobs(entry: Mapping[str, Any]) -> dict[str, float]:
+    top = {each["token"]: each["logprob"] for each in entry.get("top_logprobs") or ()}
+    return _merged(entry["token"], entry["logprob"], top)
+
+
+def _merged(token: str, value: float, top: Mapping[str, float]) -> dict[str, float]:
+    return {token: value, **{name: of for name, of in top.items() if name != token}}
+
+
+def _pair(entry: Mapping[str, float]) -> tuple[Any, Any]:
+    numbers = [name.removeprefix(_TOKEN_ID) for name in entry if name.startswith(_TOKEN_ID)]
+    is_by_id = len(numbers) == len(entry) and all(number.isdigit() for number in numbers)
+    token_ids = np.array([int(number) for number in numbers] if is_by_id else [], np.int32)
+    return token_ids, np.array([np.nan if v is None else v for v in entry.values()], np.float32)
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+    return value if is_count else None
+
+
+def _index(choice: object, place: int) -> int:
+    if not isinstance(choice, Mapping):
+        raise BadAnswer(f"a choice of the endpoint's answer is no object: {shown(choice)}")
+    index = choice.get("index", place)
+    return index if isinstance(index, int) else place
+
+
+def shown(value: object) -> str:
+    """Return the beginning of what an endpoint has said."""
+    return json.dumps(value, default=repr)[:_MAX_SHOWN]

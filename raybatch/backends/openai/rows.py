@@ -1,0 +1,126 @@
+"""The rows of an endpoint backend: which wait, which are to be asked again, and when."""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from raybatch.records.types import Request
+
+__all__ = ["Row", "Rows"]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request on its way.
+
+    Args:
+        request: what is asked.
+        samples: that are still to be told.
+        num_tries: requests that were sent for it.
+        key: of the one that is in flight; None where none is.
+        sent_s: when that was sent.
+        tokens: that the budget was charged for it.
+    """
+
+    request: Request
+    samples: frozenset[int]
+    num_tries: int = 0
+    key: int | None = None
+    sent_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def weight(self) -> int:
+        """Samples that the endpoint works on."""
+        return self.request.sampling.n
+
+
+class Rows:
+    """The rows that were handed over and are not finished, by request id."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Row] = {}
+        self._waiting: deque[Row] = deque()
+        # began elsewhere, so that nobody gets them back
+        self._resumed: deque[Row] = deque()
+        # when to ask again, a number that tells equal times apart, the row
+        self._delayed: list[tuple[float, int, Row]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, row: Row) -> None:
+        """Take a row in; `wait` or `resume` puts it into a line.
+
+        Raises:
+            ValueError: its request id is there already.
+        """
+        request_id = row.request.request_id
+        if request_id in self._open:
+            raise ValueError(f"request {request_id} is already in the backend")
+        self._open[request_id] = row
+
+    def wait(self, row: Row) -> None:
+        """Put a row behind those that were not asked yet."""
+        self._waiting.append(row)
+
+    def resume(self, row: Row) -> None:
+        """Put a row before them; it is not given back."""
+        self._resumed.append(row)
+
+    def delay(self, row: Row, due_s: float) -> None:
+        """Ask a row again, not before `due_s`."""
+        heapq.heappush(self._delayed, (due_s, next(self._numbers), row))
+
+    def has_next(self, now_s: float) -> bool:
+        """Return whether a row may be asked now."""
+        is_due = bool(self._delayed) and self._delayed[0][0] <= now_s
+        return is_due or bool(self._resumed or self._waiting)
+
+    def next(self, now_s: float) -> Row:
+        """Take the row out of its line that is to be asked now."""
+        if self._delayed and self._delayed[0][0] <= now_s:
+            return heapq.heappop(self._delayed)[2]
+        return (self._resumed or self._waiting).popleft()
+
+    def unasked(self) -> list[Request]:
+        """Take all rows out that were not asked yet, in order."""
+        requests = [row.request for row in self._waiting]
+        self._waiting.clear()
+        for request in requests:
+            del self._open[request.request_id]
+        return requests
+
+    def told(self, request_id: int, sample_idx: int) -> None:
+        """Note a sample that was told; after the last one the row is forgotten."""
+        row = self._open.get(request_id)
+        if row is not None:
+            row.samples -= {sample_idx}
+            if not row.samples:
+                del self._open[request_id]
+
+    def take_out(self, request_ids: Collection[int]) -> list[Row]:
+        """Take rows out, in order of arrival, wherever they are; unknown ids are ignored."""
+        wanted = set(request_ids)
+        rows = [row for request_id, row in self._open.items() if request_id in wanted]
+        for row in rows:
+            del self._open[row.request.request_id]
+        gone = set(map(id, rows))
+        self._waiting = deque(row for row in self._waiting if id(row) not in gone)
+        self._resumed = deque(row for row in self._resumed if id(row) not in gone)
+        self._delayed = [entry for entry in self._delayed if id(entry[2]) not in gone]
+        heapq.heapify(self._delayed)
+        return rows
+
+    def num_waiting_samples(self) -> int:
+        """Return the samples of all rows in lines."""
+        return sum(row.weight for row in self._in_lines())
+
+    def _in_lines(self) -> Iterator[Row]:
+        yield from self._resumed
+        yield from self._waiting
+        for _, _, row in self._delayed:
+            yield row

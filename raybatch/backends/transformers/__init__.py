@@ -1,0 +1,1 @@
+"""The engine of Hugging Face transformers, for models that no other engine runs."""

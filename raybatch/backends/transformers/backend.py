@@ -1,0 +1,265 @@
+"""Hugging Face transformers as a backend: slow and right, for models that no other engine has.
+
+Every sequence has a cache of its own, whatever the architecture puts into one, and is computed
+alone; so a row has the same tokens in any company. The prompt that a prefix group shares is
+computed once, and its cache is copied for each member.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from raybatch.backends.intake import Intake, IntakeBackend
+from raybatch.backends.transformers.model import HubModel
+from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.engine.finish_rules import FinishRules
+from raybatch.engine.protocols import SamplerLike, StopCheckerLike
+from raybatch.engine.row_checks import RowLimits
+from raybatch.engine.sampling.grammars import GrammarSlots
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.engine.sequences.completions import completion_of
+from raybatch.models.source import resolve_model
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    ReplicaStats,
+    SequenceState,
+    TokenIds,
+)
+from raybatch.text.lazy_tokenizer import LazyTokenizer
+from raybatch.text.stopping import StopChecker
+
+__all__ = ["TransformersBackend", "create"]
+
+# prefix groups whose cache is kept; groups come one after the other
+_NUM_GROUPS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    state: SequenceState
+    tokens: list[int]
+    max_new_tokens: int
+    num_cached_tokens: int
+    logprobs: list[Any] | None
+    num_told: int
+    # tokens that the cache does not hold yet
+    pending: TokenIds
+    cache: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.state.request.prompt_token_ids) + len(self.tokens)
+
+
+class TransformersBackend(IntakeBackend):
+    """Follows the `Backend` protocol over a model of transformers.
+
+    Args:
+        model: that is run.
+        sampler: picks tokens; has `max_num_seqs` slots.
+        stop_checker: finds stop strings.
+        max_num_seqs: sequences that run at once; more are not faster.
+    """
+
+    def __init__(
+        self,
+        model: HubModel,
+        sampler: SamplerLike,
+        stop_checker: StopCheckerLike,
+        *,
+        max_num_seqs: int,
+    ) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._max_num_seqs = max_num_seqs
+        self._limits = RowLimits(
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            kv_tokens=max_num_seqs * model.max_model_len,
+        )
+        self._rules = FinishRules(max_num_seqs, model.eos_token_ids, stop_checker)
+        super().__init__(self._find_failure)
+        # by slot
+        self._running: dict[int, _Running] = {}
+        self._prefixes: OrderedDict[int, tuple[TokenIds, Any]] = OrderedDict()
+        self._counters = ReplicaStats()
+
+    def capacity(self) -> Capacity:
+        return Capacity(
+            kv_tokens=self._limits.kv_tokens,
+            max_model_len=self._limits.max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            block_size=1,
+        )
+
+    def poll(self) -> list[Completion]:
+        if not self._intake.num_open:
+            return []
+        began = time.perf_counter()
+        has_work = self._intake.num_waiting or self._running
+        completions = self._intake.close(self._run_step() if has_work else [])
+        self._count(engine_s=time.perf_counter() - began)
+        return completions
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        states = []
+        for running in self._running.values():
+            if len(running.tokens) >= running.num_told + min_new_tokens:
+                running.num_told = len(running.tokens)
+                states.append(_state(running))
+        return states
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+        wanted = set(request_ids)
+        slots = [s for s, r in self._running.items() if r.state.request.request_id in wanted]
+        states = [_state(self._leave(slot)) for slot in slots]
+        return self._intake.withdraw(request_ids, states)
+
+    def stats(self) -> ReplicaStats:
+        held = sum(running.num_tokens for running in self._running.values())
+        return replace(
+            self._counters,
+            num_running=len(self._running),
+            num_waiting=self._intake.num_waiting,
+            kv_used_fraction=held / self._limits.kv_tokens,
+            kv_tokens=self._limits.kv_tokens,
+        )
+
+    def close(self) -> None:
+        self._running.clear()
+        self._prefixes.clear()
+        self._intake = Intake(self._find_failure)
+
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        refusal = self._sampler.refusal(state.request.sampling)
+        return self._limits.find_failure(state, refusal=refusal)
+
+    def _run_step(self) -> list[Completion]:
+        free = [slot for slot in range(self._max_num_seqs) if slot not in self._running]
+        for slot in free[: self._intake.num_waiting]:
+            self._start(slot, *self._intake.take())
+        slots = np.array(list(self._running), np.int64)
+        running = list(self._running.values())
+        logits = torch.stack([self._forward(each) for each in running])
+        num_generated = np.array([len(each.tokens) for each in running], np.int64)
+        result = self._sampler.sample(logits, slots, num_generated)
+        self._count(num_steps=1, num_generated_tokens=int(result.is_finite.sum()))
+        completions = []
+        for i in np.flatnonzero(~result.is_finite).tolist():
+            num_tokens = running[i].num_tokens
+            error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
+            self._leave(int(slots[i]))
+            completions.append(completion_of(_state(running[i]), "error", error=error))
+        good = np.flatnonzero(result.is_finite)
+        for i in good.tolist():
+            token_id = int(result.token_ids[i])
+            running[i].tokens.append(token_id)
+            running[i].pending = np.array([token_id], np.int32)
+            logprobs = running[i].logprobs
+            if logprobs is not None and result.logprobs is not None:
+                logprobs.append(result.logprobs[i])
+        ends = np.array([running[i].max_new_tokens for i in good], np.int64)
+        finished = self._rules.find(
+            slots[good], result.token_ids[good], num_generated[good] + 1, ends
+        )
+        for slot, reason, stop_reason in finished:
+            completions.append(completion_of(_state(self._leave(slot)), reason, stop_reason))
+        return completions
+
+    def _start(self, slot: int, state: SequenceState, is_begun: bool) -> None:
+        request = state.request
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        running = _Running(
+            state=state,
+            tokens=state.token_ids.tolist(),
+            max_new_tokens=min(sampling.max_tokens, self._limits.max_model_len - len(prompt)),
+            num_cached_tokens=state.num_cached_tokens,
+            logprobs=None if sampling.logprobs is None else list(state.logprobs or ()),
+            num_told=len(state.token_ids),
+            pending=np.concatenate([prompt, state.token_ids]),
+        )
+        num_cached = self._take_prefix(running)
+        if is_begun:
+            self._count(num_recomputed_tokens=len(running.pending))
+        elif not state.sample_idx:
+            running.num_cached_tokens = num_cached
+            self._count(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
+        self._running[slot] = running
+        self._sampler.add(slot, sampling, request.seed, state.sample_idx, prompt, state.token_ids)
+        self._rules.add(slot, sampling, state.token_ids)
+
+    def _take_prefix(self, running: _Running) -> int:
+        """Give a sequence the cache of its group's prefix; return the tokens another request made.
+
+        One token at least is left, because the logits are those after the last one.
+        """
+        request = running.state.request
+        length = min(request.prefix_len, len(request.prompt_token_ids) - 1)
+        if request.group_id is None or length < 1:
+            return 0
+        prefix = request.prompt_token_ids[:length]
+        known = self._prefixes.get(request.group_id)
+        is_known = known is not None and np.array_equal(known[0], prefix)
+        if known is None or not is_known:
+            known = prefix, self._model.forward(prefix, None)[1]
+            self._prefixes[request.group_id] = known
+        self._prefixes.move_to_end(request.group_id)
+        while len(self._prefixes) > _NUM_GROUPS:
+            self._prefixes.popitem(last=False)
+        running.cache = copy.deepcopy(known[1])
+        running.pending = running.pending[length:]
+        return length if is_known else 0
+
+    def _forward(self, running: _Running) -> torch.Tensor:
+        logits, running.cache = self._model.forward(running.pending, running.cache)
+        return logits
+
+    def _leave(self, slot: int) -> _Running:
+        self._sampler.remove(slot)
+        self._rules.remove(slot)
+        return self._running.pop(slot)
+
+    def _count(self, **more: float) -> None:
+        added = {name: getattr(self._counters, name) + value for name, value in more.items()}
+        self._counters = replace(self._counters, **added)
+
+
+def create(model: str, backend: BackendConfig, engine: EngineConfig) -> TransformersBackend:
+    """Load a model and return a backend that is ready for `submit`.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: with options of `TransformersOptions`.
+        engine: of its options dtype, device, num_threads, max_model_len and max_num_seqs are used.
+
+    Raises:
+        ConfigError: an unknown option, or a model that cannot be loaded.
+    """
+    options = from_mapping(TransformersOptions, backend.options, where="backend.options")
+    path = resolve_model(model)
+    loaded = HubModel.load(path, engine, options)
+    max_num_seqs = min(engine.max_num_seqs, options.max_num_seqs)
+    tokenizer, eos_token_ids = LazyTokenizer(path), loaded.eos_token_ids
+    grammars = GrammarSlots(tokenizer.hugging_face, loaded.vocab_size, eos_token_ids)
+    sampler = Sampler(loaded.vocab_size, max_num_seqs, eos_token_ids, grammars)
+    stop_checker = StopChecker(tokenizer)
+    return TransformersBackend(loaded, sampler, stop_checker, max_num_seqs=max_num_seqs)
+
+
+def _state(running: _Running) -> SequenceState:
+    return replace(
+        running.state,
+        token_ids=np.array(running.tokens, np.int32),
+        num_cached_tokens=running.num_cached_tokens,
+        logprobs=None if running.logprobs is None else tuple(running.logprobs),
+    )

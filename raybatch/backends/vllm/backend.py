@@ -1,0 +1,236 @@
+"""vLLM as a backend: rows and samples over an engine that knows requests alone.
+
+             own line             inside vLLM
+submit -->  not begun  -------->  waiting | running  -->  completions
+restore ->  begun before -------> (first)
+
+vLLM gets a few requests more than it can run, so that order, `drain` and moving rows stay here.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from raybatch.backends.intake import IntakeBackend
+from raybatch.backends.vllm.inner import InnerEngine, Parse
+from raybatch.backends.vllm.pooling import adapter_of, pooling_params
+from raybatch.backends.vllm.sampling import can_resume, sampling_params
+from raybatch.backends.vllm.sequence import (
+    Answer,
+    Progress,
+    RequestRefused,
+    VllmSequence,
+)
+from raybatch.engine.row_checks import RowLimits
+from raybatch.engine.sequences.completions import completion_of
+from raybatch.errors import error_text
+from raybatch.records.media import prompt_ids_of
+from raybatch.records.payload import IMAGES
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    FinishReason,
+    ReplicaStats,
+    Request,
+    SequenceState,
+    Task,
+)
+
+__all__ = ["VllmBackend"]
+
+# requests inside vLLM beyond those that it can run, as a share of these: what it admits while the
+# results of a step are on their way
+_LEAD_FRACTION = 1 / 8
+# samples with images that are handed over before a step: files are unpacked here, while all wait
+_IMAGES_PER_STEP = 4
+_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class VllmBackend(IntakeBackend):
+    """Follows the `Backend` protocol over vLLM.
+
+    Each sample of a row is a request of its own with its own seed, so that it does not depend on
+    the others.
+
+    Args:
+        engine: owned by this backend from here on.
+        task: that the engine was started for.
+        parse: of good completions; None leaves their text to the stage.
+    """
+
+    def __init__(
+        self, engine: InnerEngine, task: Task = "generate", parse: Parse | None = None
+    ) -> None:
+        self._engine = engine
+        self._is_pooling = task != "generate"
+        self._parse = parse
+        self._capacity = engine.capacity()
+        self._limits = _row_limits(engine, self._capacity, task)
+        self._eos_token_ids = engine.eos_token_ids()
+        max_num_seqs = self._capacity.max_num_seqs
+        self._max_inside = max_num_seqs + max(1, int(max_num_seqs * _LEAD_FRACTION))
+        super().__init__(self._limits.find_failure)
+        self._inside: dict[str, VllmSequence] = {}
+        self._keys = count(1)
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_recomputed_tokens = 0
+        self._engine_s = 0.0
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def poll(self) -> list[Completion]:
+        began = time.perf_counter()
+        completions = self._hand_over()
+        if self._inside:
+            self._num_steps += 1
+            completions += [self._finish(answer) for answer in self._engine.step()]
+        told = self._intake.close(completions)
+        self._engine_s += time.perf_counter() - began
+        return told
+
+    def drain(self) -> list[Request]:
+        unstarted = [s for s in self._inside.values() if not self._has_started(s)]
+        self._intake.put_back(self._recall(unstarted))
+        return super().drain()
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        states = []
+        for key, sequence in self._inside.items():
+            num_tokens = len(sequence.tokens_before) + self._engine.num_tokens(key)
+            if num_tokens >= sequence.num_told + min_new_tokens:
+                sequence.num_told = num_tokens
+                states.append(sequence.state(self._engine.progress(key)))
+        return states
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+        wanted = set(request_ids)
+        inside = [s for s in self._inside.values() if s.request.request_id in wanted]
+        return self._intake.withdraw(wanted, self._recall(inside))
+
+    def stats(self) -> ReplicaStats:
+        num_running = self._engine.num_running()
+        return ReplicaStats(
+            num_running=num_running,
+            num_waiting=len(self._inside) - num_running + self._intake.num_waiting,
+            kv_used_fraction=self._engine.kv_used_fraction(),
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_preemptions=self._engine.num_preemptions(),
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            kv_tokens=self._capacity.kv_tokens,
+            engine_s=self._engine_s,
+        )
+
+    def close(self) -> None:
+        self._inside.clear()
+        self._engine.close()
+
+    def _hand_over(self) -> list[Completion]:
+        """Give vLLM what it can run and a little more; return what it does not take."""
+        refused = []
+        num_with_images = 0
+        while (
+            num_with_images < _IMAGES_PER_STEP
+            and self._intake.num_waiting
+            and len(self._inside) < self._max_inside
+        ):
+            sequence = self._sequence(*self._intake.take())
+            num_with_images += IMAGES in sequence.request.payload
+            tokens = np.concatenate((prompt_ids_of(sequence.request), sequence.tokens_before))
+            params = self._params(sequence)
+            try:
+                self._engine.add(sequence.key, tokens.tolist(), params)
+            except RequestRefused as error:
+                state = sequence.state(None)
+                refused.append(completion_of(state, "error", error=error_text(error)))
+            else:
+                self._inside[sequence.key] = sequence
+        return refused
+
+    def _sequence(self, state: SequenceState, is_begun: bool) -> VllmSequence:
+        """Return a sequence that goes on from its tokens, if its answer is the same then."""
+        # tokens may look like the place of an image, which stands in the prompt
+        goes_on = len(state.token_ids) > 0 and can_resume(state.request.sampling)
+        goes_on = goes_on and IMAGES not in state.request.payload
+        return VllmSequence(
+            key=str(next(self._keys)),
+            request=state.request,
+            sample_idx=state.sample_idx,
+            before=state if goes_on else None,
+            has_started=is_begun,
+            num_told=len(state.token_ids) if goes_on else 0,
+        )
+
+    def _params(self, sequence: VllmSequence) -> dict[str, Any]:
+        if self._is_pooling:
+            return pooling_params(sequence.request)
+        num_done = len(sequence.tokens_before)
+        params = sampling_params(sequence.request, sequence.sample_idx, num_done=num_done)
+        return params | adapter_of(sequence.request)
+
+    def _finish(self, answer: Answer) -> Completion:
+        sequence = self._inside.pop(answer.key)
+        self._count(sequence, answer.progress)
+        state, stop = sequence.state(answer.progress), answer.stop_reason
+        if not answer.is_finite and self._is_pooling:
+            error = "NonFiniteVector: what the model made of the prompt is no numbers"
+            return completion_of(state, "error", error=error)
+        if not answer.is_finite:
+            num_tokens = len(sequence.request.prompt_token_ids) + len(state.token_ids)
+            error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
+            return completion_of(state, "error", error=error)
+        reason = _REASONS.get(answer.finish_reason)
+        if reason is None:
+            error = f"VllmError: vLLM ended the request with {answer.finish_reason!r}"
+            return completion_of(state, "error", error=error)
+        if stop in self._eos_token_ids and stop not in sequence.request.sampling.stop_token_ids:
+            stop = None
+        completion = completion_of(state, reason, stop, vector=answer.vector)
+        if IMAGES in sequence.request.payload and not sequence.sample_idx:
+            completion = replace(completion, num_input_tokens=answer.num_prompt_tokens)
+        return completion if self._parse is None else self._parse(sequence.request, completion)
+
+    def _count(self, sequence: VllmSequence, progress: Progress) -> None:
+        self._num_generated_tokens += len(progress.token_ids)
+        num_prompt = len(sequence.request.prompt_token_ids)
+        if sequence.has_started:
+            num_known = num_prompt + len(sequence.tokens_before)
+            self._num_recomputed_tokens += num_known - progress.num_cached_tokens
+        elif not sequence.sample_idx:
+            self._num_prompt_tokens += num_prompt
+            self._num_cached_tokens += progress.num_cached_tokens
+
+    def _recall(self, sequences: Sequence[VllmSequence]) -> list[SequenceState]:
+        """Take sequences out of vLLM, with what they have."""
+        begun = [s for s in sequences if self._engine.has_started(s.key)]
+        found = self._engine.take([s.key for s in sequences])
+        for sequence in sequences:
+            del self._inside[sequence.key]
+        for sequence in begun:
+            self._count(sequence, found[sequence.key])
+        return [sequence.state(found[sequence.key]) for sequence in sequences]
+
+    def _has_started(self, sequence: VllmSequence) -> bool:
+        return sequence.has_started or self._engine.has_started(sequence.key)
+
+
+def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimits:
+    """Return what vLLM need not be asked; of a score it knows best, which may be two prompts."""
+    max_len = capacity.max_model_len
+    return RowLimits(
+        vocab_size=engine.vocab_size(),
+        # a prompt that generates nothing may fill the context
+        max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
+        # and vLLM does not start where the longest one does not fit the cache
+        kv_tokens=capacity.kv_tokens if task == "generate" else 2 * max_len,
+    )

@@ -1,0 +1,300 @@
+"""vLLM's engine inside this process: everything that knows vLLM, and nothing of rows.
+
+Requests have a key, a text. What is read beside vLLM's public interface (tokens so far, what its
+scheduler has started) lies here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import VLLMClientError
+from vllm.multimodal.cache import MultiModalCacheMissError
+from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tasks import POOLING_TASKS
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from raybatch.backends.vllm.adapters import VllmAdapters
+from raybatch.backends.vllm.images import forget_images, prompt_of
+from raybatch.backends.vllm.model import ScoreForm
+from raybatch.backends.vllm.parsing import OutputParser
+from raybatch.backends.vllm.pooling import pooling_task
+from raybatch.backends.vllm.room import leave_room
+from raybatch.backends.vllm.sequence import (
+    NO_TOKENS,
+    Answer,
+    Progress,
+    RequestRefused,
+    TokenLogprobs,
+)
+from raybatch.errors import ConfigError
+from raybatch.records.payload import IMAGES, LORA
+from raybatch.records.types import Capacity, Task
+from raybatch.text.tokenizer import Tokenizer
+
+__all__ = ["VllmEngine"]
+
+# what vLLM raises where it does not take one request
+_REFUSALS = (VLLMClientError, ValueError, NotImplementedError, MultiModalCacheMissError)
+
+
+class VllmEngine:
+    """An `LLMEngine` whose scheduler lives in this process; owned by one thread.
+
+    Args:
+        engine: made without a process of its own for the engine core.
+        check_logits: tell requests whose logits are not numbers; needs
+            VLLM_COMPUTE_NANS_IN_LOGITS.
+    """
+
+    def __init__(self, engine: LLMEngine, *, check_logits: bool) -> None:
+        self._engine = engine
+        self._client = engine.engine_core
+        self._scheduler = self._client.engine_core.scheduler
+        # by key: the id inside vLLM, and its scheduler's record of the request
+        self._requests: dict[str, tuple[str, Any]] = {}
+        self._not_finite: set[str] = set()
+        self._num_preemptions = 0
+        self._pooling_task: str | None = None
+        self._adapters = VllmAdapters(engine.add_lora)
+        leave_room(self._scheduler, self.capacity().block_size)
+        if check_logits:
+            self._watch_logits()
+
+    def pool_for(self, task: Task, form: ScoreForm) -> None:
+        """Take requests of a pooling task from here on.
+
+        Args:
+            task: of the stage.
+            form: how queries and documents come.
+
+        Raises:
+            ConfigError: the model has no such task, or reads pairs in another form.
+        """
+        config = self._engine.vllm_config.model_config
+        self._pooling_task = pooling_task(
+            task,
+            [name for name in self._engine.get_supported_tasks() if name in POOLING_TASKS],
+            form=form,
+            num_labels=int(getattr(config.hf_config, "num_labels", 0)),
+        )
+        if task == "score" and form != "apart" and config.use_sep_token != (form == "pair"):
+            raise ConfigError(
+                "the config of the model does not say whether query and document are told apart; "
+                f"set engine_kwargs.hf_overrides to {{'use_sep_token': {config.use_sep_token}}}"
+            )
+
+    def capacity(self) -> Capacity:
+        """Return what the engine can hold."""
+        config = self._engine.vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return Capacity(
+            kv_tokens=cache.num_gpu_blocks * cache.block_size,
+            max_model_len=config.model_config.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            block_size=cache.block_size,
+            max_batched_tokens=scheduler.max_num_batched_tokens,
+        )
+
+    def vocab_size(self) -> int:
+        """Return the number of token ids that the model knows."""
+        return int(self._engine.vllm_config.model_config.get_vocab_size())
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the model's own end tokens."""
+        processor = self._engine.input_processor
+        own = processor.generation_config_fields.get("eos_token_id")
+        listed = own if isinstance(own, list) else [own]
+        found = {*listed, self._engine.renderer.get_eos_token_id()}
+        return frozenset(token_id for token_id in found if token_id is not None)
+
+    def output_parser(self, **names: str | None) -> OutputParser:
+        """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
+        config = self._engine.vllm_config.model_config
+        decoder = Tokenizer.load(config.model)
+        return OutputParser(decoder, self._engine.renderer.get_tokenizer(), config, **names)
+
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
+        """Queue a request behind all others.
+
+        Args:
+            key: not among those in the engine.
+            prompt_token_ids: not empty, known to the model.
+            params: options of `SamplingParams`, or of `PoolingParams` where the engine pools; under
+                `IMAGES` files of images, for the places that the prompt has for them.
+
+        Raises:
+            RequestRefused: vLLM does not take these options, or cannot read an image.
+        """
+        try:
+            inner_id = self._queue_with_images(key, prompt_token_ids, params)
+        except _REFUSALS as error:
+            # it may have come half of the way
+            self._engine.abort_request([key])
+            raise RequestRefused(str(error)) from error
+        self._requests[key] = inner_id, self._scheduler.requests[inner_id]
+
+    def _queue_with_images(
+        self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]
+    ) -> str:
+        """Queue a request; images that vLLM takes for sent and its core has not are sent again."""
+        try:
+            return self._queue(key, prompt_token_ids, params)
+        except MultiModalCacheMissError as error:
+            self._engine.abort_request([key])
+            forget_images(self._engine, error)
+        return self._queue(key, prompt_token_ids, params)
+
+    def _queue(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> str:
+        """Queue a request and return its id inside vLLM."""
+        # first what may be refused: images count as sent once the prompt is made
+        options = self._params({n: v for n, v in params.items() if n not in (LORA, IMAGES)})
+        adapter = self._adapters.find(params.get(LORA))
+        prompt = prompt_of(self._engine, prompt_token_ids, params.get(IMAGES, ()))
+        return str(self._engine.add_request(key, prompt, options, lora_request=adapter))
+
+    def _params(self, given: Mapping[str, Any]) -> SamplingParams | PoolingParams:
+        if self._pooling_task is not None:
+            return PoolingParams(task=self._pooling_task, **given)
+        return SamplingParams(
+            **_with_constraint(given),
+            detokenize=bool(given.get("stop")),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # nobody else has this object
+            skip_clone=True,
+        )
+
+    def step(self) -> list[Answer]:
+        """Run one step and return the requests that ended in it.
+
+        Raises:
+            Exception: whatever vLLM raises; the engine is not usable after it.
+        """
+        answers = []
+        for output in self._engine.step():
+            _, request = self._requests.pop(output.request_id)
+            self._num_preemptions += request.num_preemptions
+            if isinstance(output, PoolingRequestOutput):
+                answers.append(_pooled(output))
+                continue
+            sample = output.outputs[0]
+            progress = Progress(
+                np.array(sample.token_ids, np.int32),
+                output.num_cached_tokens or 0,
+                _logprobs(sample.logprobs),
+            )
+            is_finite = output.request_id not in self._not_finite
+            answers.append(
+                Answer(
+                    output.request_id,
+                    progress,
+                    sample.finish_reason,
+                    sample.stop_reason,
+                    is_finite,
+                    num_prompt_tokens=len(output.prompt_token_ids),
+                )
+            )
+        answers += [self._end(key) for key in self._not_finite if key in self._requests]
+        self._not_finite.clear()
+        return answers
+
+    def take(self, keys: Sequence[str]) -> dict[str, Progress]:
+        """Take requests out, free what they hold, and return what each has."""
+        taken = {key: self.progress(key) for key in keys}
+        self._engine.abort_request(list(keys))
+        for key in keys:
+            _, request = self._requests.pop(key)
+            self._num_preemptions += request.num_preemptions
+        return taken
+
+    def progress(self, key: str) -> Progress:
+        """Return what a request has so far."""
+        inner_id, _ = self._requests[key]
+        state = self._engine.output_processor.request_states[inner_id]
+        if state.detokenizer is None:
+            return Progress(NO_TOKENS, state.num_cached_tokens, ())
+        return Progress(
+            np.array(state.detokenizer.output_token_ids, np.int32),
+            state.num_cached_tokens,
+            _logprobs(state.logprobs_processor.logprobs),
+        )
+
+    def num_tokens(self, key: str) -> int:
+        """Return how many tokens a request has so far."""
+        inner_id, _ = self._requests[key]
+        state = self._engine.output_processor.request_states[inner_id]
+        return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
+
+    def has_started(self, key: str) -> bool:
+        """Return whether the scheduler has ever given a request room."""
+        _, request = self._requests[key]
+        return bool(request.status.name == "RUNNING" or request.num_preemptions)
+
+    def num_running(self) -> int:
+        """Return the requests that have room now."""
+        return len(self._scheduler.running)
+
+    def num_preemptions(self) -> int:
+        """Return how often requests that have ended had lost their room."""
+        return self._num_preemptions
+
+    def kv_used_fraction(self) -> float:
+        """Return the share of the KV cache that running requests hold."""
+        return float(self._scheduler.kv_cache_manager.usage)
+
+    def reset(self) -> None:
+        """Drop all requests and forget the prefixes that are cached."""
+        self.take(list(self._requests))
+        self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the engine with the processes that it has started."""
+        self._client.shutdown()
+
+    def _end(self, key: str) -> Answer:
+        """Take a request out whose logits are not numbers."""
+        return Answer(key, self.take([key])[key], "error", None, is_finite=False)
+
+    def _watch_logits(self) -> None:
+        """Note the requests for which the model gave NaN, which vLLM counts and does not tell."""
+        get_output = self._client.get_output
+
+        def watched() -> Any:  # noqa: ANN401 - vLLM's own type
+            outputs = get_output()
+            bad = {o.request_id for o in outputs.outputs if o.num_nans_in_logits}
+            if bad:
+                keys = [key for key, (inner_id, _) in self._requests.items() if inner_id in bad]
+                self._not_finite.update(keys)
+            return outputs
+
+        self._client.get_output = watched
+
+
+def _with_constraint(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    constraint = sampling.get("structured_outputs")
+    if constraint is None:
+        return dict(sampling)
+    return {**sampling, "structured_outputs": StructuredOutputsParams(**constraint)}
+
+
+def _logprobs(positions: Sequence[Mapping[int, Any]] | None) -> tuple[TokenLogprobs, ...]:
+    """Return ids and values of each position, the sampled token first, as vLLM orders them."""
+    return tuple(
+        (
+            np.fromiter(position, np.int32, len(position)),
+            np.array([each.logprob for each in position.values()], np.float32),
+        )
+        for position in positions or ()
+    )
+
+
+def _pooled(output: PoolingRequestOutput) -> Answer:
+    vector = output.outputs.data.detach().float().cpu().numpy()
+    progress = Progress(NO_TOKENS, output.num_cached_tokens or 0, ())
+    reason = "stop" if output.error is None and vector.size else "error"
+    is_finite = bool(np.isfinite(vector).all())
+    return Answer(output.request_id, progress, reason, None, is_finite, vector)

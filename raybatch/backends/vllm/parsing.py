@@ -1,0 +1,196 @@
+"""Reasoning and calls of tools, taken out of answers by the parsers of vLLM's server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.parser_manager import ParserManager
+from vllm.renderers.chat_utils import get_tool_call_id_type
+
+from raybatch.errors import ConfigError, encodable, error_text
+from raybatch.records.parsed_text import ParsedText, ToolCall
+from raybatch.records.payload import CHAT
+from raybatch.records.types import Completion, Request
+from raybatch.text.stopping import Decoder, completion_text
+
+__all__ = ["OutputParser"]
+
+_PACKAGES = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")
+_MAX_SHOWN = 300
+# of a message: what the parsers look at are tools and options
+_MESSAGES = [{"role": "user", "content": ""}]
+
+
+class OutputParser:
+    """Makes text, reasoning and calls of tools of the tokens of an answer; of one thread.
+
+    A row of messages is parsed as vLLM's server does, which looks for calls where the row has
+    tools. Of other rows nobody knows the tools, so calls are looked for in each.
+
+    Args:
+        decoder: makes texts of tokens.
+        tokenizer: the same one, as vLLM has it.
+        model_config: of vLLM.
+        reasoning_parser: its name in vLLM; None leaves reasoning in the text.
+        tool_call_parser: its name in vLLM; None leaves calls in the text.
+
+    Raises:
+        ConfigError: a parser is not there, or does not fit the tokenizer.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Any,  # noqa: ANN401 - of vLLM
+        model_config: Any,  # noqa: ANN401 - of vLLM
+        *,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._model_config = model_config
+        # ids of this form count the calls of a conversation; others are drawn by chance
+        self._has_own_ids = get_tool_call_id_type(model_config) == "kimi_k2"
+        # the template of Mistral takes no other ones
+        self._are_ids_short = tool_call_parser == "mistral"
+        try:
+            self._make: Any = ParserManager.get_parser(
+                tool_parser_name=tool_call_parser,
+                reasoning_parser_name=reasoning_parser,
+                enable_auto_tools=tool_call_parser is not None,
+                model_name=model_config.model,
+                is_harmony=model_config.hf_config.model_type == "gpt_oss",
+                tokenizer=tokenizer,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"backend.options: {error}") from error
+        self._complaints = _Complaints()
+        # few sets of tools among many rows
+        self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)
+
+    def __call__(self, request: Request, completion: Completion) -> Completion:
+        """Return a completion with its text, and with what the text is without now.
+
+        What a parser raises, or says in its log, becomes the error of what was found; the text has
+        all that was not found then. A completion whose tokens are no text is returned as it is:
+        who makes the text meets the same, and tells it.
+        """
+        if completion.error:
+            return completion
+        try:
+            whole = completion_text(completion, request.sampling, self._decoder)
+        except Exception:  # ids that the tokenizer does not know
+            return completion
+        try:
+            with self._complaints.heard():
+                text, parsed = self._parsed(request, completion, whole)
+        except Exception as error:  # parsers meet whatever a model writes
+            text, parsed = whole, ParsedText(error=_shown(error_text(error)))
+        else:
+            parsed = replace(parsed, error=_shown(self._complaints.said))
+        return replace(completion, text=text, parsed=parsed)
+
+    def _parsed(
+        self, request: Request, completion: Completion, whole: str
+    ) -> tuple[str, ParsedText]:
+        chat = request.payload.get(CHAT)
+        key = json.dumps([chat, request.sampling.skip_special_tokens], sort_keys=True)
+        asked = self._chat_request(key)
+        if asked.skip_special_tokens != request.sampling.skip_special_tokens:
+            sampling = replace(request.sampling, skip_special_tokens=asked.skip_special_tokens)
+            whole = completion_text(completion, sampling, self._decoder)
+        parser = self._parser(asked)
+        parser.set_prompt_token_ids(request.prompt_token_ids.tolist())
+        reasoning, content, calls = parser.parse(
+            whole,
+            asked,
+            enable_auto_tools=True,
+            model_output_token_ids=completion.token_ids.tolist(),
+        )
+        found = tuple(
+            ToolCall(
+                id=self._id(call, place, completion, request),
+                name=call.name,
+                arguments=str(call.arguments),
+            )
+            for place, call in enumerate(calls or ())
+        )
+        return content or "", ParsedText(reasoning=reasoning, tool_calls=found)
+
+    def _parser(self, asked: ChatCompletionRequest) -> Any:  # noqa: ANN401 - of vLLM
+        return self._make(
+            self._tokenizer,
+            asked.tools,
+            chat_template_kwargs=asked.chat_template_kwargs or {},
+            model_config=self._model_config,
+        )
+
+    def _adjusted_request(self, key: str) -> ChatCompletionRequest:
+        """Return what vLLM's server would be asked, as its parsers want it."""
+        chat, skips_special_tokens = json.loads(key)
+        options: Mapping[str, Any] = chat or {}
+        asked = ChatCompletionRequest(
+            messages=_MESSAGES,
+            tools=options.get("tools") or None,
+            chat_template_kwargs={n: value for n, value in options.items() if n != "tools"},
+            skip_special_tokens=skips_special_tokens,
+        )
+        if chat is None:
+            asked.tool_choice = "auto"
+        adjusted: ChatCompletionRequest = self._parser(asked).adjust_request(asked)
+        return adjusted
+
+    def _id(self, call: Any, place: int, completion: Completion, request: Request) -> str:  # noqa: ANN401
+        """Return the id of a call, the same in every run."""
+        if call.id and self._has_own_ids:
+            return str(call.id)
+        name = f"{request.row_id}\0{completion.sample_idx}\0{place}"
+        digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+        return digest[:9] if self._are_ids_short else f"call_{digest}"
+
+
+class _Complaints(logging.Handler):
+    """Hears of failures that parsers tell their log alone.
+
+    Attributes:
+        said: the last one since it began to listen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = ""
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen in place of the handlers of the logs, until the end of this context."""
+        self.said = ""
+        loggers = [logging.getLogger(name) for name in _PACKAGES]
+        before = [(logger.handlers, logger.propagate) for logger in loggers]
+        for logger in loggers:
+            # a traceback for every row would drown the log
+            logger.handlers, logger.propagate = [self], False
+        try:
+            yield
+        finally:
+            for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+                logger.handlers, logger.propagate = handlers, propagate
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR:
+            logging.getLogger("vllm").handle(record)
+            return
+        cause = record.exc_info[1] if record.exc_info else None
+        self.said = record.getMessage() if cause is None else error_text(cause)
+
+
+def _shown(text: str) -> str:
+    return encodable(" ".join(text.split())[:_MAX_SHOWN])

@@ -1,0 +1,213 @@
+"""What the pooling tasks are to vLLM, and scores of rows that are two requests each.
+
+Nothing here knows vLLM itself: names of its tasks are texts.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raybatch.backends.vllm.inner import InnerEngine
+from raybatch.backends.vllm.model import ScoreForm
+from raybatch.backends.vllm.sequence import NO_TOKENS, Answer, Progress, RequestRefused
+from raybatch.errors import ConfigError
+from raybatch.records.payload import DOCUMENT_AT, LORA, POOLING, TYPES_AT
+from raybatch.records.types import Capacity, Request, Task, Vector
+
+__all__ = ["ScorePairs", "adapter_of", "pooling_params", "pooling_task", "similarity"]
+
+
+def pooling_task(
+    task: Task, supported: Collection[str], *, form: ScoreForm, num_labels: int
+) -> str:
+    """Return what vLLM calls the task of a stage for a model.
+
+    Args:
+        task: of the stage.
+        supported: tasks of vLLM that the model has.
+        form: how queries and documents come.
+        num_labels: values that the model gives as a classifier.
+
+    Raises:
+        ConfigError: the model has no such task.
+    """
+    wanted: tuple[str, ...] = (task,)
+    if task == "score":
+        wanted = ("embed", "token_embed") if form == "apart" else ("classify",)
+    found = next((name for name in wanted if name in supported), None)
+    if found is None:
+        told = ", ".join(sorted(supported)) or "none"
+        raise ConfigError(
+            f"task {task!r} needs a model that can do {' or '.join(wanted)}; of the pooling "
+            f"tasks of vLLM this one has: {told}. engine_kwargs.convert makes another one of it"
+        )
+    if task == "score" and form != "apart" and num_labels != 1:
+        raise ConfigError(
+            f"a score is one number, and this classifier gives {num_labels}; use task 'classify'"
+        )
+    return found
+
+
+def pooling_params(request: Request) -> dict[str, Any]:
+    """Return the options of vLLM's `PoolingParams` for a row, its task excepted.
+
+    The place of a document among the tokens is with them, for `ScorePairs`.
+    """
+    payload = request.payload
+    params: dict[str, Any] = dict(payload.get(POOLING, {}))
+    params |= adapter_of(request)
+    if TYPES_AT in payload:
+        params["extra_kwargs"] = {"compressed_token_type_ids": payload[TYPES_AT]}
+    if DOCUMENT_AT in payload:
+        params[DOCUMENT_AT] = payload[DOCUMENT_AT]
+    return params
+
+
+def adapter_of(request: Request) -> dict[str, str]:
+    """Return the adapter of a row beside the options of its request; nothing for none."""
+    return {LORA: request.payload[LORA]} if LORA in request.payload else {}
+
+
+def similarity(query: Vector, document: Vector) -> Vector:
+    """Return the score of two embeddings as vLLM counts it, a vector of one number.
+
+    Args:
+        query: [D], or [tokens, D] of a model that gives a vector for each token.
+        document: the same.
+    """
+    if query.ndim == 2:
+        # every token of the query takes the token of the document that is most like it
+        score = (query @ document.T).max(axis=1).sum()
+    else:
+        lengths = [max(float(np.linalg.norm(v)), 1e-8) for v in (query, document)]
+        score = query @ document / (lengths[0] * lengths[1])
+    return np.array([score], np.float32)
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Query and document of one row: those in the engine, and what came of the others."""
+
+    open: list[str]
+    done: dict[str, Answer] = field(default_factory=dict)
+
+
+class ScorePairs:
+    """An engine whose requests are a query and a document, each of them one of the engine below.
+
+    Args:
+        engine: of a model that embeds; owned by this object.
+    """
+
+    def __init__(self, engine: InnerEngine) -> None:
+        self._engine = engine
+        self._pairs: dict[str, _Pair] = {}
+        self._row_of: dict[str, str] = {}
+
+    def capacity(self) -> Capacity:
+        """Return what the engine can hold."""
+        return self._engine.capacity()
+
+    def vocab_size(self) -> int:
+        """Return the number of token ids that the model knows."""
+        return self._engine.vocab_size()
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the model's own end tokens."""
+        return self._engine.eos_token_ids()
+
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
+        """Queue a query and its document.
+
+        Raises:
+            RequestRefused: the engine does not take one of them, or there is no document.
+        """
+        others = {name: value for name, value in params.items() if name != DOCUMENT_AT}
+        border = params.get(DOCUMENT_AT)
+        if border is None:
+            raise RequestRefused("an embedding model scores two texts; give query and document")
+        halves = [f"{key}-query", f"{key}-document"]
+        self._engine.add(halves[0], prompt_token_ids[:border], others)
+        try:
+            self._engine.add(halves[1], prompt_token_ids[border:], others)
+        except RequestRefused:
+            self._engine.take([halves[0]])
+            raise
+        self._pairs[key] = _Pair(halves)
+        self._row_of.update(dict.fromkeys(halves, key))
+
+    def step(self) -> list[Answer]:
+        """Run one step and return the rows both of whose requests have ended."""
+        answers = []
+        for half in self._engine.step():
+            key = self._row_of.pop(half.key)
+            pair = self._pairs[key]
+            pair.open.remove(half.key)
+            pair.done[half.key] = half
+            if not pair.open:
+                del self._pairs[key]
+                answers.append(_joined(key, pair.done))
+        return answers
+
+    def take(self, keys: Sequence[str]) -> dict[str, Progress]:
+        """Take rows out; what was computed of them is lost."""
+        pairs = [self._pairs.pop(key) for key in keys]
+        halves = [half for pair in pairs for half in pair.open]
+        self._engine.take(halves)
+        for half in halves:
+            del self._row_of[half]
+        return {key: Progress(NO_TOKENS, 0, ()) for key in keys}
+
+    def progress(self, key: str) -> Progress:
+        """Return what a row has so far: nothing that could move."""
+        return Progress(NO_TOKENS, 0, ())
+
+    def num_tokens(self, key: str) -> int:
+        """Return how many tokens a row has generated."""
+        return 0
+
+    def has_started(self, key: str) -> bool:
+        """Return whether one of the requests of a row has ever had room."""
+        pair = self._pairs[key]
+        return bool(pair.done) or any(self._engine.has_started(half) for half in pair.open)
+
+    def num_running(self) -> int:
+        """Return the rows of which one half has had room."""
+        return sum(map(self.has_started, self._pairs))
+
+    def num_preemptions(self) -> int:
+        """Return how often requests that have ended had lost their room."""
+        return self._engine.num_preemptions()
+
+    def kv_used_fraction(self) -> float:
+        """Return the share of the KV cache that running requests hold."""
+        return self._engine.kv_used_fraction()
+
+    def reset(self) -> None:
+        """Drop all requests and forget the prefixes that are cached."""
+        self._engine.reset()
+        self._pairs.clear()
+        self._row_of.clear()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
+
+def _joined(key: str, halves: Mapping[str, Answer]) -> Answer:
+    query, document = halves[f"{key}-query"], halves[f"{key}-document"]
+    num_cached = query.progress.num_cached_tokens + document.progress.num_cached_tokens
+    vector = None
+    if query.vector is not None and document.vector is not None:
+        vector = similarity(query.vector, document.vector)
+    reasons = {query.finish_reason, document.finish_reason} - {"stop"}
+    return Answer(
+        key,
+        Progress(NO_TOKENS, num_cached, ()),
+        min(reasons, default="stop"),
+        None,
+        query.is_finite and document.is_finite,
+        vector,
+    )

@@ -1,0 +1,202 @@
+"""Starts vLLM in this process, once the environment is what vLLM reads when it is imported."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raybatch.backends.vllm.args import VllmOptions, engine_args, vllm_options
+from raybatch.backends.vllm.backend import VllmBackend
+from raybatch.backends.vllm.inner import InnerEngine, Parse
+from raybatch.backends.vllm.model import ScoreForm, form_of_scores
+from raybatch.backends.vllm.pooling import ScorePairs
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.memory.host_memory import free_memory_bytes
+from raybatch.errors import ConfigError, error_text
+from raybatch.models.source import resolve_model
+
+if TYPE_CHECKING:
+    from raybatch.backends.vllm.engine import VllmEngine
+
+__all__ = ["create", "start_inner"]
+
+_ENVIRONMENT = {
+    # the engine core in this process: its scheduler is read, and its memory is shared
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # on a CPU: OMP_NUM_THREADS counts, and engines of one host do not meet on its first cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# of the memory that is free before the weights are loaded
+_CPU_KV_FRACTION = 0.4
+# vLLM takes 128, which shares less
+_CPU_BLOCK_SIZE = EngineConfig().block_size_tokens
+
+
+def create(
+    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+) -> VllmBackend:
+    """Start vLLM in this process and return a backend that is ready for `submit`.
+
+    What fails after vLLM has started ends it.
+
+    Args:
+        model: checkpoint directory, hub id or URI.
+        backend: see `raybatch.backends.vllm.args.VllmOptions`.
+        engine: options of the engine.
+        num_engines_on_host: engines that share the host's memory.
+
+    Raises:
+        ConfigError: an unknown option, or a model that is not there.
+        Exception: whatever vLLM raises where it cannot run the model with these options.
+    """
+    options = vllm_options(backend, engine)
+    inner = _start(model, backend, engine, options, num_engines_on_host)
+    try:
+        return VllmBackend(inner, backend.task, _parser(inner, options))
+    except BaseException:
+        inner.close()
+        raise
+
+
+def start_inner(
+    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+) -> InnerEngine:
+    """Do the same as `create` without what makes a backend of it."""
+    return _start(model, backend, engine, vllm_options(backend, engine), num_engines_on_host)
+
+
+def _start(
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    options: VllmOptions,
+    num_engines_on_host: int,
+) -> InnerEngine:
+    """Set what vLLM reads of the environment, as far as it is not set, and start an engine."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = str(int(options.check_logits))
+    path = resolve_model(model)
+    is_pooling = backend.task != "generate"
+    form: ScoreForm = form_of_scores(path, options.engine_kwargs) if is_pooling else "apart"
+    started = _start_engine(
+        path,
+        engine_args(options, engine, backend.task),
+        check_logits=options.check_logits,
+        num_engines_on_host=num_engines_on_host,
+    )
+    if not is_pooling:
+        return started
+    try:
+        started.pool_for(backend.task, form)
+    except BaseException:
+        started.close()
+        raise
+    return ScorePairs(started) if backend.task == "score" and form == "apart" else started
+
+
+def _parser(inner: InnerEngine, options: VllmOptions) -> Parse | None:
+    names = {
+        "reasoning_parser": options.reasoning_parser,
+        "tool_call_parser": options.tool_call_parser,
+    }
+    if not any(names.values()):
+        return None
+    from raybatch.backends.vllm.engine import VllmEngine
+
+    assert isinstance(inner, VllmEngine), "what is pooled has no parsers"
+    return inner.output_parser(**names)
+
+
+def _start_engine(
+    model_dir: Path, args: Mapping[str, Any], *, check_logits: bool, num_engines_on_host: int
+) -> "VllmEngine":
+    """Start an engine with options of vLLM's `EngineArgs`."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    from raybatch.backends.vllm.engine import VllmEngine
+
+    with _refusing():
+        args = _with_configs(args, EngineArgs)
+    if current_platform.is_cpu():
+        args = _on_cpu(args, num_engines_on_host)
+        if args.get("enable_lora"):
+            from raybatch.backends.vllm.cpu_lora import leave_bare_rows_alone
+
+            leave_bare_rows_alone()
+    with _refusing():
+        made = EngineArgs(model=str(model_dir), **args)
+        config = made.create_engine_config(UsageContext.LLM_CLASS)
+    engine = LLMEngine(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=not args["disable_log_stats"],
+        usage_context=UsageContext.LLM_CLASS,
+        multiprocess_mode=False,
+    )
+    is_pooling = config.model_config.runner_type == "pooling"
+    try:
+        return VllmEngine(engine, check_logits=check_logits and not is_pooling)
+    except BaseException:
+        engine.engine_core.shutdown()
+        raise
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Make a ConfigError of what vLLM raises where an option cannot be."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        # pydantic writes several lines, of which a log would show one
+        said = " ".join(error_text(error).split())
+        raise ConfigError(f"vLLM refuses its options: {said}") from error
+
+
+def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+    """Return options in which a mapping is the config that it stands for, as `LLM` does it.
+
+    Raises:
+        ConfigError: an option that the installed vLLM does not have.
+    """
+    kinds: dict[str, Any] = {f.name: f.default_factory for f in fields(known)}
+    if unknown := sorted(set(args) - set(kinds)):
+        raise ConfigError(f"engine_kwargs: the vLLM that is installed has no {', '.join(unknown)}")
+    made = dict(args)
+    for name, value in args.items():
+        kind = kinds[name]
+        if isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
+            made[name] = kind(**value)
+    return made
+
+
+def _on_cpu(args: dict[str, Any], num_engines_on_host: int) -> dict[str, Any]:
+    """Fill in what vLLM chooses for a host of its own, or for one that stays up for days."""
+    args.setdefault("enforce_eager", True)
+    args.setdefault("block_size", _CPU_BLOCK_SIZE)
+    if args.get("dtype", "auto") == "auto":
+        args["dtype"] = "float32"
+    has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    if not has_size & set(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        free = min(free_memory_bytes(torch.device("cpu")), _free_of_node())
+        args["kv_cache_memory_bytes"] = int(_CPU_KV_FRACTION * free / num_engines_on_host)
+    return args
+
+
+def _free_of_node() -> int:
+    """Return the free bytes of the memory node to which vLLM will hold its cache."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    return int(get_memory_node_info(get_allowed_cpu_list()[0].numa_node).available_memory)

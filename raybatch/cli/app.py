@@ -1,0 +1,292 @@
+"""The command line: run, explain, demo, report, ordered.
+
+The flags of a job are those of `raybatch.cli.flags`; the commands on a cluster are those of
+`raybatch.cli.cluster`, those that measure of `raybatch.cli.bench`, those on an output of
+`raybatch.cli.outputs`.
+"""
+
+import atexit
+import logging
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+import raybatch
+from raybatch.cli.batch import BatchFlags, add_batch_commands, run_batch_file
+from raybatch.cli.bench import add_bench_commands
+from raybatch.cli.cluster import add_cluster_commands
+from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.cli.outputs import add_output_commands
+from raybatch.config import log_level
+from raybatch.errors import ConfigError, RaybatchError, shell_path
+from raybatch.redaction import DiscreetFormatter, redacted
+from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
+
+if TYPE_CHECKING:
+    from raybatch.report import RunReport
+
+app = typer.Typer(
+    help="Run an LLM over a whole dataset on Ray: Parquet in, Parquet out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+# the exit code of a command that Ctrl-C has ended
+_INTERRUPTED = 130
+# of one that has finished a job in which rows failed
+_ERROR_ROWS = 2
+
+
+class _Terminated(SystemExit):
+    """SIGTERM has ended the command where nothing else minds it."""
+
+
+def main() -> None:
+    """Run the command line; an error of raybatch is one line and exit code 1."""
+    skip_noise_of_workers()
+    quiet = ExitStack()
+    quiet.enter_context(quiet_stderr())
+    # Ray registers its own end later, so it ends in silence before this
+    atexit.register(quiet.close)
+    # imports, the start of Ray and the look at the input take seconds, before a run minds signals
+    before = signal.signal(signal.SIGTERM, _terminate) or signal.SIG_DFL
+    try:
+        app()
+    except SystemExit as end:
+        # Ray has a handler of its own while it starts, which exits with the number of the signal
+        if isinstance(end, _Terminated) or end.code == signal.SIGTERM:
+            typer.echo("error: SIGTERM ended the command; the same command goes on", err=True)
+            raise SystemExit(1) from None
+        if end.code == _INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        # typer ends with 2 on a wrong flag, which would say that a job is done but for error rows
+        if end.code == _ERROR_ROWS and not isinstance(end.__context__, typer.Exit):
+            raise SystemExit(1) from None
+        raise
+    except RaybatchError as error:
+        typer.echo(redacted(f"error: {error}"), err=True)
+        raise SystemExit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Terminated(1)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"raybatch {raybatch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _set_up(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    handler = StderrHandler()
+    handler.setFormatter(DiscreetFormatter())
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("raybatch").setLevel(log_level() or logging.INFO)
+
+
+@app.command()
+@with_job_flags(
+    job_file_help="YAML job file, below the options here; with --openai the batch file."
+)
+def run(
+    flags: JobFlags,
+    allow_error_rows: Annotated[
+        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+    ] = False,
+    openai: Annotated[
+        bool, typer.Option("--openai", help="The file is a batch file as OpenAI defines it.")
+    ] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="With --openai: file for the answers.")
+    ] = None,
+    errors: Annotated[
+        str | None, typer.Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
+    ] = None,
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="With --openai: a further name for the model.")
+    ] = None,
+) -> None:
+    """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
+    if openai:
+        batch = BatchFlags(out=out, errors=errors, names=tuple(model_name or ()))
+        counts = run_batch_file(flags, batch, start_ray=_start_ray)
+        raise typer.Exit(0 if counts.exit_code() == 2 and allow_error_rows else counts.exit_code())
+    if out is not None or errors is not None or model_name:
+        raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
+    note = with_model(flags.mapping)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
+    from raybatch.job.progress import ProgressPrinter  # slow to load, and a wrong option needs none
+
+    report = job.run(progress=ProgressPrinter(note=note), start_ray=_start_ray)
+    _end_with(report, allow_error_rows)
+
+
+@app.command()
+# which rows there are, and of what columns, the output says
+@with_job_flags(without=("columns",))
+def retry_errors(
+    flags: JobFlags,
+    into: Annotated[str, typer.Option(help="Folder for the new answers.")],
+    statuses: Annotated[
+        str | None, typer.Option(help="Of the rows, such as error,crashed; all errors by default.")
+    ] = None,
+    allow_error_rows: Annotated[
+        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+    ] = False,
+) -> None:
+    """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
+    note = with_model(flags.mapping)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
+    from raybatch.job.progress import ProgressPrinter
+
+    chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
+    report = job.retry_errors(
+        into, progress=ProgressPrinter(note=note), start_ray=_start_ray, **chosen
+    )
+    _end_with(report, allow_error_rows)
+
+
+@app.command()
+# about what is written
+@with_job_flags(without=("sink", "output_order", "overwrite", "extend", "on_error"))
+def explain(
+    flags: JobFlags,
+    html: Annotated[
+        str | None, typer.Option(help="Write a page with the prefix tree drawn to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV cache of one engine; of this host's engine by default."),
+    ] = None,
+    price_per_engine_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of one replica, in any currency.")
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Do not start an engine to measure its speed.")
+    ] = False,
+) -> None:
+    """Say what a job would share, save, take and cost, without running it."""
+    _check_page(html)
+    note = with_model(flags.mapping)
+    # nothing is written, so nobody has to say where
+    job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
+    if note:
+        typer.echo(note, err=True)
+    found = job.explain(
+        kv_tokens=kv_tokens,
+        price_per_engine_hour=price_per_engine_hour,
+        measure=not no_measure,
+        start_ray=_start_ray,
+    )
+    typer.echo(found.to_json() if as_json else str(found))
+    if html is not None:
+        _write_page(html, found.to_html())
+
+
+@app.command()
+def demo(
+    rows: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 4096,
+    out: Annotated[Path, typer.Option(help="Folder for prompts and answers.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(help="Of the dataset.")] = 0,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Engines to run.")] = None,
+) -> None:
+    """Answer a generated dataset with the embedded model and score the answers."""
+    from raybatch.demo.run import run_demo  # pyarrow is slow to load, and --help does without
+
+    result = run_demo(out, rows=rows, seed=seed, replicas=replicas, start_ray=_start_ray)
+    typer.echo(result.to_text())
+    # the dataset has bad rows on purpose; only lost or repeated ones are a failure
+    raise typer.Exit(1 if result.report.exit_code() == 1 else 0)
+
+
+@app.command()
+def report(
+    folder: Annotated[str, typer.Argument(help="Output folder of a job.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    html: Annotated[
+        str | None, typer.Option(help="Write a page with plan and actual to this file.")
+    ] = None,
+) -> None:
+    """Print the report of a job, or of what is there so far; verify tells by its exit code."""
+    from raybatch.outputs.rebuilt import report_of  # pyarrow again
+
+    found = report_of(folder)
+    typer.echo(found.to_json() if as_json else found.to_text())
+    if html is not None:
+        _write_page(html, found.to_html())
+
+
+@app.command()
+def ordered(
+    folder: Annotated[str, typer.Argument(help="Finished output folder of a job.")],
+    into: Annotated[str, typer.Argument(help="Folder for the copy.")],
+) -> None:
+    """Copy a finished output, its rows in the order of the input."""
+    from raybatch.outputs.ordered import ordered as copy_in_order
+
+    found = copy_in_order(folder, into, start_ray=_start_ray)
+    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {shell_path(into)}")
+
+
+add_cluster_commands(app)
+add_bench_commands(app)
+add_output_commands(app)
+add_batch_commands(app)
+
+
+def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
+    typer.echo(result.to_text())
+    if result.stopped:
+        typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
+    code = result.exit_code()
+    if result.rows_todo:
+        typer.echo(
+            f"stopped with {result.rows_todo} rows to do; the same command goes on there", err=True
+        )
+    raise typer.Exit(0 if code == 2 and allow_error_rows else code)
+
+
+def _check_page(path: str | None) -> None:
+    """Refuse a page that could not be written, before any work."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        page = shell_path(f"{path}/page.html")
+        raise ConfigError(f"--html {path}: this is a folder; name a file, such as {page}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"--html {path}: there is no such folder; make it, or choose another")
+
+
+def _write_page(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: the page cannot be written: {error}") from error
+    typer.echo(f"page: {shell_path(path)}", err=True)
+
+
+def _start_ray() -> None:
+    from raybatch.stages.ray_context import start_ray  # slow to load, and --help does without
+
+    minded = signal.getsignal(signal.SIGTERM)
+    start_ray()
+    # Ray puts a handler of its own in the place of ours
+    if minded is _terminate:
+        signal.signal(signal.SIGTERM, _terminate)

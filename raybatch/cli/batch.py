@@ -1,0 +1,209 @@
+"""The commands of the command line on batch files as OpenAI defines them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from raybatch.cli.flags import (
+    MESSAGES_FLAG,
+    PROMPT_FLAG,
+    JobFlags,
+    nested_options,
+    parse_settings,
+    with_job_flags,
+    with_model,
+)
+from raybatch.config import secret_of
+from raybatch.errors import ConfigError, shell_path
+
+if TYPE_CHECKING:
+    from raybatch.openai_batch.writing import BatchCounts
+
+__all__ = ["BatchFlags", "add_batch_commands", "run_batch_file"]
+
+
+# flags of a job that a batch file says itself, and its requests
+_SAID_BY_BATCHES = (
+    "source",
+    "sink",
+    "prompt",
+    "messages_column",
+    "id_column",
+    "columns",
+    "output_order",
+    "overwrite",
+    "extend",
+)
+
+
+class BatchFlags(NamedTuple):
+    """The flags of `run --openai` that no other run has.
+
+    Args:
+        out: file for the answers.
+        errors: file for the errors; None stands for one beside the answers.
+        names: further names of the model.
+    """
+
+    out: str | None
+    errors: str | None
+    names: tuple[str, ...]
+
+
+def add_batch_commands(app: typer.Typer) -> None:
+    """Give the command line its commands on batch files."""
+    app.command()(serve)
+    batches = typer.Typer(
+        help="Make batch files of OpenAI, and read what has come of them.", no_args_is_help=True
+    )
+    batches.command()(to_batch)
+    batches.command()(from_batch)
+    app.add_typer(batches, name="openai")
+
+
+def to_batch(
+    source: Annotated[str, typer.Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Batch file; further ones get numbers.")],
+    model: Annotated[str, typer.Option(help="As requests name it.")],
+    prompt: Annotated[str | None, PROMPT_FLAG] = None,
+    messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
+    system: Annotated[str | None, typer.Option(help="System message of rows without one.")] = None,
+    endpoint: Annotated[str, typer.Option(help="chat, completions or embeddings.")] = "chat",
+    id_column: Annotated[
+        str | None, typer.Option(help="Column for custom_id; file and position by default.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Option of every request, such as max_tokens=100."),
+    ] = None,
+) -> None:
+    """Make batch files of a dataset, of 50,000 requests and 200 MB each at most."""
+    from raybatch.openai_batch.export import Export, export_rows  # slow to load
+
+    given = parse_settings([f"sampling.{setting}" for setting in settings or []])
+    sampling = {name.removeprefix("stage.sampling."): value for name, value in given.items()}
+    found = export_rows(
+        Export(
+            source=source,
+            output=out,
+            model=model,
+            prompt=prompt,
+            messages=messages_column,
+            system=system,
+            endpoint=endpoint,
+            id_column=id_column,
+            sampling=sampling,
+        )
+    )
+    typer.echo(f"{found.num_requests} requests: {' '.join(map(shell_path, found.files))}")
+    if found.num_left_out:
+        first = f"the first is {found.first_error}"
+        typer.echo(f"{found.num_left_out} rows left out, {first}", err=True)
+    raise typer.Exit(2 if found.num_left_out else 0)
+
+
+def from_batch(
+    files: Annotated[list[str], typer.Argument(help="Files of answers and of errors.")],
+    source: Annotated[str, typer.Option(help="The dataset that the batch was made of.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="New folder for Parquet.")],
+    id_column: Annotated[
+        str | None, typer.Option(help="Column of custom_id, as when the batch was made.")
+    ] = None,
+) -> None:
+    """Bring answers back to the rows of a dataset; exit code 2 where rows have none."""
+    from raybatch.openai_batch.collect import collect_answers
+
+    found = collect_answers(files, source=source, sink=out, id_column=id_column)
+    typer.echo(
+        f"{found.num_rows} rows: {found.num_answered} answered, {found.num_failed} failed: "
+        f"{shell_path(out)}"
+    )
+    if found.num_unknown:
+        typer.echo(f"{found.num_unknown} lines are about no row of {source}", err=True)
+    raise typer.Exit(2 if found.num_failed else 0)
+
+
+@with_job_flags(without=_SAID_BY_BATCHES)
+def serve(
+    flags: JobFlags,
+    folder: Annotated[str, typer.Option(help="For files, batches and outputs; a path or a URI.")],
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="By which requests may call the model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Of that address.")] = 8000,
+    key_variable: Annotated[
+        str, typer.Option(help="Variable of the environment with the API key.")
+    ] = "RAYBATCH_API_KEY",
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Let everyone in who reaches the address.")
+    ] = False,
+    max_file_mb: Annotated[int, typer.Option(min=1, help="Of an upload, in MiB.")] = 200,
+    max_requests: Annotated[int, typer.Option(min=1, help="Of one batch.")] = 50_000,
+) -> None:
+    """Serve the Files and Batches API of OpenAI; batches go on where a server has ended."""
+    from raybatch.serving.server import ServeOptions, serve_batches  # Ray is slow to load
+    from raybatch.stages.ray_context import start_ray
+
+    mapping = nested_options(flags.job_file, flags.options)
+    if note := with_model(mapping):
+        typer.echo(note, err=True)
+    key = "" if no_key else secret_of(key_variable)
+    if not key and not no_key:
+        raise ConfigError(
+            f"no API key: set the variable {key_variable}, or --no-key to let everyone in"
+        )
+    options = ServeOptions(
+        folder=folder,
+        job=mapping,
+        names=tuple(model_name or ()),
+        host=host,
+        port=port,
+        key=key,
+        max_file_bytes=max_file_mb << 20,
+        max_requests=max_requests,
+    )
+    start_ray()
+    serve_batches(options)
+
+
+def run_batch_file(
+    flags: JobFlags, batch: BatchFlags, *, start_ray: Callable[[], None]
+) -> "BatchCounts":
+    """Answer a batch file and say what has become of it.
+
+    Raises:
+        ConfigError: an option is missing or wrong.
+    """
+    from raybatch.job.progress import ProgressPrinter
+    from raybatch.openai_batch.batch_options import BatchOptions  # slow to load
+    from raybatch.openai_batch.run import BatchRun
+    from raybatch.openai_batch.writing import BatchFiles
+
+    if flags.job_file is None:
+        raise ConfigError("nothing to run: name the batch file, as in `run in.jsonl --openai`")
+    if batch.out is None:
+        raise ConfigError("--out is missing; name the file for the answers, as in -o out.jsonl")
+    errors = batch.errors or f"{batch.out.removesuffix('.jsonl')}.errors.jsonl"
+    _check_distinct(flags.job_file, batch.out, errors)
+    mapping = nested_options(None, flags.options)
+    note = with_model(mapping)
+    is_overwrite = bool(mapping.pop("overwrite", False))
+    options = BatchOptions(job=mapping, names=batch.names, where="raybatch run --openai")
+    folder = f"{batch.out}.raybatch"
+    run = BatchRun(files=BatchFiles(flags.job_file, batch.out, errors, folder), options=options)
+    counts = run.run(
+        progress=ProgressPrinter(note=note), start_ray=start_ray, overwrite=is_overwrite
+    )
+    typer.echo(counts.to_text())
+    if counts.stopped:
+        typer.echo("the same command goes on there", err=True)
+    else:
+        typer.echo(f"answers: {shell_path(batch.out)}\nerrors: {shell_path(errors)}", err=True)
+    return counts
+
+
+def _check_distinct(*paths: str) -> None:
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"input, answers and errors must be three files, got {', '.join(paths)}")

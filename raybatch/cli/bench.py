@@ -1,0 +1,200 @@
+"""The commands of the command line that measure: bench faults, bench plan."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raybatch.cli.flags import DEMO_MODEL, parse_settings
+from raybatch.config import EngineConfig, from_mapping
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.policy.batches.step_plan import RowShape
+
+if TYPE_CHECKING:
+    from faultlab.figures import FaultFigures
+
+__all__ = ["add_bench_commands"]
+
+
+def add_bench_commands(app: typer.Typer) -> None:
+    """Give the command line its measurements."""
+    bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
+    bench.callback()(_several)
+    bench.command()(faults)
+    bench.command()(plan)
+    app.add_typer(bench, name="bench")
+
+
+def _several() -> None:
+    """Measure what is promised, on this host."""
+
+
+def faults(
+    seed: Annotated[int, typer.Option(help="Of schedules and rounds.")] = 0,
+    schedules: Annotated[int, typer.Option(min=0, help="To simulate; 0 is none.")] = 20_000,
+    rounds: Annotated[int, typer.Option(min=0, help="Jobs under three faults each.")] = 3,
+    first_round: Annotated[int, typer.Option(min=0, help="Number of the first round.")] = 0,
+    no_sweep: Annotated[
+        bool, typer.Option("--no-sweep", help="Leave out the exits at labelled points.")
+    ] = False,
+    no_peers: Annotated[
+        bool, typer.Option("--no-peers", help="Leave out the comparison with Ray Data.")
+    ] = False,
+    no_bad_inputs: Annotated[
+        bool, typer.Option("--no-bad-inputs", help="Leave out the corpus of bad inputs.")
+    ] = False,
+    soak_minutes: Annotated[
+        float, typer.Option(min=0, help="Of one long job under many faults; 0 is none.")
+    ] = 0.0,
+    fault_every_s: Annotated[
+        float, typer.Option(min=1, help="Between two faults of the long job.")
+    ] = 60.0,
+    moto_python: Annotated[
+        str, typer.Option(help="Interpreter that has moto, for faults of S3.")
+    ] = sys.executable,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for everything that was found.")
+    ] = None,
+) -> None:
+    """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
+    try:
+        from faultlab.bench import measure_faults
+        from faultlab.figures import FaultOptions
+        from faultlab.peers import PEERS
+        from faultlab.soak import SoakOptions
+        from faultlab.sweep import SWEPT
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"{error.name} is not installed: the fault bench is in the repository of raybatch and "
+            "no part of its wheel; in a clone run: pip install ./faultlab"
+        ) from error
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    long = SoakOptions(minutes=soak_minutes, fault_every_s=fault_every_s, seed=seed)
+    options = FaultOptions(
+        seed=seed,
+        schedules=schedules,
+        rounds=rounds,
+        first_round=first_round,
+        points=() if no_sweep else SWEPT,
+        peers=() if no_peers else PEERS,
+        has_bad_inputs=not no_bad_inputs,
+        soak=long if soak_minutes else None,
+        moto_python=moto_python,
+    )
+    with _quiet():
+        found = measure_faults(options, _telling(out))
+    typer.echo(found.to_text())
+    raise typer.Exit(0 if found.is_right else 1)
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, hub id or URI; demo by default.")
+    ] = DEMO_MODEL,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a row, those that are computed; 512.")
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a row, on average; 128.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option(help="Output of a job, whose rows had such lengths.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Options of the engine, such as engine.dtype=bfloat16."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again, also where that was done before.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, measurements included.")
+    ] = False,
+) -> None:
+    """Measure a layer of a model on this host, and say which batches its engine should run."""
+    engine = _engine_config(settings or [])
+    row = _rows(prompt_tokens, output_tokens, like)
+    if find_spec("torch") is None:
+        raise MissingDependency(
+            "raybatch bench plan measures the native engine, which needs torch: "
+            "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+        )
+    from rich.console import Console
+
+    from raybatch.explanation.bench_plan import plan_report
+
+    with Console(stderr=True).status("starting") as status:
+        found = plan_report(model, engine, row, fresh=fresh, tell=status.update)
+    typer.echo(found.to_json() if as_json else found.to_text())
+
+
+def _engine_config(settings: list[str]) -> EngineConfig:
+    parsed = parse_settings(settings)
+    for name in parsed:
+        if not name.startswith("stage.engine."):
+            raise ConfigError(
+                f"--set {name.removeprefix('stage.')}: a plan depends on options of the engine "
+                "alone, such as engine.kv_cache_bytes"
+            )
+    options = {name.removeprefix("stage.engine."): value for name, value in parsed.items()}
+    return from_mapping(EngineConfig, options, where="raybatch bench plan: engine")
+
+
+def _rows(
+    prompt_tokens: int | None, output_tokens: int | None, like: str | None
+) -> RowShape | None:
+    """Return what the flags say of rows; None where they say nothing."""
+    given = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    told = {name: tokens for name, tokens in given.items() if tokens is not None}
+    of_job = {} if like is None else _mean_tokens(like)
+    return RowShape(**{**of_job, **told}) if of_job or told else None
+
+
+def _mean_tokens(output: str) -> dict[str, int]:
+    """Return the mean tokens of the rows of an output, cached ones of prompts left out."""
+    from raybatch.outputs.rebuilt import report_of
+
+    found = report_of(output)
+    num_good = found.rows_out - found.rows_failed
+    if not num_good or not found.generated_tokens:
+        raise ConfigError(f"--like {output}: no row of this output has generated tokens")
+    computed = found.prompt_tokens - found.cached_tokens
+    return {
+        "prompt_tokens": max(1, round(computed / num_good)),
+        "output_tokens": max(1, round(found.generated_tokens / num_good)),
+    }
+
+
+def _telling(out: Path | None) -> Callable[["FaultFigures"], None]:
+    """Return what stores all figures after each step, and says what the last one found."""
+    told = 0
+
+    def tell(figures: "FaultFigures") -> None:
+        nonlocal told
+        if out is not None:
+            out.write_text(figures.to_json())
+        done = len(figures.points) + len(figures.rounds) + len(figures.peers)
+        if done > told:
+            told = done
+            last = (*figures.peers, *figures.points, *figures.rounds)[-1]
+            typer.echo(f"{figures.seconds:7.0f} s  {last}", err=True)
+
+    return tell
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of errors that are made on purpose."""
+    logger = logging.getLogger("raybatch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,148 @@
+"""The commands of the command line that speak to a cluster: submit, manifest, check."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.errors import ConfigError
+
+__all__ = ["add_cluster_commands"]
+
+_ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the job; no secrets.")
+
+
+def add_cluster_commands(app: typer.Typer) -> None:
+    """Give the command line its commands on clusters."""
+    for command in (submit, manifest, check):
+        app.command()(command)
+
+
+@with_job_flags()
+def submit(
+    flags: JobFlags,
+    address: Annotated[
+        str | None, typer.Option(help="Of the dashboard; RAY_API_SERVER_ADDRESS by default.")
+    ] = None,
+    submission_id: Annotated[
+        str | None, typer.Option(help="Name of the job; made of file and time by default.")
+    ] = None,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Print the id and end, without following the log.")
+    ] = False,
+    working_dir: Annotated[
+        Path | None, typer.Option(help="Folder to send along; the job file alone by default.")
+    ] = None,
+    wheel: Annotated[
+        str, typer.Option(help="auto sends this raybatch, none takes that of the image; or a path.")
+    ] = "auto",
+    env: Annotated[list[str] | None, _ENV] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    allow_error_rows: Annotated[
+        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+    ] = False,
+) -> None:
+    """Run one job on a Ray cluster and follow its log; the exit codes are those of run."""
+    from raybatch.submission.submit import Console, SubmitOptions
+    from raybatch.submission.submit import submit as send  # Ray is slow to load
+
+    note = with_model(flags.mapping)
+    if note:
+        _note(note)
+    can_ask = sys.stdin.isatty() and not yes
+    code = send(
+        flags.mapping,
+        SubmitOptions(
+            address=address,
+            submission_id=submission_id,
+            is_followed=not no_wait,
+            working_dir=working_dir,
+            wheel=wheel,
+            env=tuple(env or ()),
+            allow_error_rows=allow_error_rows,
+        ),
+        Console(write=_write, note=_note, confirm=typer.confirm if can_ask else None),
+        where=flags.where,
+        environment=os.environ,
+    )
+    raise typer.Exit(code)
+
+
+def manifest(
+    kind: Annotated[Literal["anyscale", "kuberay", "ray"], typer.Argument(help="The job system.")],
+    job_file: Annotated[str, typer.Argument(help="YAML job file.")],
+    image: Annotated[
+        str | None, typer.Option(help="With Ray, raybatch and its engine in it.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines, each on a host of its own.")
+    ] = None,
+    gpu_type: Annotated[
+        str | None,
+        typer.Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale."),
+    ] = None,
+    compute_config: Annotated[
+        str | None, typer.Option(help="Compute config of Anyscale, by name.")
+    ] = None,
+    service_account: Annotated[
+        str | None, typer.Option(help="Of Kubernetes, with the role for the data.")
+    ] = None,
+    max_retries: Annotated[int, typer.Option(min=0, help="Of the whole job.")] = 3,
+    timeout_s: Annotated[int, typer.Option(min=1, help="Seconds until it is ended.")] = 172_800,
+    env: Annotated[list[str] | None, _ENV] = None,
+    output: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
+) -> None:
+    """Print a complete file that runs a job file on a job system, with retries that resume."""
+    from raybatch.submission.manifest import ManifestOptions
+    from raybatch.submission.render import render_manifest  # Ray is slow to load
+    from raybatch.submission.secret_names import read_env_vars
+
+    options = ManifestOptions(
+        image=image,
+        replicas=replicas,
+        gpu_type=gpu_type,
+        compute_config=compute_config,
+        service_account=service_account,
+        max_retries=max_retries,
+        timeout_s=timeout_s,
+        env_vars=read_env_vars(env or (), os.environ),
+    )
+    text, notes = render_manifest(kind, job_file, options)
+    for note in notes:
+        _note(note)
+    if output is None:
+        _write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error}") from error
+
+
+def check(
+    address: Annotated[
+        str | None, typer.Option(help="Of the dashboard; RAY_API_SERVER_ADDRESS by default.")
+    ] = None,
+) -> None:
+    """Warn about what of a cluster is open to others; exit code 1 if there is anything."""
+    from raybatch.submission.cluster_check import find_warnings, probe_cluster
+    from raybatch.submission.probe import read_address
+
+    found = probe_cluster(read_address(address, os.environ), os.environ, Path.home())
+    warnings = find_warnings(found)
+    for warning in warnings:
+        _write(f"warning: {warning}\n")
+    if warnings:
+        raise typer.Exit(1)
+    _write(f"{found.address}: nothing to warn about\n")
+
+
+def _write(text: str) -> None:
+    typer.echo(text, nl=False)
+
+
+def _note(line: str) -> None:
+    typer.echo(line, err=True)

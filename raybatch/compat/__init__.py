@@ -1,0 +1,1 @@
+"""The processors of ray.data.llm, on the stages of this package."""

@@ -1,0 +1,196 @@
+"""`build_processor`: the shape and the names of ray.data.llm over a stage of this library."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from raybatch.compat.chaining import ADAPTER_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
+from raybatch.compat.feeder import ProcessorFeeder
+from raybatch.compat.options import (
+    ProcessorConfig,
+    stage_config,
+    vLLMEngineProcessorConfig,
+)
+from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.llm_stage import build_stage
+
+__all__ = ["Processor", "ProcessorConfig", "build_processor", "vLLMEngineProcessorConfig"]
+
+logger = logging.getLogger(__name__)
+
+_INPUT_COLUMNS = {
+    "messages": "messages of OpenAI's chat API (or prompt, or tokenized_prompt)",
+    "tokenized_prompt": "token ids",
+    "prompt": "a complete prompt text, without a chat template",
+}
+_OPTIONAL_COLUMNS = {
+    SAMPLING_COLUMN: "sampling options of the row, a dict or a JSON text",
+    POOLING_COLUMN: "pooling options of the row, a dict or a JSON text",
+    ADAPTER_COLUMN: "adapter that answers the row",
+}
+
+
+class Processor:
+    """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`.
+
+    Args:
+        config: as the user gave it.
+        stage: that answers the rows.
+        preprocess: of row batches, before it.
+        postprocess: of row batches, after it; None leaves them as they are.
+        preprocess_map_kwargs: of `map_batches` for preprocess.
+        postprocess_map_kwargs: of `map_batches` for postprocess.
+    """
+
+    def __init__(
+        self,
+        config: ProcessorConfig,
+        stage: type[StageFeeder],
+        *,
+        preprocess: Preprocess,
+        postprocess: Postprocess | None,
+        preprocess_map_kwargs: Mapping[str, Any],
+        postprocess_map_kwargs: Mapping[str, Any],
+    ) -> None:
+        self.config = config
+        self._stage = stage
+        self.preprocess = preprocess
+        self.postprocess = postprocess
+        self._preprocess_map_kwargs = dict(preprocess_map_kwargs)
+        self._postprocess_map_kwargs = dict(postprocess_map_kwargs)
+
+    def __call__(self, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
+        """Return the dataset to come; nothing runs before it is consumed.
+
+        Raises:
+            ConfigError: it is no dataset of Ray Data.
+        """
+        if not hasattr(dataset, "map_batches"):
+            raise ConfigError(
+                f"a processor maps a dataset of Ray Data, got {type(dataset).__name__}; make one "
+                "of rows with ray.data.from_items(rows)"
+            )
+        dataset = dataset.map_batches(
+            self.preprocess.__call__,
+            batch_format="pyarrow",
+            **self._preprocess_map_kwargs,
+        )
+        dataset = dataset.map_batches(self._stage, **self._feeder_options())
+        if self.postprocess is None:
+            return dataset
+        return dataset.map_batches(
+            self.postprocess.__call__,
+            batch_format="pyarrow",
+            **self._postprocess_map_kwargs,
+        )
+
+    def _feeder_options(self) -> dict[str, Any]:
+        runtime_env = self.config.runtime_env
+        placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+        return {**self._stage.map_options(), **placed}
+
+    def list_stage_names(self) -> list[str]:
+        """Return the names of the stages between preprocess and postprocess."""
+        return ["LLMStage"]
+
+    def get_stage_by_name(self, name: str) -> type[StageFeeder]:
+        """Return a stage.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        if name != "LLMStage":
+            raise ConfigError(f"no stage {name!r}{did_you_mean(name, self.list_stage_names())}")
+        return self._stage
+
+    def log_input_column_names(self) -> None:
+        """Log which columns the rows must have after preprocess."""
+        config = self._stage.config
+        names = config.conventional_columns
+        needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in names)
+        if config.query is not None:
+            needed = "query and document: two texts"
+        read = (config.sampling_column, config.pooling_column, config.lora_column)
+        optional = "; ".join(f"{name}: {_OPTIONAL_COLUMNS[name]}" for name in read if name)
+        logger.info("one of the input columns %s. Optional input columns: %s", needed, optional)
+
+
+def build_processor(
+    config: ProcessorConfig,
+    preprocess: RowFunction | None = None,
+    postprocess: RowFunction | None = None,
+    preprocess_map_kwargs: Mapping[str, Any] | None = None,
+    postprocess_map_kwargs: Mapping[str, Any] | None = None,
+    builder_kwargs: Mapping[str, Any] | None = None,
+) -> Processor:
+    """Return a processor, as `ray.data.llm.build_processor` does.
+
+    Rows come in with `messages`, `prompt` (a complete prompt: no chat template, and special tokens
+    in it are control tokens) or `tokenized_prompt` and, if wanted, `sampling_params`. Beside the
+    columns of a stage they go out with `prompt_token_ids`, `logprobs` (where text is generated)
+    and, where they have no column of that name, `prompt`.
+
+    Args:
+        config: of model and engines; `vLLMEngineProcessorConfig` runs vLLM.
+        preprocess: a function of the row (a dict) whose result is merged into the row.
+        postprocess: a function of the answered row whose result replaces it; not called for rows
+            with an error, which keep their columns and `__inference_error__`.
+        preprocess_map_kwargs: such as num_cpus, memory and compute.
+        postprocess_map_kwargs: the same for postprocess.
+        builder_kwargs: only `chat_template_kwargs`.
+
+    Raises:
+        ConfigError: an unknown or unsupported option.
+
+    Example:
+        >>> config = ProcessorConfig(model_source="demo")
+        >>> processor = build_processor(config, lambda row: {"prompt": row["text"]})
+        >>> processor(ds).write_parquet("answers/")  # doctest: +SKIP
+    """
+    given: object = config
+    if not isinstance(given, ProcessorConfig):
+        kind = type(given)
+        raise ConfigError(
+            "config must be a ProcessorConfig or vLLMEngineProcessorConfig of raybatch.llm, got "
+            f"{kind.__module__}.{kind.__name__}"
+        )
+    for name in builder_kwargs or {}:
+        if name != "chat_template_kwargs":
+            hint = did_you_mean(name, ["chat_template_kwargs"])
+            raise ConfigError(f"builder_kwargs: unknown option {name!r}{hint}")
+    _check_functions(preprocess=preprocess, postprocess=postprocess)
+    _check_mappings(
+        preprocess_map_kwargs=preprocess_map_kwargs, postprocess_map_kwargs=postprocess_map_kwargs
+    )
+    chat_template_kwargs = (builder_kwargs or {}).get("chat_template_kwargs")
+    stage = build_stage(stage_config(config, chat_template_kwargs), feeder=ProcessorFeeder)
+    task = stage.config.task
+    return Processor(
+        config,
+        stage,
+        preprocess=Preprocess(
+            preprocess,
+            model=config.model_source,
+            prompt_columns=() if task == "score" else stage.config.conventional_columns,
+            task=task,
+            has_adapters=stage.config.lora_column is not None,
+            has_images=stage.config.conventional_images is not None,
+        ),
+        postprocess=None if postprocess is None else Postprocess(postprocess, task=task),
+        preprocess_map_kwargs=preprocess_map_kwargs or {},
+        postprocess_map_kwargs=postprocess_map_kwargs or {},
+    )
+
+
+def _check_functions(**given: object) -> None:
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
+
+
+def _check_mappings(**given: object) -> None:
+    for name, options in given.items():
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")

@@ -1,0 +1,245 @@
+"""What a user's functions return of the rows of a batch, as columns of Arrow."""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.compat.chaining import MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
+from raybatch.compat.same_values import is_same
+from raybatch.errors import ConfigError
+from raybatch.rows.batches import python_values
+from raybatch.rows.images.values import MEDIA_TYPE, data_url, media, plain
+
+__all__ = [
+    "Convert",
+    "Row",
+    "asked_value",
+    "converted",
+    "json_text",
+    "merge",
+    "plain_value",
+    "replace",
+    "replace_failed",
+]
+
+# what a function has made of a row; None where it has failed
+Row = Mapping[str, Any] | None
+Column: TypeAlias = pa.Array | pa.ChunkedArray
+# from the name of a column and a value that a function has for it, to what the column holds
+Convert = Callable[[str, Any], Any]
+
+_OPTIONS = (SAMPLING_COLUMN, POOLING_COLUMN)
+_MESSAGES = "messages"
+# the same for all row batches, whatever they have
+_TYPES: Mapping[str, pa.DataType] = {
+    SAMPLING_COLUMN: pa.string(),
+    POOLING_COLUMN: pa.string(),
+    MEDIA_COLUMN: MEDIA_TYPE,
+}
+# what Arrow raises of values that are not of a type
+_NO_FORM = (pa.ArrowException, OverflowError, TypeError, ValueError)
+
+
+def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
+    """Return what a function made of a row, with the values that columns hold.
+
+    Raises:
+        ValueError: a value has no such form; names the column.
+    """
+    found = {}
+    for name, value in row.items():
+        try:
+            found[name] = convert(name, value)
+        except Exception as error:  # whatever PIL raises of a broken image, too
+            raise ValueError(f"column {name!r}: {error}") from error
+    return found
+
+
+def asked_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return what a column that a stage reads holds for a value."""
+    return media(value) if name == MEDIA_COLUMN else plain_value(name, value)
+
+
+def plain_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return what a column holds for a value: options as JSON, and no images of PIL."""
+    if name in _OPTIONS:
+        return json_text(plain(value))
+    if name in (_MESSAGES, MEDIA_COLUMN):
+        # a URL is what an endpoint takes
+        return plain(value, has_urls=name == _MESSAGES)
+    return value
+
+
+def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
+    """Return the table with what was returned of its rows; a failed row keeps what it had."""
+    for name in _names(returned):
+        column = _column(name, table)
+        old = _values(name, column, asked_value)
+        new = [None if row is None else row.get(name, old[i]) for i, row in enumerate(returned)]
+        merged = _changed(name, column, old, new, returned)
+        if name in table.column_names:
+            table = table.set_column(table.column_names.index(name), name, merged)
+        else:
+            table = table.append_column(name, merged)
+    return table
+
+
+def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
+    """Return the columns of the rows that replace those of a table; a failed one keeps its values.
+
+    Args:
+        table: the rows before.
+        returned: what replaces each; at least one is there.
+    """
+    columns = {}
+    for name in _names(returned):
+        column = _column(name, table)
+        old = _values(name, column, plain_value)
+        new = [None if row is None else row.get(name) for row in returned]
+        columns[name] = _changed(name, column, old, new, returned)
+    return columns
+
+
+def replace_failed(
+    table: pa.Table, imagined: Mapping[str, Any], example: Mapping[str, Any]
+) -> dict[str, Column]:
+    """Return the columns of rows that have all failed, in the types that good ones would have.
+
+    Args:
+        table: the rows before.
+        imagined: a good row.
+        example: what replaces that.
+    """
+    columns = {}
+    for name, value in example.items():
+        columns[name] = column = _column(name, table)
+        handed = _value_or_error(name, imagined.get(name), plain_value)
+        if name not in imagined or not is_same(value, handed):
+            array = _array(name, [value], like=_TYPES.get(name, column.type))
+            old = _values(name, column, plain_value)
+            columns[name] = _with_failed(name, array.slice(0, 0), column, old, good=[])
+    return columns
+
+
+def json_text(value: Any) -> str | None:  # noqa: ANN401 - data of a row
+    """Return a plain value in JSON; files of images are data: URLs in it, and a text stays."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda v: data_url(v) if isinstance(v, bytes) else str(v))
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Return the names of all columns, in the order of their first rows."""
+    return list(dict.fromkeys(name for row in rows if row is not None for name in row))
+
+
+def _column(name: str, table: pa.Table) -> pa.ChunkedArray:
+    """Return the column of a name, nulls where there is none."""
+    if name in table.column_names:
+        return table.column(name)
+    return pa.chunked_array([pa.nulls(table.num_rows, _TYPES.get(name, pa.null()))])
+
+
+def _values(name: str, column: pa.ChunkedArray, convert: Convert) -> list[Any]:
+    """Return the values of a column in the form that a function's values have, or their errors."""
+    return [_value_or_error(name, value, convert) for value in python_values(column)]
+
+
+def _value_or_error(name: str, value: Any, convert: Convert) -> Any:  # noqa: ANN401
+    try:
+        return convert(name, value)
+    except Exception as error:  # such a row has failed, or the function does not return the column
+        return error
+
+
+def _changed(
+    name: str,
+    column: pa.ChunkedArray,
+    old: Sequence[Any],
+    new: Sequence[Any],
+    returned: Sequence[Row],
+) -> Column:
+    """Return a column with new values in good rows; their type is that of the whole column."""
+    good = [i for i, row in enumerate(returned) if row is not None]
+    values = [new[i] for i in good]
+    # freshly read values: a function may have changed a list in place
+    if is_same(values, [old[i] for i in good]):
+        return column
+    array = _array(name, values, like=_TYPES.get(name, column.type))
+    return array if len(good) == len(new) else _with_failed(name, array, column, old, good=good)
+
+
+def _with_failed(
+    name: str, array: Column, column: pa.ChunkedArray, old: Sequence[Any], *, good: Sequence[int]
+) -> pa.ChunkedArray:
+    """Return the values of good rows with those that failed rows have between them."""
+    failed = sorted(set(range(len(old))).difference(good))
+    kept = [_in_type(name, column.slice(i, 1).combine_chunks(), old[i], array.type) for i in failed]
+    chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+    order = np.argsort([*good, *failed])
+    return pa.chunked_array([*chunks, *kept], array.type).take(pa.array(order))
+
+
+def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Array:  # noqa: ANN401
+    """Return a value of a failed row in another type, null where it has no form in that."""
+    if held.type == kind:
+        return held
+    with suppress(*_NO_FORM):
+        cast = held.cast(kind)
+        if not _is_cut(kind) or is_same(python_values(cast.cast(held.type)), python_values(held)):
+            return cast
+    if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
+        value = json_text(value)
+    found = _of_type(kind, [value])
+    return pa.nulls(1, kind) if found is None else found
+
+
+def _is_cut(kind: pa.DataType) -> bool:
+    """Return whether a cast to a type may drop most of a value: 5 becomes True, a time a date."""
+    return bool(pa.types.is_boolean(kind) or pa.types.is_date(kind) or pa.types.is_time(kind))
+
+
+def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
+    """Return values as an array, of the type `like` where that holds them as they are.
+
+    Raises:
+        ConfigError: they have no common type.
+    """
+    if (kept := _of_type(like, values)) is not None:
+        return kept
+    try:
+        found = _inferred(values)
+    except _NO_FORM as error:
+        if name == _MESSAGES:  # contents of several kinds have no common Arrow type
+            return pa.array([json_text(value) for value in values], pa.string())
+        raise ConfigError(
+            f"the rows of one batch hold values of different types in {name!r}: {error!s:.500}"
+        ) from error
+    # numbers of NumPy, and whole numbers beside others, are the same in both
+    kept = _of_type(like, python_values(found))
+    return found if kept is None else kept
+
+
+def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
+    """Return values as an array of a type; None where that would make others of them.
+
+    Arrow makes 1 of 1.5 and a date of a datetime without a word.
+    """
+    with suppress(*_NO_FORM):
+        array = pa.array(values, kind)
+        if is_same(values, python_values(array)):
+            return array
+    return None
+
+
+def _inferred(values: Sequence[Any]) -> Column:
+    found = pa.array(values)
+    # the other way round, Arrow says it itself
+    if pa.types.is_date(found.type) and any(isinstance(v, datetime.datetime) for v in values):
+        raise TypeError("a datetime after a date")
+    return found

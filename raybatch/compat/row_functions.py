@@ -1,0 +1,293 @@
+"""A user's functions of a row, mapped over row batches so that a failing row is an error value.
+
+`preprocess` is merged into the row, `postprocess` replaces it, as in ray.data.llm.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from raybatch.compat.answered_row import AnsweredRow
+from raybatch.compat.chaining import (
+    ADAPTER_COLUMN,
+    MEDIA_COLUMN,
+    POOLING_COLUMN,
+    PROMPT_COLUMNS,
+    SAMPLING_COLUMN,
+    drop_leftovers,
+)
+from raybatch.compat.row_columns import (
+    Convert,
+    Row,
+    asked_value,
+    converted,
+    merge,
+    plain_value,
+    replace,
+    replace_failed,
+)
+from raybatch.compat.same_values import copied, is_nested, is_same
+from raybatch.errors import ConfigError, error_text
+from raybatch.records.types import UNBOUNDED_TOKENS, Task
+from raybatch.rows.batches import python_rows, python_values
+from raybatch.rows.schema import ERROR_COLUMN, describe_error
+
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+INPUT_ERROR_COLUMN = "__rb_input_error__"
+
+# Columns that ray.data.llm acts on: what they ask for, and the way to it.
+_ASKING_COLUMNS: Mapping[str, str] = {
+    ADAPTER_COLUMN: "names adapters: set enable_lora in engine_kwargs, with backend='vllm'",
+    MEDIA_COLUMN: (
+        "has images: set backend='vllm' and task_type='generate', or hand them to an endpoint as "
+        "image_url parts of messages"
+    ),
+    "mm_processor_kwargs": (
+        "has options of images: set mm_processor_kwargs in engine_kwargs, for all rows alike"
+    ),
+    "multimodal_uuids": "names images, which are told apart by their bytes here",
+    POOLING_COLUMN: "has options of pooling: set task_type to 'embed', 'classify' or 'score'",
+    "tokenization_kwargs": (
+        "has options of a tokenizer: cut texts in preprocess, or return tokenized_prompt from it"
+    ),
+}
+
+# What a good row holds at least, for a batch in which every row has failed.
+_EXAMPLE_NUMBERS: Mapping[Task, Mapping[str, Any]] = {
+    "generate": {"generated_text": "", "generated_tokens": []},
+    "embed": {"embeddings": [1.0]},
+    "classify": {"embeddings": [1.0]},
+    "score": {"score": 1.0},
+}
+_EXAMPLE_ANSWER: Mapping[str, Any] = {
+    "num_input_tokens": 1,
+    "finish_reason": "stop",
+    ERROR_COLUMN: "",
+}
+
+
+class Preprocess:
+    """Maps `function` over a batch: what it returns is merged into the row.
+
+    Columns that it does not return, nor sets in the row that it is given, stay as they are. A row
+    that carries an error of an earlier processor keeps it and is not shown to the function. Two
+    columns are always there afterwards: the errors of the function, and the sampling options as
+    JSON texts (as Arrow structs they would turn ints into floats and absent into null).
+
+    After an earlier processor, which `__inference_error__` shows, its columns make room for those
+    of this one: its outputs, and the inputs that the function does not return. The function sees
+    them all, and can return their values, under other names or under the same.
+
+    Args:
+        function: of the user; None merges nothing.
+        model: of the stage, which the column `model` may name.
+        prompt_columns: those that the stage asks, the first of them that is there; none where it
+            asks pairs of query and document.
+        task: of the stage.
+        has_adapters: the column `model` may name adapters.
+        has_images: the column `multimodal_data` may have images.
+    """
+
+    def __init__(
+        self,
+        function: RowFunction | None,
+        *,
+        model: str = "",
+        prompt_columns: Sequence[str] = PROMPT_COLUMNS,
+        task: Task = "generate",
+        has_adapters: bool = False,
+        has_images: bool = False,
+    ) -> None:
+        self._function = function
+        self._model = model
+        self._prompt_columns = prompt_columns
+        options = SAMPLING_COLUMN if task == "generate" else POOLING_COLUMN
+        self._columns = [options, *([ADAPTER_COLUMN] if has_adapters else [])]
+        self._supported = {*self._columns, *([MEDIA_COLUMN] if has_images else [])}
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the table with the merged columns.
+
+        Raises:
+            ConfigError: a row asks for something that there is not, or the rows of an earlier
+                processor come with its prompts and no new ones.
+        """
+        is_chained = ERROR_COLUMN in table.column_names
+        errors = [""] * table.num_rows
+        if is_chained:
+            errors = [error or "" for error in table.column(ERROR_COLUMN).to_pylist()]
+            table = table.drop_columns([ERROR_COLUMN])
+        before = table
+        returned: list[Row] = [None if error else {} for error in errors]
+        if self._function is not None:
+            function = _merging(self._function)
+            returned, errors = _map_good(table, errors, function, "PreprocessError")
+            table = merge(table, returned)
+        if is_chained:
+            columns = self._prompt_columns
+            table = drop_leftovers(table, before, returned, prompt_columns=columns)
+        self._check_supported(table)
+        for name in self._columns:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(table.num_rows, pa.string()))
+        return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
+
+    def _check_supported(self, table: pa.Table) -> None:
+        for name, told in _ASKING_COLUMNS.items():
+            if name not in table.column_names or name in self._supported:
+                continue
+            column = table.column(name).drop_null()
+            if name == "model" and set(map(str, python_values(column))) <= {self._model}:
+                continue
+            if len(column):
+                raise ConfigError(
+                    f"the rows have a column {name!r}, which {told}. Otherwise drop it, or rename "
+                    "it if it is data of yours"
+                )
+
+
+class Postprocess:
+    """Maps `function` over a batch: what it returns replaces the row.
+
+    A row with an error is not shown to the function: it keeps the values of the columns that the
+    function's rows have under the same name, and null in the others. Where no row of a batch says
+    which columns these are, nor a row that is imagined for it, all columns stay.
+    `__inference_error__` is always there: the row's error, or what the function returns for it. A
+    column that the function hands through stays as it is.
+    """
+
+    def __init__(self, function: RowFunction, *, task: Task = "generate") -> None:
+        self._function = function
+        self._task = task
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the table of what the function returned."""
+        errors = table.column(ERROR_COLUMN).to_pylist()
+        returned, errors = _map_good(table, errors, self._show, "PostprocessError")
+        errors = [
+            error or str((row or {}).get(ERROR_COLUMN) or "")
+            for row, error in zip(returned, errors, strict=True)
+        ]
+        is_failed = all(row is None for row in returned)
+        columns = self._of_failed(table) if is_failed else replace(table, returned)
+        columns.pop(ERROR_COLUMN, None)
+        return pa.table({**columns, ERROR_COLUMN: pa.array(errors, pa.string())})
+
+    def _show(self, row: dict[str, Any]) -> Mapping[str, Any]:
+        return _checked(self._function(AnsweredRow(row)), plain_value)
+
+    def _of_failed(self, table: pa.Table) -> dict[str, Any]:
+        """Return the columns of rows that have all failed: those of good ones, or all there are."""
+        every = dict(zip(table.column_names, table.columns, strict=True))
+        rows = python_rows(table.slice(0, 1))
+        if not rows or isinstance(rows[0], Exception):
+            return every
+        example = {**_EXAMPLE_NUMBERS[self._task], **_EXAMPLE_ANSWER}
+        imagined = {**rows[0], **{n: _shaped(value, table, n) for n, value in example.items()}}
+        (returned,), _ = _map_rows([imagined], self._show, "PostprocessError")
+        return every if returned is None else replace_failed(table, imagined, returned)
+
+
+def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of an example
+    """Return an example as its column has it: in a list where rows have several samples."""
+    if name not in table.column_names:
+        return value
+    kind, depth = table.schema.field(name).type, 0
+    while pa.types.is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return [value] if depth > isinstance(value, list) else value
+
+
+def _merging(function: RowFunction) -> RowFunction:
+    """Return the function with what it sets in its row, at any depth, among what it returns."""
+
+    def merged(row: dict[str, Any]) -> Mapping[str, Any]:
+        before = dict(row)
+        nested = {name: copied(value) for name, value in row.items() if is_nested(value)}
+        returned: Any = function(row)
+        is_set = [
+            name
+            for name, value in row.items()
+            if name not in before
+            or value is not before[name]
+            or (name in nested and not is_same(value, nested[name]))
+        ]
+        if isinstance(returned, Mapping):
+            returned = {**{name: row[name] for name in is_set}, **returned}
+            returned = _unbounded(returned, nested.get(SAMPLING_COLUMN))
+        return _checked(returned, asked_value)
+
+    return merged
+
+
+def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa: ANN401
+    """Say "no bound" of the output in a number, where None would be "not said" further on.
+
+    Args:
+        row: what a function has made.
+        held: sampling options of the row before it. A struct of Arrow has all keys in all rows, so
+            that a None among all of them may only mean "not there".
+    """
+    options = row.get(SAMPLING_COLUMN)
+    if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:
+        return row
+    has_none = isinstance(held, Mapping) and held.get("max_tokens", 0) is None
+    if has_none and set(held) <= set(options):
+        return row
+    return {**row, SAMPLING_COLUMN: {**options, "max_tokens": UNBOUNDED_TOKENS}}
+
+
+def _map_good(
+    table: pa.Table, errors: Sequence[str], function: RowFunction, kind: str
+) -> tuple[list[Row], list[str]]:
+    """Map the rows without an error; return None for the others, and the errors of all."""
+    rows = python_rows(table)
+    good = [i for i, error in enumerate(errors) if not error]
+    found, failures = _map_rows([rows[i] for i in good], function, kind)
+    returned: list[Row] = [None] * len(rows)
+    all_errors = list(errors)
+    for i, row, failure in zip(good, found, failures, strict=True):
+        returned[i], all_errors[i] = row, failure
+    return returned, all_errors
+
+
+def _map_rows(
+    rows: Sequence[dict[str, Any] | Exception], function: RowFunction, kind: str
+) -> tuple[list[Row], list[str]]:
+    returned: list[Row] = []
+    errors: list[str] = []
+    for row in rows:
+        try:
+            if isinstance(row, Exception):
+                raise row
+            result = function(dict(row))
+        except Exception as error:  # the function is the user's, and so are its values
+            returned.append(None)
+            errors.append(describe_error(kind, error_text(error)))
+        else:
+            returned.append(result)
+            errors.append("")
+    return returned, errors
+
+
+def _checked(returned: object, convert: Convert) -> dict[str, Any]:
+    """Return what a function has returned as a row with values that columns hold."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the function must return a dict, got {type(returned).__name__}")
+    _check_encodable(returned)
+    return converted(returned, convert)
+
+
+def _check_encodable(value: object) -> None:
+    """Raise UnicodeEncodeError for a text with lone surrogates, which Arrow cannot hold."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _check_encodable(item)
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        for item in value:
+            _check_encodable(item)

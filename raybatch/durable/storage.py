@@ -1,0 +1,45 @@
+"""File systems of every kind behind one kind of error, and the store of a sink."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores.store import open_store
+from raybatch.errors import ConfigError, RaybatchError, error_text
+
+__all__ = ["is_below", "real_path", "store_of", "told_as"]
+
+
+@lru_cache(maxsize=8)
+def store_of(sink: str) -> Store:
+    """Return the store of a sink: one in a process, because a new one asks a bucket what it can."""
+    return open_store(sink)
+
+
+def real_path(fs: fsspec.AbstractFileSystem, path: str) -> str:
+    """Return a local path with its links followed, and any other as it is."""
+    return os.path.realpath(path) if isinstance(fs, LocalFileSystem) else path
+
+
+def is_below(folder: str, other: str) -> bool:
+    """Return whether a folder is `other` or lies below it, by whatever links it is named."""
+    fs, path = fsspec.core.url_to_fs(folder)
+    other_fs, root = fsspec.core.url_to_fs(other)
+    path, root = real_path(fs, path), real_path(other_fs, root)
+    return bool(fs == other_fs) and f"{path.rstrip('/')}/".startswith(f"{root.rstrip('/')}/")
+
+
+@contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Turn what a file system raises into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except RaybatchError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise ConfigError(f"{what}: {error_text(error)}") from error

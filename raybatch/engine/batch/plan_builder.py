@@ -1,0 +1,281 @@
+"""Turns a schedule into an AttentionPlan: which rows read which blocks, and together with whom.
+
+The blocks that a step reads fall into three kinds, by their readers (`BlockUsers`):
+
+    one decoding sequence        DecodePart, in memory order
+    at least one prompt chunk    ContextPart of all its readers
+    several decoding sequences   ContextPart where that saves enough reads, else DecodePart with
+                                 one (block, owner) pair per reader
+
+Blocks with the same set of readers form one ContextPart, so every shared run of a prefix tree is
+read once, whatever the tree looks like.
+
+The drafts of a decoding sequence are decode rows as well, each one position further than the row
+before it: what a row may see is how many positions of each block are valid for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raybatch.engine.batch.index_tensors import to_device
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import SequenceTable
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+
+__all__ = ["PlanBuilder"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Readers:
+    """Blocks with more than one reader or read by a chunk, as runs with one set of readers.
+
+    `blocks` are sorted by run and position, `block_ends` and `member_ends` cut the runs apart;
+    members index the sequences of the step: decoding ones, then chunks.
+    """
+
+    blocks: Int64s
+    block_ends: Int64s
+    members: Int64s
+    member_ends: Int64s
+
+
+class _Context(NamedTuple):
+    """A `ContextPart` as host arrays."""
+
+    rows: Int64s
+    blocks: Int64s
+    num_tokens: int
+    first_position: int
+
+
+class PlanBuilder:
+    """Builds one plan per step from the table and the schedule.
+
+    Args:
+        table: running sequences.
+        num_blocks: blocks of the pool.
+        min_saved_tokens: decode rows read a shared run together if that saves at least so many
+            reads of cached positions. Below it, a part of its own costs more than it saves
+            (measured on a CPU with blocks of 16).
+    """
+
+    def __init__(
+        self, table: SequenceTable, num_blocks: int, *, min_saved_tokens: int = 128
+    ) -> None:
+        self._table = table
+        self._min_saved_blocks = max(1, -(-min_saved_tokens // table.block_size))
+        self._group_of_block: Int64s = np.full(num_blocks, -1, np.int64)
+        self._member_of_slot: Int64s = np.full(len(table.records), -1, np.int64)
+
+    def build(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
+        """Return the plan of `schedule`; its readers are noted in the table."""
+        return self._build(schedule, self._table.num_computed[schedule.decode_slots], device)
+
+    def build_last(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
+        """Return the plan of the rows with logits, every one a decode row.
+
+        These are the decode rows of `schedule` and the last rows of the prompts that end in it.
+        """
+        table, stops = self._table, schedule.chunk_starts + schedule.chunk_lens
+        is_last = stops == table.num_tokens[schedule.chunk_slots]
+        rows = Schedule(
+            decode_slots=np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last])),
+            draft_lens=np.concatenate(
+                (schedule.decode_lens - 1, np.zeros(is_last.sum(), np.int64))
+            ),
+        )
+        starts = np.concatenate((table.num_computed[schedule.decode_slots], stops[is_last] - 1))
+        return self._build(rows, starts, device)
+
+    def _build(
+        self, schedule: Schedule, decode_starts: Int64s, device: torch.device
+    ) -> AttentionPlan:
+        """Return the plan; `decode_starts` are the positions of the first rows of decodes."""
+        table, num_decode = self._table, len(schedule.decode_slots)
+        slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots))
+        stops = decode_starts + schedule.decode_lens
+        targets = np.concatenate(
+            (-(-stops // table.block_size), schedule.chunk_starts // table.block_size)
+        )
+        table.users.extend(slots, targets, table.block_table)
+        self._member_of_slot[slots] = np.arange(len(slots))
+        own_blocks, own_members, context_blocks = self._split(num_decode)
+        contexts, pairs = self._contexts(schedule, slots, context_blocks)
+        self._member_of_slot[slots] = -1
+        num_decode_rows = int(schedule.decode_lens.sum())
+        chunk_rows = num_decode_rows + np.cumsum(schedule.chunk_lens) - schedule.chunk_lens
+        prefill = None
+        if len(chunk_rows):
+            prefill = PrefillPart(
+                starts=tuple(chunk_rows.tolist()), lens=tuple(schedule.chunk_lens.tolist())
+            )
+        decode = None
+        if num_decode:
+            blocks = np.concatenate((own_blocks, *(p[0] for p in pairs)))
+            members = np.concatenate((own_members, *(p[1] for p in pairs)))
+            decode = self._decode_part(blocks, members, schedule, decode_starts, device)
+        return AttentionPlan(
+            num_decode=num_decode_rows,
+            decode=decode,
+            prefill=prefill,
+            contexts=self._context_parts(contexts, device),
+        )
+
+    def _context_parts(
+        self, contexts: list[_Context], device: torch.device
+    ) -> tuple[ContextPart, ...]:
+        tensors = to_device([array for c in contexts for array in (c.rows, c.blocks)], device)
+        return tuple(
+            ContextPart(
+                query_idx=query_idx,
+                block_ids=block_ids,
+                num_tokens=context.num_tokens,
+                first_position=context.first_position,
+            )
+            for query_idx, block_ids, context in zip(
+                tensors[::2], tensors[1::2], contexts, strict=True
+            )
+        )
+
+    def _split(self, num_decode: int) -> tuple[Int64s, Int64s, Int64s]:
+        users = self._table.users
+        count = users.count[: users.high_water]
+        single = np.flatnonzero(count == 1)
+        members = self._member_of_slot[users.slot_sum[single]]
+        is_decode = (members >= 0) & (members < num_decode)
+        shared = np.flatnonzero(count > 1)
+        own_of_chunks = single[members >= num_decode]
+        return single[is_decode], members[is_decode], np.concatenate((shared, own_of_chunks))
+
+    def _group(self, slots: Int64s, blocks: Int64s) -> _Readers:
+        users, table = self._table.users, self._table
+        _, group = np.unique(users.key_sum[blocks], return_inverse=True)
+        order = np.lexsort((users.position[blocks], group))
+        blocks, group = blocks[order], group[order]
+        position = users.position[blocks]
+        # a run ends with its set of readers, or where the positions leave a gap
+        is_end = (np.diff(group) != 0) | (np.diff(position) != 1)
+        ends = np.append(np.flatnonzero(is_end) + 1, len(blocks))
+        first_blocks = blocks[np.concatenate(([0], ends[:-1]))]
+        # the first block of a run stands for all of them: whoever reads it is a member
+        self._group_of_block[first_blocks] = np.arange(len(ends))
+        found_groups, found_members = [], []
+        attended = users.num_attended[slots]
+        for first in np.unique(users.position[first_blocks]).tolist():
+            members = np.flatnonzero(attended > first)
+            groups = self._group_of_block[table.block_table[slots[members], first]]
+            found_groups.append(groups[groups >= 0])
+            found_members.append(members[groups >= 0])
+        self._group_of_block[first_blocks] = -1
+        groups, members = np.concatenate(found_groups), np.concatenate(found_members)
+        order = np.argsort(groups, kind="stable")
+        return _Readers(
+            blocks=blocks,
+            block_ends=ends,
+            members=members[order],
+            member_ends=np.cumsum(np.bincount(groups, minlength=len(ends))),
+        )
+
+    def _contexts(
+        self, schedule: Schedule, slots: Int64s, blocks: Int64s
+    ) -> tuple[list[_Context], list[tuple[Int64s, Int64s]]]:
+        """Return the context parts, and (blocks, owners) pairs for the decode part."""
+        block_size, num_decode = self._table.block_size, len(schedule.decode_slots)
+        contexts: list[_Context] = []
+        pairs: list[tuple[Int64s, Int64s]] = []
+        tails = self._tails(schedule)
+        for run, members in self._runs(slots, blocks):
+            if not len(members):
+                continue
+            start, num_tokens = int(self._table.users.position[run[0]]), len(run) * block_size
+            if members[-1] >= num_decode:
+                tail = tails.get(int(members[0])) if len(members) == 1 else None
+                if tail and tail.first_position == start * block_size + num_tokens:
+                    del tails[int(members[0])]
+                    run, num_tokens = np.append(run, tail.blocks), num_tokens + tail.num_tokens
+                rows = self._rows(schedule, members)
+                contexts.append(_Context(rows, run, num_tokens, start * block_size))
+            elif (len(members) - 1) * len(run) >= self._min_saved_blocks:
+                rows = self._rows(schedule, members)
+                contexts.append(_Context(rows, run, num_tokens, start * block_size))
+            else:
+                pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
+        return contexts + list(tails.values()), pairs
+
+    def _runs(self, slots: Int64s, blocks: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield each run of shared blocks with its members."""
+        if not len(blocks):
+            return
+        readers = self._group(slots, blocks)
+        block_start = member_start = 0
+        ends = zip(readers.block_ends.tolist(), readers.member_ends.tolist(), strict=True)
+        for block_end, member_end in ends:
+            yield readers.blocks[block_start:block_end], readers.members[member_start:member_end]
+            block_start, member_start = block_end, member_end
+
+    def _tails(self, schedule: Schedule) -> dict[int, _Context]:
+        """Return, by member, what a chunk reads of the block that it starts inside of."""
+        table, block_size = self._table, self._table.block_size
+        offsets = schedule.chunk_starts % block_size
+        tails = {}
+        for i in np.flatnonzero(offsets).tolist():
+            slot, offset = int(schedule.chunk_slots[i]), int(offsets[i])
+            first_position = int(schedule.chunk_starts[i]) - offset
+            block = table.block_table[slot, first_position // block_size]
+            member = len(schedule.decode_slots) + i
+            rows = self._rows(schedule, np.array([member]))
+            tails[member] = _Context(rows, np.array([block], np.int64), offset, first_position)
+        return tails
+
+    def _rows(self, schedule: Schedule, members: Int64s) -> Int64s:
+        """Return the rows of the forward batch of decoding sequences and chunks, ascending."""
+        lens = np.concatenate((schedule.decode_lens, schedule.chunk_lens))
+        return _ranges((np.cumsum(lens) - lens)[members], lens[members])
+
+    def _decode_part(
+        self,
+        blocks: Int64s,
+        members: Int64s,
+        schedule: Schedule,
+        decode_starts: Int64s,
+        device: torch.device,
+    ) -> DecodePart:
+        """Return the part in which decode rows read `blocks`, each for one of the `members`."""
+        steps = np.diff(blocks)
+        if len(steps) and steps.min() < 0:
+            order = np.argsort(blocks, kind="stable")
+            blocks, members = blocks[order], members[order]
+        lens, block_size = schedule.decode_lens, self._table.block_size
+        owners = _ranges((np.cumsum(lens) - lens)[members], lens[members])
+        blocks = np.repeat(blocks, lens[members])
+        row_stops = np.repeat(decode_starts, lens) + schedule.draft_places + 1
+        first_positions = self._table.users.position[blocks] * block_size
+        num_valid = np.minimum(block_size, row_stops[owners] - first_positions)
+        # a block may begin behind a row: for a later draft, or for one that was refused
+        is_seen = num_valid > 0
+        if not is_seen.all():
+            blocks, owners = blocks[is_seen], owners[is_seen]
+            num_valid, first_positions = num_valid[is_seen], first_positions[is_seen]
+        is_contiguous = bool((np.diff(blocks) == 1).all())
+        block_ids, owner_rows, valid, first = to_device(
+            (blocks, owners, num_valid, first_positions), device
+        )
+        return DecodePart(
+            block_ids=block_ids,
+            owners=owner_rows,
+            num_valid=valid,
+            is_contiguous=is_contiguous,
+            first_positions=first,
+        )
+
+
+def _ranges(starts: Int64s, lens: Int64s) -> Int64s:
+    """Return the numbers of the ranges that begin at `starts`, one range after the other."""
+    return np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())

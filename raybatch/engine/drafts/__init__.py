@@ -1,0 +1,1 @@
+"""Speculative tokens: proposed, verified, and how many of them pay."""

@@ -1,0 +1,211 @@
+"""Guesses of the tokens that follow, from what has been said before; no model, no clock.
+
+Answers repeat parts of their prompt, and rows of one template answer alike. So what follows the
+last three tokens is looked up where they stood before: in the prompt of the sequence itself, in
+answers of its prefix group, then in any answer of the engine. A wrong guess costs time and changes
+nothing, so keys may collide and old answers may be forgotten.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.records.types import TokenIds
+
+__all__ = ["AnswerIndex", "Guesser", "PromptIndex"]
+
+Int64s = npt.NDArray[np.int64]
+
+# a context is the last tokens, packed into 63 bits; ids beyond 21 bits share keys with others
+_NUM_TOKENS = 3
+_TOKEN_BITS = 21
+_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+_CONTEXT_BITS = _NUM_TOKENS * _TOKEN_BITS
+_CONTEXT_MASK = (1 << _CONTEXT_BITS) - 1
+# weight of the newest guess in the share of right ones: of one sequence, and of all
+_NEWEST, _NEWEST_OF_ALL = 1 / 8, 1 / 64
+
+
+class _Place(NamedTuple):
+    """A token of some text: what is expected next."""
+
+    text: Sequence[int] | TokenIds
+    position: int
+
+
+class AnswerIndex:
+    """Where contexts stood in answers, the latest places first; the oldest are forgotten.
+
+    Two generations of at most `max_contexts` are kept: when the younger one is full it becomes the
+    older one, and what was there before is dropped. Adding and finding take constant time.
+
+    Args:
+        max_contexts: of one generation; a token of an answer adds two where it has a group.
+    """
+
+    def __init__(self, max_contexts: int = 1 << 16) -> None:
+        self._max_contexts = max_contexts
+        self._young: dict[int, _Place] = {}
+        self._old: dict[int, _Place] = {}
+        # share of right guesses of all sequences; the first ones are taken to be worth a try
+        self.acceptance = 0.5
+
+    def __len__(self) -> int:
+        """Return the number of contexts held."""
+        return len(self._young) + len(self._old)
+
+    def add(self, contexts: Sequence[int], text: Sequence[int], start: int, group: int) -> None:
+        """Note that `contexts` stand before the tokens `start`, `start + 1`, ... of `text`.
+
+        Args:
+            contexts: of neighbouring tokens.
+            text: an answer; it may grow later.
+            start: place of the first of these tokens.
+            group: 0 for none, else a number above 0.
+        """
+        places = [_Place(text, start + i) for i in range(len(contexts))]
+        self._young.update(zip(contexts, places, strict=True))
+        if group:
+            salt = group << _CONTEXT_BITS
+            self._young.update(zip([salt | c for c in contexts], places, strict=True))
+        if len(self._young) >= self._max_contexts:
+            self._old, self._young = self._young, {}
+
+    def find(self, context: int, group: int) -> _Place | None:
+        """Return what stood behind this context, best in the same group."""
+        keys = (group << _CONTEXT_BITS | context, context) if group else (context,)
+        for key in keys:
+            place = self._young.get(key) or self._old.get(key)
+            if place is not None:
+                return place
+        return None
+
+
+class PromptIndex:
+    """Where contexts stand in a prompt. Complexity: sorts once, then a binary search each.
+
+    Args:
+        token_ids: int32 [P], read only.
+    """
+
+    def __init__(self, token_ids: TokenIds) -> None:
+        self._token_ids = token_ids
+        contexts = _contexts(token_ids)[:-1]
+        self._order = np.argsort(contexts, kind="stable")
+        self._contexts = contexts[self._order]
+
+    def find(self, context: int) -> _Place | None:
+        """Return what stands behind the last place of this context."""
+        i = int(self._contexts.searchsorted(context, side="right")) - 1
+        if i < 0 or self._contexts[i] != context:
+            return None
+        return _Place(self._token_ids, int(self._order[i]) + _NUM_TOKENS)
+
+
+class Guesser:
+    """Guesses for one sequence; is told every token that was really drawn.
+
+    It follows the text in which the last tokens were found as long as that is right, so a copied
+    passage is looked up once. Each token that was expected counts as a right or a wrong guess,
+    whether it was drafted or not: a sequence that drafts nothing still learns what it would be
+    worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
+
+    Args:
+        prompt: int32 [P], read only.
+        answers: of the engine; what this sequence says is added.
+        group: of the sequence, see `AnswerIndex.add`.
+        lag: drafts that are asked for at most.
+    """
+
+    def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:
+        self.acceptance = answers.acceptance
+        self._answers = answers
+        self._group = group
+        self._lag = lag
+        self._token_ids = prompt
+        self._prompt: PromptIndex | None = None
+        self._answer: list[int] = []
+        self._context = _pack(prompt[-_NUM_TOKENS:].tolist())
+        # contexts before the tokens of the answer that are not findable yet
+        self._pending = [self._context]
+        self._place: _Place | None = None
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens of the answer that it was told."""
+        return len(self._answer)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens of the answer, and count which of them were expected."""
+        for token_id in token_ids:
+            text, position = self._place or ((), 0)
+            if position < len(text):
+                is_right = bool(text[position] == token_id)
+                self._count(is_right)
+                self._place = _Place(text, position + 1) if is_right else None
+            else:
+                self._place = None
+            self._context = (self._context << _TOKEN_BITS | token_id & _TOKEN_MASK) & _CONTEXT_MASK
+            self._answer.append(token_id)
+            self._pending.append(self._context)
+            if len(self._pending) > self._lag:
+                self._publish(1)
+            if self._place is None:
+                self._place = self._find()
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens of the answer without asking what was expected; much cheaper.
+
+        Nothing can be drafted until the next `feed`.
+        """
+        if not token_ids:
+            return
+        before = [self._context >> _TOKEN_BITS * i & _TOKEN_MASK for i in (2, 1, 0)]
+        contexts = _contexts(np.array([*before, *token_ids], np.int64))[1:].tolist()
+        self._answer += token_ids
+        self._pending += contexts
+        self._context = contexts[-1]
+        self._publish(len(self._pending) - self._lag)
+        self._place = None
+
+    def finish(self) -> None:
+        """Make the last tokens findable as well; the answer is whole."""
+        self._publish(len(self._pending) - 1)
+
+    def draft(self, count: int) -> list[int]:
+        """Return up to `count` tokens that may come next."""
+        if self._place is None:
+            return []
+        text, position = self._place
+        return [int(token_id) for token_id in text[position : position + count]]
+
+    def _find(self) -> _Place | None:
+        if self._prompt is None:
+            self._prompt = PromptIndex(self._token_ids)
+        return self._prompt.find(self._context) or self._answers.find(self._context, self._group)
+
+    def _publish(self, count: int) -> None:
+        if count > 0:
+            start = len(self._answer) + 1 - len(self._pending)
+            self._answers.add(self._pending[:count], self._answer, start, self._group)
+            del self._pending[:count]
+
+    def _count(self, is_right: bool) -> None:
+        self.acceptance += (is_right - self.acceptance) * _NEWEST
+        self._answers.acceptance += (is_right - self._answers.acceptance) * _NEWEST_OF_ALL
+
+
+def _pack(token_ids: Sequence[int]) -> int:
+    context = 0
+    for token_id in token_ids:
+        context = context << _TOKEN_BITS | token_id & _TOKEN_MASK
+    return context
+
+
+def _contexts(token_ids: npt.NDArray[np.integer]) -> Int64s:
+    """Return the context at each token from the third on, int64 [P - 2], empty if P < 3."""
+    tokens = token_ids.astype(np.int64) & _TOKEN_MASK
+    first, second, third = tokens[:-2], tokens[1:-1], tokens[2:]
+    return (first << 2 * _TOKEN_BITS) | (second << _TOKEN_BITS) | third

@@ -1,0 +1,108 @@
+"""Which running sequences get drafts in a step, and how many; measures what they cost and bring."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.drafts.proposals import AnswerIndex, Guesser
+from raybatch.engine.sequences.table import DECODE, EMPTY, SequenceTable
+from raybatch.policy.speculation import MAX_BREAK_EVEN, StepTimes, draft_length
+
+__all__ = ["Drafter", "LookupDrafter"]
+
+# a sequence that drafts nothing is looked at again after so many tokens, by its last few
+_REST_TOKENS = 32
+_LOOKED_AT_TOKENS = 8
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the sequences of a table. They are computed, and then kept or refused."""
+
+    def add(self, slot: int) -> None:
+        """Take a sequence that was placed in `slot` and may get drafts."""
+
+    def remove(self, slot: int) -> None:
+        """Forget a slot, before or after its sequence has left the table; unknown ones too."""
+
+    def propose(self) -> Mapping[int, list[int]]:
+        """Return drafts by slot, for decoding sequences alone."""
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """Note what a step of decodes alone took; drafts count as rows."""
+
+
+class LookupDrafter:
+    """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
+
+    Args:
+        table: running sequences.
+        max_tokens: drafts of one sequence and step.
+    """
+
+    def __init__(self, table: SequenceTable, max_tokens: int) -> None:
+        self._table = table
+        self._max_tokens = max_tokens
+        self._times = StepTimes(1 + max_tokens)
+        self._answers = AnswerIndex()
+        self._guessers: dict[int, Guesser] = {}
+        self._is_known = np.zeros(len(table.records), np.bool_)
+        # tokens at which a sequence is looked at next
+        self._next_look: npt.NDArray[np.int64] = np.zeros(len(table.records), np.int64)
+
+    def add(self, slot: int) -> None:
+        self._is_known[slot] = True
+        self._next_look[slot] = 0
+
+    def remove(self, slot: int) -> None:
+        if not self._is_known[slot]:
+            return
+        self._is_known[slot] = False
+        guesser = self._guessers.pop(slot, None)
+        if self._table.phase[slot] != EMPTY:
+            # one that never drafted has said what others may say, too
+            guesser = guesser or self._guesser(slot)
+            guesser.skip(self._table.generated_since(slot, guesser.num_fed))
+        if guesser is not None:
+            guesser.finish()
+
+    def propose(self) -> Mapping[int, list[int]]:
+        table = self._table
+        slots = np.flatnonzero(table.phase == DECODE)
+        if not len(slots):
+            return {}
+        break_even = self._times.break_even(len(slots))
+        if break_even > MAX_BREAK_EVEN:
+            return {}
+        is_due = self._is_known[slots] & (self._next_look[slots] <= table.num_tokens[slots])
+        drafts = {}
+        for slot in slots[is_due].tolist():
+            guesser = self._look(slot)
+            count = draft_length(guesser.acceptance, break_even, self._max_tokens)
+            if not count:
+                self._next_look[slot] = table.num_tokens[slot] + _REST_TOKENS
+                continue
+            found = guesser.draft(count)
+            if found:
+                drafts[slot] = found
+        return drafts
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        self._times.note(num_rows, seconds)
+
+    def _look(self, slot: int) -> Guesser:
+        """Return the guesser of a slot, told all tokens."""
+        guesser = self._guessers.get(slot)
+        if guesser is None:
+            guesser = self._guessers[slot] = self._guesser(slot)
+        token_ids = self._table.generated_since(slot, guesser.num_fed)
+        guesser.skip(token_ids[:-_LOOKED_AT_TOKENS])
+        guesser.feed(token_ids[-_LOOKED_AT_TOKENS:])
+        return guesser
+
+    def _guesser(self, slot: int) -> Guesser:
+        request = self._table.record(slot).request
+        # ids of groups may be 0
+        group = 0 if request.group_id is None else request.group_id + 1
+        return Guesser(request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens)

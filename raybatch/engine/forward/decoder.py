@@ -1,0 +1,301 @@
+"""A decoder-only transformer: tokens of one step in, logits out. No state but its weights.
+
+`forward` runs a whole step; its parts are there one by one for whoever stops between modules.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.rope_frequencies import inverse_frequencies
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
+from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
+from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
+from raybatch.kernels.linear import embed_tokens
+from raybatch.kernels.rotary import rotation_table
+from raybatch.models.config import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedBatch:
+    """A forward batch with what all its layers share.
+
+    Args:
+        batch: tokens of one step.
+        rotation: of its positions, complex64 [T, 1, D / 2].
+        attention: the plan as index tensors.
+    """
+
+    batch: ForwardBatch
+    rotation: torch.Tensor
+    attention: Prepared
+
+
+class Decoder:
+    """Runs one model for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
+
+    Args:
+        spec: what the model is.
+        weights: of that model, on one device and in one dtype.
+        layers: lends the weights of layers; None takes those of `weights`, all on the device.
+        ops: the form of the ops; those of Triton have not run on a GPU yet, so that they are not
+            the default on one.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        *,
+        layers: LayerStore | None = None,
+        ops: Ops = REFERENCE,
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._layers = layers or ResidentLayers(weights.layers)
+        self._ops = ops
+        self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
+        self._distinct_windows = tuple(dict.fromkeys(spec.windows))
+        device = weights.embed.device
+        self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Compute one step: writes the KV of its tokens and returns float32 logits [S, V]."""
+        return self.logits(self._run_layers(self.prepare(batch, cache), cache))
+
+    @torch.inference_mode()
+    def forward_fixed(
+        self,
+        token_ids: torch.Tensor,  # int64 [S]
+        part: FixedDecode,
+        cache: KVCache,
+        logits: torch.Tensor,  # float32 [S, V], overwritten
+    ) -> None:
+        """Compute a step of decodes as `forward` does, in a way that a graph can repeat.
+
+        All that changes from step to step is read from the tensors of `part` and from `token_ids`,
+        on the device; this holds where the ops are of fixed shapes (`Ops.is_fixed`).
+        """
+        num_rows = len(token_ids)
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=part.positions,
+            slot_mapping=part.slot_mapping,
+            logits_idx=torch.arange(num_rows, device=token_ids.device),
+            attention=AttentionPlan(num_decode=num_rows, decode=None, prefill=None, contexts=()),
+        )
+        windows = self._distinct_windows
+        prepared = PreparedBatch(
+            batch=batch,
+            rotation=self._rotation(part.positions),
+            attention=self._ops.prepare_fixed(part, pool=cache.k[0], windows=windows),
+        )
+        self.logits(self._run_layers(prepared, cache), out=logits)
+
+    def _run_layers(self, prepared: PreparedBatch, cache: KVCache) -> torch.Tensor:
+        x = self.embed(prepared.batch)
+        for layer_idx in range(self._spec.num_layers):
+            x = self.attention(layer_idx, x, prepared, cache)
+            self.ffn_(layer_idx, x)
+        return x
+
+    @torch.inference_mode()
+    def prepare(self, batch: ForwardBatch, cache: KVCache) -> PreparedBatch:
+        """Do once per step what all layers share."""
+        return PreparedBatch(
+            batch=batch,
+            rotation=self._rotation(batch.positions),
+            attention=self._prepare(batch, batch.attention, cache),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._spec.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._spec.vocab_size
+
+    @property
+    def layers(self) -> LayerStore:
+        """Where the weights of the layers come from."""
+        return self._layers
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the hidden states of a batch before its first layer, [T, M]."""
+        return embed_tokens(batch.token_ids, self._weights.embed)
+
+    @torch.inference_mode()
+    def attention(
+        self,
+        layer_idx: int,
+        x: torch.Tensor,  # [T, M], modified in place
+        prepared: PreparedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """Write the KV of a batch in one layer and return its hidden states after attention.
+
+        In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
+        """
+        with self._layers.use(layer_idx) as layer:
+            return self._attention(layer_idx, layer, x, prepared, cache)
+
+    @torch.inference_mode()
+    def ffn_(
+        self,
+        layer_idx: int,
+        x: torch.Tensor,  # [T, M], modified in place
+    ) -> None:
+        """Add the feed-forward block of one layer; its rows may come from any batches."""
+        with self._layers.use(layer_idx) as layer:
+            self._add_ffn(layer, x)
+
+    @torch.inference_mode()
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 logits [S, V] of hidden states [S, M] after the last layer.
+
+        With `out`, they are written there.
+        """
+        weights = self._weights
+        normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
+        found = self._ops.linear(normed, weights.head)
+        return found.float() if out is None else out.copy_(found)
+
+    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        return rotation_table(
+            positions, self._inverse_frequencies, self._spec.rope.attention_factor
+        )
+
+    def _prepare(
+        self,
+        batch: ForwardBatch,
+        plan: AttentionPlan,
+        cache: KVCache,
+        rows: torch.Tensor | None = None,
+    ) -> Prepared:
+        """Prepare the plan of all rows, or of the given ones."""
+        positions, slots = batch.positions, batch.slot_mapping
+        if rows is not None:
+            positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)
+        return self._ops.prepare_attention(
+            plan,
+            positions=positions,
+            slot_mapping=slots,
+            pool=cache.k[0],
+            windows=self._distinct_windows,
+        )
+
+    def _attention(
+        self,
+        layer_idx: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        prepared: PreparedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        batch = prepared.batch
+        is_last = layer_idx == self._spec.num_layers - 1
+        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
+        if is_last and batch.logits_attention is not None and self._takes_queries_apart(layer):
+            attended = self._attend_last(layer, x, prepared, cache)
+        else:
+            attended = self._attend(layer_idx, layer, x, prepared, cache)
+            if drops_rows:
+                attended = attended.index_select(0, batch.logits_idx)
+        if drops_rows:
+            x = x.index_select(0, batch.logits_idx)
+        self._ops.add_linear_(x, attended, layer.o)
+        return x
+
+    def _attend(
+        self,
+        layer_idx: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        prepared: PreparedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        spec, attention = self._spec, prepared.attention
+        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
+        heads = slice(0, self._num_projected)
+        qk, v = self._project(layer, hidden, prepared.rotation, heads)
+        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
+        self._ops.store_kv(k, v, k_pool, v_pool, attention)
+        return self._ops.attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
+
+    def _takes_queries_apart(self, layer: LayerWeights) -> bool:
+        """Return whether a linear can make keys and values without the queries before them."""
+        num_outputs = self._spec.num_heads * self._spec.head_dim
+        return layer.qkv.can_start_at(num_outputs)
+
+    def _attend_last(
+        self,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        prepared: PreparedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """Attend in the last layer: all rows leave their KV, those with logits have queries."""
+        batch, rotation = prepared.batch, prepared.rotation
+        assert batch.logits_attention is not None, "the plan of the last layer"
+        spec, rows = self._spec, batch.logits_idx
+        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
+        k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
+        k_pool, v_pool = cache.k[-1], cache.v[-1]
+        self._ops.store_kv(k, v, k_pool, v_pool, prepared.attention)
+        q, _ = self._project(
+            layer,
+            hidden.index_select(0, rows),
+            rotation.index_select(0, rows),
+            slice(0, spec.num_heads),
+        )
+        plan = self._prepare(batch, batch.logits_attention, cache, rows)
+        return self._ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
+
+    def _project(
+        self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some of a layer's heads of queries, keys and values, in that order.
+
+        The first result holds queries and keys, normalised and turned, the second values.
+        """
+        spec = self._spec
+        dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        projected = self._ops.linear(hidden, layer.qkv.take(dims))
+        projected = projected.view(len(hidden), heads.stop - heads.start, spec.head_dim)
+        num_turned = min(heads.stop, spec.num_heads + spec.num_kv_heads) - heads.start
+        turned, values = projected[:, :num_turned], projected[:, num_turned:]
+        if layer.qk_norm is not None:
+            norms = layer.qk_norm[heads.start : heads.start + num_turned]
+            turned = self._ops.rms_norm(turned, norms, spec.rms_eps)
+        self._ops.rotate_(turned, rotation)
+        return turned, values
+
+    def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
+        spec = self._spec
+        hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
+        if layer.gate_up is not None and layer.down is not None:
+            self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
+            return
+        assert spec.moe is not None, "a layer without gate_up is sparse"
+        assert layer.router is not None, "a sparse layer has a router"
+        assert layer.experts_gate_up is not None, "a sparse layer has experts"
+        assert layer.experts_down is not None, "a sparse layer has experts"
+        x += self._ops.moe_ffn(
+            hidden,
+            layer.router,
+            layer.experts_gate_up,
+            layer.experts_down,
+            top_k=spec.moe.top_k,
+            norm_topk_prob=spec.moe.norm_topk_prob,
+            gate_up_scales=layer.experts_gate_up_scales,
+            down_scales=layer.experts_down_scales,
+        )

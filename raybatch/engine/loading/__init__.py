@@ -1,0 +1,1 @@
+"""From a config and a device to a model that runs: budgets, weights, graphs."""

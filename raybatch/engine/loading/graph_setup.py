@@ -1,0 +1,154 @@
+"""Whether an engine captures its decode steps, how large they may be, and what that takes."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
+from raybatch.engine.forward.decode_graphs import DecodeGraphs, step_sizes
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.step_graph import CudaGraphs, Graphs
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.weights.loading import ModelWeights
+from raybatch.errors import ConfigError, error_text
+from raybatch.kernels.dispatch import Ops, ops_for
+from raybatch.models.config import ModelSpec
+
+__all__ = ["GraphSetup", "plan_graphs"]
+
+_logger = logging.getLogger(__name__)
+
+# a step of more rows takes a GPU so long that its launches are made meanwhile
+_MAX_ROWS = 512
+# 24 MiB of indices; rows that would need more at once run without a graph
+_MAX_ENTRIES = 1 << 20
+# of the launches of one graph, a guess: it was not measured
+_GRAPH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSetup:
+    """Graphs that an engine is going to capture once it has its pool.
+
+    Args:
+        shape: of the steps.
+        ops: of fixed shapes, for the captured steps alone.
+        is_asked: the options ask for graphs, so that it is an error to have none.
+    """
+
+    shape: DecodeShape
+    ops: Ops
+    is_asked: bool = False
+
+    def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Return the memory that buffers and graphs take; the scrap block is not counted."""
+        return (
+            self.shape.buffer_bytes(spec.vocab_size)
+            + working_bytes(spec, self.shape.max_rows, dtype)
+            + len(self.shape.sizes) * _GRAPH_BYTES
+        )
+
+    def capture(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        cache: KVCache,
+        plain: Decoder,
+        *,
+        graphs: Graphs | None = None,
+    ) -> DecodeGraphs | None:
+        """Capture every size and compare it with the plain forward pass; None where that fails.
+
+        Args:
+            spec: of the model.
+            weights: of the model.
+            cache: unused; its last block is no sequence's.
+            plain: the decoder of all other steps.
+            graphs: None takes those of CUDA.
+
+        Raises:
+            ConfigError: it fails, and the options ask for graphs.
+        """
+        try:
+            made = DecodeGraphs(
+                Decoder(spec, weights, ops=self.ops),
+                cache,
+                shape=self.shape,
+                graphs=graphs or CudaGraphs(cache.k.device),
+            )
+            made.check(plain)
+        # compilers and drivers have exceptions of their own, and the engine can do without graphs
+        except Exception as error:
+            if self.is_asked:
+                raise ConfigError(
+                    f"engine.cuda_graphs: decode steps cannot be captured: {error_text(error)}"
+                ) from error
+            _logger.warning("decode steps run without CUDA graphs: %s", error_text(error))
+            return None
+        sizes = self.shape.sizes
+        _logger.info("%d CUDA graphs captured for steps of up to %d rows", len(sizes), sizes[-1])
+        return made
+
+
+def plan_graphs(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    is_streamed: bool = False,
+    ops: Ops | None = None,
+) -> GraphSetup | None:
+    """Return what an engine captures; None where it captures nothing.
+
+    Args:
+        config: of the engine, with `attn_batch_tokens` decided.
+        spec: of the model.
+        device: of the engine.
+        is_streamed: not all layers stay on the device.
+        ops: for the captured steps; None takes those of the device.
+
+    Raises:
+        ConfigError: the options ask for graphs, and there can be none.
+    """
+    if config.cuda_graphs is False:
+        return None
+    reason = ""
+    if device.type != "cuda":
+        reason = f"the engine runs on {device}, and only CUDA has them"
+    elif config.attn_batch_tokens not in (None, "auto"):
+        reason = "steps run as coroutines (attn_batch_tokens)"
+    elif is_streamed:
+        reason = "layers pass through a ring of buffers (device_weight_bytes)"
+    elif config.kv_offload:
+        reason = "the pool has two shapes (kv_offload)"
+    elif config.kv_cache_dtype != "auto":
+        reason = "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"
+    elif config.quantization is not None:
+        reason = "quantized weights become floats before each product, which a graph would keep"
+    else:
+        ops = ops or ops_for(device)
+        if not ops.is_fixed:
+            reason = "they need Triton's kernels: pip install raybatch[gpu]"
+    if reason:
+        if config.cuda_graphs:
+            raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
+        if device.type == "cuda":
+            _logger.info("decode steps run without CUDA graphs: %s", reason)
+        return None
+    assert ops is not None, "ops of a device with graphs"
+    return GraphSetup(
+        shape=decode_shape(config, spec), ops=ops, is_asked=config.cuda_graphs is True
+    )
+
+
+def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
+    """Return how large steps of decodes can be with these options."""
+    max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    max_rows = min(config.max_num_seqs, config.max_batched_tokens, _MAX_ROWS)
+    return DecodeShape(
+        sizes=step_sizes(max_rows),
+        most_blocks=-(-max_len // config.block_size_tokens),
+        max_entries=_MAX_ENTRIES,
+    )

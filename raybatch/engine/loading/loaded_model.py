@@ -1,0 +1,129 @@
+"""Loads a model onto a device, and sets up the process for torch; the KV pool comes later."""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.forward.pick_ops import dense_panel_width
+from raybatch.engine.loading.limits import (
+    check_max_model_len,
+    pick_byte_dtype,
+    pick_device,
+    pick_dtype,
+)
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
+from raybatch.models.checkpoint_check import check_tensors
+from raybatch.models.config import ModelSpec, read_model_spec
+from raybatch.models.source import resolve_model
+from raybatch.policy.residence import Residence, WeightSizes, plan_residence
+
+__all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
+
+# of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model on a device.
+
+    Args:
+        name: of its folder.
+        spec: what it is.
+        weights: of it; layers that do not stay on the device are in host memory.
+        sizes: of the weights.
+        residence: which layers stay on the device.
+    """
+
+    name: str
+    spec: ModelSpec
+    weights: ModelWeights
+    sizes: WeightSizes
+    residence: Residence
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        return self.weights.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type that the model computes in, that of all weights but quantised ones."""
+        return self.weights.embed.dtype
+
+
+def load_model(source: str, config: EngineConfig) -> LoadedModel:
+    """Load the model that `source` names (see `resolve_model`).
+
+    Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
+    process.
+
+    Args:
+        source: folder, hub id, URI or "demo".
+        config: options of the engine.
+
+    Raises:
+        ConfigError: the model or an option cannot be run.
+    """
+    path = resolve_model(source)
+    spec = read_model_spec(path)
+    check_tensors(path, spec)
+    check_max_model_len(config, spec.max_model_len, path.name)
+    device = pick_device(config)
+    _set_up_process(config, device)
+    dtype = pick_dtype(config, spec, device)
+    form = _weight_form(config, dtype, device)
+    sizes = weight_sizes(path, spec, form, device=device)
+    residence = plan_residence(
+        sizes,
+        device_weight_bytes=config.device_weight_bytes,
+        weight_buffers=config.weight_buffers,
+    )
+    weights = load_weights(path, spec, form, device=device, streamed=residence.streamed)
+    return LoadedModel(name=path.name, spec=spec, weights=weights, sizes=sizes, residence=residence)
+
+
+def give_back_freed_memory(device: torch.device) -> None:
+    """Give freed memory back to the system, or to the device, after a use that does not recur."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
+    byte_dtype = pick_byte_dtype(config)
+    width = dense_panel_width(
+        dtype, device, may_compile=config.compiles_kernels, byte_dtype=byte_dtype
+    )
+    return WeightForm(dtype, panel_width=width, byte_dtype=byte_dtype)
+
+
+def _set_up_process(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        if config.tune_malloc:
+            _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to serve large blocks from the heap and never to give the heap back.
+
+    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
+    """
+    mallopt = _libc("mallopt")
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
+    """Return a function of the C library; None where it is not there."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), name, None)

@@ -1,0 +1,275 @@
+"""Loads a model with its KV pool onto a device and runs steps."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decode_graphs import DecodeGraphs, GraphCounts
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.pick_ops import pick_ops
+from raybatch.engine.forward.runtime import (
+    CombineAtExperts,
+    CoroutineRuntime,
+    FiringPolicy,
+    LayerByLayer,
+    PartBatch,
+    StepResult,
+)
+from raybatch.engine.loading.graph_setup import GraphSetup, plan_graphs
+from raybatch.engine.loading.layer_placing import place_layers
+from raybatch.engine.loading.loaded_model import LoadedModel, load_model
+from raybatch.engine.loading.step_choice import planned_attn_batch
+from raybatch.engine.memory.host_memory import free_memory_bytes, host_memory_bytes
+from raybatch.engine.memory.kv_cache import (
+    KVCache,
+    allocate_kv_cache,
+    num_blocks_for,
+    num_host_blocks_for,
+    pick_kv_dtype,
+)
+from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.layer_window import LayerWindow
+from raybatch.engine.sequences.schedule import LayerMoves
+from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.models.config import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """A loaded model: `forward` runs one step. Owned by one thread.
+
+    Args:
+        spec: of the model.
+        config: of the engine.
+        decoder: of the model.
+        cache: the pool.
+        graphs: captured decode steps; None where there are none.
+        num_scrap_blocks: last blocks of the pool that are no sequence's.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        config: EngineConfig,
+        decoder: Decoder,
+        cache: KVCache,
+        graphs: DecodeGraphs | None = None,
+        num_scrap_blocks: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.config = config
+        self.cache = cache
+        self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
+        self.decoder = decoder
+        self._graphs = graphs
+        self._num_scrap_blocks = num_scrap_blocks
+        policy: FiringPolicy = CombineAtExperts(config.moe_batch_tokens)
+        if decoder.layers.is_streamed:
+            policy = LayerByLayer(policy)
+        self.runtime = CoroutineRuntime(decoder, cache, policy)
+        self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
+
+    @classmethod
+    def load(
+        cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1
+    ) -> "ModelRunner":
+        """Load the model that `source` names, see `load_model`.
+
+        Where the options leave it open, a plan from measured layers says how steps run.
+
+        Args:
+            source: folder, hub id, URI or "demo".
+            config: options of the engine.
+            num_engines_on_host: engines that share the memory of the host.
+
+        Raises:
+            ConfigError: the model or an option cannot be run, as weights that do not fit.
+            CapacityError: the memory does not hold a block of KV.
+        """
+        model = load_model(source, config)
+        # both before the pool, which takes most of what is free
+        layers = place_layers(model)
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
+        setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
+        cache = _make_cache(config, model, num_engines_on_host, setup)
+        ops = pick_ops(
+            model.spec,
+            model.weights,
+            block_size=config.block_size_tokens,
+            may_compile=config.compiles_kernels,
+            kv_dtype=cache.k.dtype,
+        )
+        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
+        graphs = None
+        if setup is not None:
+            graphs = setup.capture(model.spec, model.weights, cache, decoder)
+        runner = cls(
+            spec=model.spec,
+            config=config,
+            decoder=decoder,
+            cache=cache,
+            graphs=graphs,
+            num_scrap_blocks=int(setup is not None),
+        )
+        logger.info(
+            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
+            model.name,
+            str(model.dtype).removeprefix("torch."),
+            model.device,
+            runner.num_blocks,
+            config.block_size_tokens,
+            "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
+            _host_memory(runner),
+        )
+        return runner
+
+    @property
+    def attn_batch_tokens(self) -> int | None:
+        """Return how many tokens attend at once where steps run as coroutines, else None."""
+        tokens = self.config.attn_batch_tokens
+        # `load` decides; without it, nothing was measured that would speak for parts
+        return None if tokens == "auto" else tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks that sequences can have."""
+        return int(self.cache.k.shape[1]) - self._num_scrap_blocks
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Return the blocks of the pool while it holds two layers, 0 where it never does."""
+        return 0 if self._window is None else self._window.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Return the number of blocks in host memory."""
+        return self.tiers.num_host_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of one block, keys and values of all layers."""
+        return self.tiers.block_bytes
+
+    @property
+    def weight_counters(self) -> WeightCounters:
+        """Return what was copied of weights that do not stay on the device."""
+        return self.decoder.layers.counters
+
+    @property
+    def device(self) -> torch.device:
+        """Return where weights, pool and the tensors of a batch live."""
+        return self.cache.k.device
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.
+
+        The logits are valid until the next step.
+        """
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        if logits is not None:
+            return logits
+        return self.decoder.forward(batch, self.cache)
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Return what captured steps did."""
+        return GraphCounts() if self._graphs is None else self._graphs.counts
+
+    def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
+        """Run one step as coroutines; parts must not read what another one writes."""
+        return self.runtime.forward(parts)
+
+    @torch.inference_mode()
+    def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
+        """Run one step of prompts whose KV goes to host memory, layer by layer.
+
+        Args:
+            batch: its blocks are those of the window; the pool's content is lost.
+            moves: of each layer.
+
+        Returns:
+            float32 logits [S, V], once host memory has all of the KV.
+        """
+        window, decoder = self._window, self.decoder
+        assert window is not None, "a pool that no prompts pass through"
+        prepared = decoder.prepare(batch, window.cache(0))
+        x = decoder.embed(batch)
+        for layer_idx in range(decoder.num_layers):
+            window.load(layer_idx, moves)
+            x = decoder.attention(layer_idx, x, prepared, window.cache(layer_idx))
+            window.save(layer_idx, moves)
+            decoder.ffn_(layer_idx, x)
+        logits = decoder.logits(x)
+        window.finish()
+        return logits
+
+    def save_blocks(
+        self, block_ids: npt.NDArray[np.int64], host_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy blocks of the pool into as many of host memory."""
+        self.tiers.save(block_ids, host_ids)
+
+    def load_blocks(
+        self, host_ids: npt.NDArray[np.int64], block_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy blocks of host memory into as many of the pool."""
+        self.tiers.load(host_ids, block_ids)
+
+    def copy_host_blocks(
+        self, source_ids: npt.NDArray[np.int64], target_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy blocks of host memory into as many others."""
+        self.tiers.copy_host_blocks(source_ids, target_ids)
+
+    def copy_bytes_per_s(self) -> float:
+        """Measure copies between both pools, which must be idle."""
+        return self.tiers.bytes_per_s()
+
+    def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Zero these blocks of the pool."""
+        for pool in (self.cache.k, self.cache.v):
+            pool[:, block_ids] = 0
+
+
+def _host_memory(runner: ModelRunner) -> str:
+    """Return what the log says of KV in host memory."""
+    if not runner.num_host_blocks:
+        return ""
+    role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"
+    return f", and {runner.num_host_blocks} in host memory, {role}"
+
+
+def _make_cache(
+    config: EngineConfig,
+    model: LoadedModel,
+    num_engines_on_host: int,
+    setup: GraphSetup | None,
+) -> KVCache:
+    num_scrap_blocks = int(setup is not None)
+    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
+    num_blocks = num_blocks_for(
+        config,
+        model.spec,
+        dtype=dtype,
+        device=model.device,
+        free_bytes=free_memory_bytes(model.device),
+        num_engines_on_host=num_engines_on_host,
+        num_scrap_blocks=num_scrap_blocks,
+        graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
+        host_bytes=host_memory_bytes(),
+    )
+    return allocate_kv_cache(
+        model.spec,
+        num_blocks=num_blocks + num_scrap_blocks,
+        block_size=config.block_size_tokens,
+        dtype=dtype,
+        device=model.device,
+    )

@@ -1,0 +1,147 @@
+"""The KV pool: two tensors, and how many blocks of them the memory holds."""
+
+import mmap
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from raybatch.config import EngineConfig, KVCacheDType
+from raybatch.errors import CapacityError, ConfigError
+from raybatch.kernels.kv_rows import FP8, INT8, row_width
+from raybatch.models.config import ModelSpec
+
+# of the memory that is free once the weights are loaded
+_CPU_FRACTION = 0.5
+_GPU_FRACTION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCache:
+    """Keys and values of all layers, [L, N, G, B, R]; only the model writes into them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def pick_kv_dtype(name: KVCacheDType, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a pool's elements, for a model whose weights are of `dtype`."""
+    return {"auto": dtype, "int8": INT8, "fp8": FP8}[name]
+
+
+def allocate_kv_cache(
+    spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Make a pool whose slots hold finite numbers.
+
+    On a CPU, memory is taken from the system only when a block is first used.
+    """
+    width = row_width(spec.head_dim, dtype)
+    shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, width)
+    if device.type == "cpu":
+        return KVCache(k=_pages(shape, dtype), v=_pages(shape, dtype))
+    zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
+    return KVCache(k=zeros(), v=zeros())
+
+
+def allocate_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Make a tensor in host memory for copies from and to `device`: pinned where that is a GPU."""
+    if device.type == "cuda":
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return _pages(shape, dtype)
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if sys.platform == "win32" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype)
+    # torch.zeros would touch every page of a pool that may be half of the host's memory
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
+    return (
+        2 * spec.num_layers * spec.num_kv_heads * row_width(spec.head_dim, dtype) * dtype.itemsize
+    )
+
+
+def num_blocks_for(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_bytes: int,
+    num_engines_on_host: int = 1,
+    num_scrap_blocks: int = 0,
+    graph_bytes: int = 0,
+    host_bytes: int | None = None,
+) -> int:
+    """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
+
+    Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
+    `max_model_len` tokens can use.
+
+    Args:
+        config: of the engine.
+        spec: of the model.
+        dtype: of the pool.
+        device: of the pool.
+        free_bytes: of the device, once the weights are loaded.
+        num_engines_on_host: engines that share the memory of a CPU host.
+        num_scrap_blocks: blocks that the pool has beside those of sequences.
+        graph_bytes: what captured steps take of the share beside the pool.
+        host_bytes: memory of a CPU host in all, which no pool may exceed; None where it is not
+            known.
+
+    Raises:
+        CapacityError: the memory does not hold a single block.
+        ConfigError: `kv_cache_bytes` asks for more than the host has.
+    """
+    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
+    is_host = device.type == "cpu"
+    share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
+    budget = (
+        max(0, int(share) - graph_bytes) if config.kv_cache_bytes is None else config.kv_cache_bytes
+    )
+    max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    blocks_per_seq = -(-max_len // config.block_size_tokens)
+    num_fitting = budget // block_bytes - num_scrap_blocks
+    num_blocks = min(num_fitting, config.max_num_seqs * blocks_per_seq)
+    if num_blocks < 1:
+        raise CapacityError(
+            f"the KV cache has {budget} bytes, but one block of {config.block_size_tokens} tokens "
+            f"needs {block_bytes}; raise engine.kv_cache_bytes or run fewer engines on this host",
+            needed_tokens=config.block_size_tokens,
+            available_tokens=budget // kv_bytes_per_token(spec, dtype),
+        )
+    pool_bytes = num_blocks * block_bytes
+    if is_host and host_bytes is not None and pool_bytes > host_bytes:
+        raise ConfigError(
+            f"engine.kv_cache_bytes is {budget}, of which {config.max_num_seqs} sequences (engine."
+            f"max_num_seqs) of {max_len} tokens can use {pool_bytes}, but this host has "
+            f"{host_bytes} bytes of memory; lower it, or leave it out to take a share of the free "
+            "memory"
+        )
+    return num_blocks
+
+
+def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
+    """Return how many blocks fit into `host_kv_bytes`.
+
+    Raises:
+        ConfigError: the option is set, and holds not a single block.
+    """
+    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
+    budget = config.host_kv_bytes or 0
+    if 0 < budget < block_bytes:
+        raise ConfigError(
+            f"engine.host_kv_bytes is {budget}, but one block of {config.block_size_tokens} tokens "
+            f"needs {block_bytes}; raise it, or leave it out to have no host memory for KV"
+        )
+    return budget // block_bytes

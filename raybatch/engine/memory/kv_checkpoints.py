@@ -1,0 +1,207 @@
+"""KV that running sequences have in host memory already, ahead of a preemption.
+
+Full blocks never change, so a copy of them stays right until its sequence ends. When the sequence
+yields, only what is behind them is copied; when it comes back, its copy stays for the next time.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
+from raybatch.engine.sequences.table import Sequence
+
+__all__ = ["COPY_ERRORS", "BlockCopier", "CheckpointCounters", "KVCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+# what a copy may raise where memory or the device is short of something
+COPY_ERRORS = (RuntimeError, MemoryError, OSError)
+
+
+class BlockCopier(Protocol):
+    """Copies blocks between the pools of device and host."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host's pool; 0 where there is none."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, keys and values of all layers."""
+
+    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
+        """Copy blocks of the device into as many of the host."""
+
+    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
+        """Copy blocks of the host into as many of the device."""
+
+    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
+        """Copy blocks of the host into as many others."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointCounters:
+    """Copies ahead since the start.
+
+    Args:
+        num_bytes: copied ahead.
+        num_used_blocks: that were in host memory when their sequence yielded.
+        num_failures: copies that failed.
+    """
+
+    num_bytes: int = 0
+    num_used_blocks: int = 0
+    num_failures: int = 0
+
+
+class KVCheckpoints:
+    """Keeps checkpoints in the host blocks that nothing else needs; `Sequence.checkpoint` has them.
+
+    Args:
+        block_size: tokens of one block.
+        blocks: of the host; shared with the KV of sequences that wait, which comes first.
+        copier: with the pools; None has no host memory.
+        keeps_loaded: let what was brought back stay in host memory as well.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        blocks: HostBlocks,
+        copier: BlockCopier | None,
+        *,
+        keeps_loaded: bool = False,
+    ) -> None:
+        self.counters = CheckpointCounters()
+        self._block_size = block_size
+        self._blocks = blocks
+        self._copier = copier
+        self._keeps_loaded = keeps_loaded
+        self._holders: dict[int, Sequence] = {}
+
+    def extend(
+        self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, most: int
+    ) -> int:
+        """Copy full blocks that host memory does not have yet; return how many were tried.
+
+        Args:
+            record: of a running sequence that has nothing else in host memory.
+            blocks: its block table.
+            num_shared: leading blocks that are likely to be found again.
+            num_tokens: with KV.
+            most: blocks to copy at most.
+        """
+        assert record.swapped is None, "a sequence that runs on what host memory alone has"
+        if self._copier is None:
+            return 0
+        held = record.checkpoint
+        first = num_shared if held is None else held.first_block
+        before = np.empty(0, np.int32) if held is None else held.host_blocks
+        start = first + len(before)
+        count = min(num_tokens // self._block_size - start, most, self._blocks.num_available)
+        if count <= 0:
+            return 0
+        added = np.array(self._blocks.allocate(count), np.int32)
+        try:
+            own = blocks[start : start + count].astype(np.int64)
+            self._copier.save_blocks(own, added.astype(np.int64))
+        except COPY_ERRORS as error:
+            self._blocks.release(added)
+            self.counters.num_failures += 1
+            logger.warning("KV of a sequence is not copied ahead, because that failed: %s", error)
+            return count
+        self.counters.num_bytes += count * self._copier.block_bytes
+        self._hold(record, first, np.concatenate((before, added)))
+        return count
+
+    def find(self, record: Sequence, start: int, stop: int) -> Int32s:
+        """Return the host block of each place in [start, stop) of a sequence, -1 for none.
+
+        Args:
+            record: of a running sequence.
+            start: of its blocks, those before are not asked for.
+            stop: of its blocks.
+        """
+        found = np.full(stop - start, -1, np.int32)
+        held = record.checkpoint
+        if held is not None:
+            first, last = max(start, held.first_block), held.first_block + len(held.host_blocks)
+            if first < last:
+                found[first - start : last - start] = held.host_blocks[first - held.first_block :]
+        return found
+
+    def take(self, record: Sequence, used: Int32s) -> None:
+        """End the checkpoint of a sequence; the host blocks in `used` have another owner now."""
+        held = record.checkpoint
+        if held is not None:
+            self._blocks.release(np.setdiff1d(held.host_blocks, used))
+            self.counters.num_used_blocks += len(used)
+            self._forget(record)
+
+    def keep(self, record: Sequence, loaded: SwappedKV) -> None:
+        """Own the host blocks of a sequence that was brought back; those that change go."""
+        num_full = max(0, loaded.num_tokens // self._block_size - loaded.first_block)
+        if not (self._keeps_loaded and num_full):
+            num_full = 0
+        self._blocks.release(loaded.host_blocks[num_full:])
+        if num_full:
+            self._hold(record, loaded.first_block, loaded.host_blocks[:num_full])
+
+    def drop(self, record: Sequence) -> None:
+        """Give up the checkpoint of a sequence, if it has one."""
+        if record.checkpoint is not None:
+            self._blocks.release(record.checkpoint.host_blocks)
+            self._forget(record)
+
+    def make_room(self, count: int, *, but: Sequence) -> None:
+        """Give up checkpoints until so many host blocks are available, if possible.
+
+        Those of the earliest go first, which are the last to yield; that of `but` stays.
+        """
+        for arrival in sorted(self._holders):
+            if self._blocks.num_available >= count:
+                return
+            if self._holders[arrival] is not but:
+                self.drop(self._holders[arrival])
+
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Int32s]:
+        """Return the host blocks of all checkpoints.
+
+        Raises:
+            RuntimeError: these sequences, all there are, have other checkpoints than were made, or
+                one that waits has any.
+        """
+        if any(record.checkpoint is not None for record in waiting):
+            raise RuntimeError("checkpoints: a sequence that waits has one")
+        holders = {r.arrival: r for r in running if r.checkpoint is not None}
+        if holders != self._holders:
+            raise RuntimeError("checkpoints: sequences have others than were made")
+        tables = []
+        for record in holders.values():
+            held = record.checkpoint
+            assert held is not None, "a holder without a checkpoint"
+            num_blocks = held.first_block + len(held.host_blocks)
+            if record.swapped is not None or held.num_tokens != num_blocks * self._block_size:
+                raise RuntimeError("checkpoints: one is not of full blocks of a running sequence")
+            tables.append(held.host_blocks)
+        return tables
+
+    def _hold(self, record: Sequence, first_block: int, host_blocks: Int32s) -> None:
+        record.checkpoint = SwappedKV(
+            first_block=first_block,
+            host_blocks=host_blocks,
+            num_tokens=(first_block + len(host_blocks)) * self._block_size,
+        )
+        self._holders[record.arrival] = record
+
+    def _forget(self, record: Sequence) -> None:
+        record.checkpoint = None
+        del self._holders[record.arrival]

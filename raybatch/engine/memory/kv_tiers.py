@@ -1,0 +1,215 @@
+"""Copies KV blocks between the pool of the device and a pool in host memory.
+
+The host's pool has the same record and the same legend, [L, N, G, B, R], but lies block by block in
+memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
+one gather and one scatter, whatever the number of layers, and on a GPU one transfer for each run.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raybatch.engine.memory.kv_cache import KVCache, allocate_memory
+from raybatch.errors import ConfigError
+
+__all__ = ["KVTiers"]
+
+Int64s = npt.NDArray[np.int64]
+
+# blocks of a trial copy, and trials of which the quickest counts
+_TRIAL_BLOCKS, _NUM_TRIALS = 4, 3
+
+
+class _Arriving(NamedTuple):
+    """A layer of some blocks on its way to pinned memory; `rows` are [n, 2, G, B, R]."""
+
+    layer_idx: int
+    host_ids: Int64s
+    rows: torch.Tensor
+    arrived: torch.cuda.Event
+
+
+class KVTiers:
+    """A device's pool with a host's behind it; owned by one thread.
+
+    On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
+    before them, and the next step waits only for what was brought back.
+
+    Args:
+        device: the pool that the model reads and writes.
+        num_host_blocks: blocks in host memory, pinned where the device is a GPU; may be 0.
+    """
+
+    def __init__(self, device: KVCache, num_host_blocks: int) -> None:
+        num_layers, _, *block = device.k.shape
+        self.num_host_blocks = num_host_blocks
+        self.block_bytes = 2 * num_layers * torch.Size(block).numel() * device.k.element_size()
+        self._device = device
+        shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, R]
+        try:
+            self._memory = allocate_memory(shape, device.k.dtype, device.k.device)
+        # torch has an error of its own for pinned memory, and so has what no address can name
+        except (OSError, OverflowError, RuntimeError) as error:
+            raise ConfigError(
+                f"engine.host_kv_bytes asks for {num_host_blocks * self.block_bytes} bytes, which "
+                f"this host does not give ({error}); lower it"
+            ) from error
+        self.host = KVCache(
+            k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
+        )
+        self._stream: torch.cuda.Stream | None = None
+        self._arriving: list[_Arriving] = []
+        if device.k.device.type == "cuda":
+            self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
+
+    def save(self, block_ids: Int64s, host_ids: Int64s) -> None:
+        """Copy blocks of the device into as many of the host, ids one by one."""
+        if self._stream is not None:
+            self._save_async(self._stream, block_ids, host_ids)
+            return
+        for start, stop, first in _runs(host_ids):
+            ids = torch.from_numpy(block_ids[start:stop])
+            last = first + stop - start
+            torch.index_select(self._device.k, 1, ids, out=self.host.k[:, first:last])
+            torch.index_select(self._device.v, 1, ids, out=self.host.v[:, first:last])
+
+    def load(self, host_ids: Int64s, block_ids: Int64s) -> None:
+        """Copy blocks of the host into as many of the device, ids one by one."""
+        if self._stream is not None:
+            self._load_async(self._stream, host_ids, block_ids)
+            return
+        for start, stop, first in _runs(host_ids):
+            ids = torch.from_numpy(block_ids[start:stop])
+            last = first + stop - start
+            self._device.k.index_copy_(1, ids, self.host.k[:, first:last])
+            self._device.v.index_copy_(1, ids, self.host.v[:, first:last])
+
+    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
+        """Copy blocks of the host into as many others, ids one by one."""
+        if self._stream is not None:
+            # a block may still be on its way to the host
+            self._stream.synchronize()
+        self._memory[torch.from_numpy(target_ids)] = self._memory[torch.from_numpy(source_ids)]
+
+    def save_layer(
+        self, layer_idx: int, half: KVCache, block_ids: Int64s, host_ids: Int64s
+    ) -> None:
+        """Copy one layer of blocks to the host; `finish_layers` waits until it is there.
+
+        Args:
+            layer_idx: in the host's pool.
+            half: where the layer is, [W, G, B, R].
+            block_ids: blocks of `half`.
+            host_ids: as many blocks of the host.
+        """
+        if self._stream is not None:
+            # at most the layer before is still on its way, so pinned memory is for two
+            self._scatter(keep=1)
+            self._save_layer_async(self._stream, layer_idx, half, block_ids, host_ids)
+            return
+        ids, targets = torch.from_numpy(block_ids), torch.from_numpy(host_ids)
+        self.host.k[layer_idx].index_copy_(0, targets, half.k.index_select(0, ids))
+        self.host.v[layer_idx].index_copy_(0, targets, half.v.index_select(0, ids))
+
+    def load_layer(
+        self, layer_idx: int, host_ids: Int64s, half: KVCache, block_ids: Int64s
+    ) -> None:
+        """Copy one layer of blocks of the host into `half`, [W, G, B, R], ids one by one."""
+        sources, ids = torch.from_numpy(host_ids), torch.from_numpy(block_ids)
+        if self._stream is None:
+            half.k.index_copy_(0, ids, self.host.k[layer_idx].index_select(0, sources))
+            half.v.index_copy_(0, ids, self.host.v[layer_idx].index_select(0, sources))
+            return
+        device = half.k.device
+        # [n, 2, G, B, R]; queued behind the kernels that read this half before
+        staged = self._memory[sources, :, layer_idx].to(device)
+        ids = ids.to(device)
+        half.k.index_copy_(0, ids, staged[:, 0])
+        half.v.index_copy_(0, ids, staged[:, 1])
+
+    def finish_layers(self) -> None:
+        """Wait until the host has all that `save_layer` was asked for."""
+        self._scatter(keep=0)
+
+    def bytes_per_s(self) -> float:
+        """Measure copies there and back; both pools must be idle, the device's stays as it is."""
+        count = min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1])
+        ids = np.arange(count)
+        seconds = []
+        for _ in range(1 + _NUM_TRIALS):
+            began = time.perf_counter()
+            self.save(ids, ids)
+            self.load(ids, ids)
+            if self._stream is not None:
+                torch.cuda.synchronize(self._device.k.device)
+            seconds.append(time.perf_counter() - began)
+        # the first one takes the pages of the host's pool from the system
+        return 2 * count * self.block_bytes / max(min(seconds[1:]), 1e-9)
+
+    def _save_layer_async(
+        self,
+        stream: torch.cuda.Stream,
+        layer_idx: int,
+        half: KVCache,
+        block_ids: Int64s,
+        host_ids: Int64s,
+    ) -> None:
+        device = half.k.device
+        ids = torch.from_numpy(block_ids).to(device)
+        # gathered in the order of kernels, so a later layer may write the half
+        staged = torch.stack((half.k.index_select(0, ids), half.v.index_select(0, ids)), dim=1)
+        rows = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            rows.copy_(staged, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(stream)
+        staged.record_stream(stream)
+        self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
+
+    def _scatter(self, *, keep: int) -> None:
+        """Put layers that have arrived into the host's pool, but for the last ones."""
+        while len(self._arriving) > keep:
+            layer = self._arriving.pop(0)
+            layer.arrived.synchronize()
+            self._memory[torch.from_numpy(layer.host_ids), :, layer.layer_idx] = layer.rows
+
+    def _save_async(self, stream: torch.cuda.Stream, block_ids: Int64s, host_ids: Int64s) -> None:
+        device = self._device.k.device
+        ids = torch.from_numpy(block_ids).to(device)
+        pools = (self._device.k, self._device.v)
+        # [n, 2, L, G, B, R]; gathered in the order of steps, so the next one may write the blocks
+        staged = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for start, stop, first in _runs(host_ids):
+                rows = self._memory[first : first + stop - start]
+                rows.copy_(staged[start:stop], non_blocking=True)
+        staged.record_stream(stream)
+
+    def _load_async(self, stream: torch.cuda.Stream, host_ids: Int64s, block_ids: Int64s) -> None:
+        device = self._device.k.device
+        with torch.cuda.stream(stream):
+            shape = (len(host_ids), *self._memory.shape[1:])
+            staged = torch.empty(shape, dtype=self._memory.dtype, device=device)
+            for start, stop, first in _runs(host_ids):
+                rows = self._memory[first : first + stop - start]
+                staged[start:stop].copy_(rows, non_blocking=True)
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        staged.record_stream(current)
+        ids = torch.from_numpy(block_ids).to(device)
+        self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
+        self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
+
+
+def _runs(host_ids: Int64s) -> Iterator[tuple[int, int, int]]:
+    """Yield start, stop and first host block of each run of neighbouring host blocks."""
+    cuts = np.flatnonzero(np.diff(host_ids) != 1) + 1
+    starts = [0, *cuts.tolist()]
+    for start, stop in zip(starts, [*starts[1:], len(host_ids)], strict=True):
+        yield start, stop, int(host_ids[start])

@@ -1,0 +1,196 @@
+"""Keeps the KV of preempted sequences in host memory where that is cheaper than computing it again.
+
+A move is whole or it did not happen: one that fails leaves the sequence as if it had never been
+tried, and its tokens are computed again.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCheckpoints
+from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import Sequence, SequenceTable
+
+__all__ = ["RecoveryChoice", "SwapCounters", "SwapSpace"]
+
+logger = logging.getLogger(__name__)
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class RecoveryChoice(Protocol):
+    """Chooses how a preempted sequence gets its KV back."""
+
+    def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
+        """Return whether copying takes no longer than computing.
+
+        Args:
+            num_bytes: to copy, there and back.
+            num_tokens: with KV.
+            num_shared_tokens: the first ones of them, which will be found again.
+        """
+
+    def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
+        """Learn from a step that has run, and whose tokens are in the table."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SwapCounters:
+    """Moves since the start.
+
+    Args:
+        num_saves: sequences whose KV went to host memory.
+        num_loads: sequences that got it back.
+        saved_bytes: copied to the host.
+        loaded_bytes: copied back.
+        num_tokens: whose KV came back.
+        num_failures: moves that failed.
+    """
+
+    num_saves: int = 0
+    num_loads: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    num_tokens: int = 0
+    num_failures: int = 0
+
+
+class SwapSpace:
+    """Owns the host's blocks; a sequence that waits with some has them in `Sequence.swapped`.
+
+    Args:
+        block_size: tokens of one block.
+        copier: with the pools; None has no host memory.
+        choice: between copying and computing; None copies whatever there is room for.
+        has_checkpoints: let the blocks of sequences that come back stay in host memory.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        copier: BlockCopier | None = None,
+        choice: RecoveryChoice | None = None,
+        *,
+        has_checkpoints: bool = False,
+    ) -> None:
+        self.counters = SwapCounters()
+        self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
+        self._block_size = block_size
+        self._copier = copier
+        self._choice = choice
+        self.checkpoints = KVCheckpoints(
+            block_size, self.blocks, copier, keeps_loaded=has_checkpoints
+        )
+
+    def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
+        """Keep the KV of a sequence that is about to lose its blocks, if that pays.
+
+        Args:
+            record: of the sequence; one that has something in host memory keeps that.
+            blocks: its block table.
+            num_shared: leading blocks that are likely to be found again.
+            num_tokens: with KV.
+        """
+        stop = -(-num_tokens // self._block_size)
+        if self._copier is None or record.swapped is not None or stop <= num_shared:
+            self.checkpoints.drop(record)
+            return
+        host_blocks = self.checkpoints.find(record, num_shared, stop)
+        is_missing = host_blocks < 0
+        if not self._is_worth_it(record, is_missing, num_shared, num_tokens):
+            self.checkpoints.drop(record)
+            return
+        num_missing = int(is_missing.sum())
+        added = np.array(self.blocks.allocate(num_missing), np.int32)
+        try:
+            if num_missing:
+                own = blocks[num_shared:stop][is_missing].astype(np.int64)
+                self._copier.save_blocks(own, added.astype(np.int64))
+        except COPY_ERRORS as error:
+            self.blocks.release(added)
+            self.checkpoints.drop(record)
+            self._note_failure(error)
+            return
+        self.checkpoints.take(record, host_blocks[~is_missing])
+        host_blocks[is_missing] = added
+        record.swapped = SwappedKV(
+            first_block=num_shared, host_blocks=host_blocks, num_tokens=num_tokens
+        )
+        self.counters.num_saves += 1
+        self.counters.saved_bytes += num_missing * self._copier.block_bytes
+
+    def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
+        """Bring KV back into `blocks`; False if that fails.
+
+        The host's blocks are given up, or become the checkpoint of the sequence.
+
+        Args:
+            record: of a sequence that has something in host memory.
+            start: place of the first of `blocks` in the sequence, not before what the host has.
+            blocks: of the device, as many as there are to bring back from `start` on.
+        """
+        kept, copier = record.swapped, self._copier
+        assert kept is not None, "a sequence without anything in host memory"
+        assert copier is not None, "host blocks without a host"
+        first = start - kept.first_block
+        host_ids = kept.host_blocks[first : first + len(blocks)].astype(np.int64)
+        try:
+            copier.load_blocks(host_ids, np.array(blocks, np.int64))
+        except COPY_ERRORS as error:
+            self._note_failure(error)
+            self.drop(record)
+            return False
+        record.swapped = None
+        self.checkpoints.keep(record, kept)
+        self.counters.num_loads += 1
+        self.counters.loaded_bytes += len(blocks) * copier.block_bytes
+        self.counters.num_tokens += kept.num_tokens - start * self._block_size
+        return True
+
+    def drop(self, record: Sequence) -> None:
+        """Give up what a sequence has in host memory, if anything."""
+        self.checkpoints.drop(record)
+        if record.swapped is not None:
+            self.blocks.release(record.swapped.host_blocks)
+            record.swapped = None
+
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
+        running, waiting = list(running), list(waiting)
+        kept = [r.swapped for r in (*running, *waiting) if r.swapped is not None]
+        ahead = self.checkpoints.check(running, waiting)
+        self.blocks.check([*ahead, *(swapped.host_blocks for swapped in kept)])
+        for swapped in kept:
+            num_blocks = swapped.first_block + len(swapped.host_blocks)
+            if num_blocks != -(-swapped.num_tokens // self._block_size):
+                raise RuntimeError("swap space: host blocks do not end where the tokens do")
+
+    def _is_worth_it(
+        self, record: Sequence, is_missing: Bools, num_shared: int, num_tokens: int
+    ) -> bool:
+        """Return whether there is room for what is missing, and copying is quicker than computing.
+
+        What host memory has already is copied back alone.
+        """
+        assert self._copier is not None, "a copy without a host"
+        num_missing = int(is_missing.sum())
+        if self._choice is not None and not self._choice.is_copy_quicker(
+            num_bytes=(num_missing + len(is_missing)) * self._copier.block_bytes,
+            num_tokens=num_tokens,
+            num_shared_tokens=num_shared * self._block_size,
+        ):
+            return False
+        self.checkpoints.make_room(num_missing, but=record)
+        return num_missing <= self.blocks.num_available
+
+    def _note_failure(self, error: Exception) -> None:
+        self.counters.num_failures += 1
+        logger.warning("KV of a sequence is computed again, because a copy failed: %s", error)

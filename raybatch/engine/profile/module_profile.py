@@ -1,0 +1,219 @@
+"""Measures one representative layer: attention and experts by themselves, and both in parts.
+
+What is measured feeds `raybatch.policy.cost.roofline` and `raybatch.policy.batches.step_plan`, not
+`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.engine.forward.pick_ops import byte_dtype_of, pick_ops
+from raybatch.engine.memory.kv_cache import pick_kv_dtype
+from raybatch.engine.profile.layer_bench import LayerBench, ProfileOptions, probe_decoder
+from raybatch.engine.profile.stopwatch import Clock, Run, Stopwatch, clock_of
+from raybatch.engine.weights.layer_tensors import map_tensors, tensors_of
+from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.kernels.kv_rows import row_width
+from raybatch.models.config import ModelSpec
+from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.batches.layer_work import LayerShape
+from raybatch.policy.batches.step_plan import MeasuredLayer
+from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
+
+__all__ = ["ModuleProfile", "model_shape", "profile_layer"]
+
+_COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
+# copies and layers take turns over so much memory, which is more than processors have of cache
+_BEYOND_CACHE_BYTES = 128 << 20
+# of the time budget: attention, experts, copies, layers in parts
+_SHARES = (0.2, 0.25, 0.05, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleProfile:
+    """What was measured of a model's representative layer.
+
+    Args:
+        model: its shape, as plans count its work.
+        attention: runs with the linears before and after it.
+        ffn: runs of the experts, or of the dense block.
+        to_device: copies from the host.
+        to_host: copies to the host.
+        layers: whole layers, plain and with attention in parts.
+        copies_overlap: see `ModuleCosts`.
+    """
+
+    model: ModelShape
+    attention: tuple[MeasuredWork, ...]
+    ffn: tuple[MeasuredWork, ...]
+    to_device: tuple[MeasuredWork, ...]
+    to_host: tuple[MeasuredWork, ...]
+    layers: tuple[MeasuredLayer, ...]
+    copies_overlap: bool
+
+    def costs(self) -> ModuleCosts:
+        """Fit a roofline to each of the four."""
+        return ModuleCosts(
+            attention=fit_roofline(self.attention),
+            ffn=fit_roofline(self.ffn),
+            to_device=fit_roofline(self.to_device),
+            to_host=fit_roofline(self.to_host),
+            copies_overlap=self.copies_overlap,
+        )
+
+
+def model_shape(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    num_pieces: int = 1,
+    kv_dtype: torch.dtype | None = None,
+    byte_dtype: torch.dtype | None = None,
+) -> ModelShape:
+    """Return a model as plans see it: layers like its sparse ones, or all dense.
+
+    A model that has layers of both kinds is planned as if all were sparse, which is on the safe
+    side of its memory.
+
+    Args:
+        spec: what the model is.
+        dtype: of its weights.
+        num_pieces: see `ModelShape`.
+        kv_dtype: of the KV pool; None for that of the weights.
+        byte_dtype: of those weights that are bytes; their scales are not counted.
+    """
+    kv_dtype = kv_dtype or dtype
+    moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
+    layer = LayerShape(
+        model_dim=spec.model_dim,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        ffn_dim=moe.ffn_dim if moe else spec.ffn_dim,
+        num_experts=moe.num_experts if moe else 1,
+        top_k=moe.top_k if moe else 1,
+        element_bytes=dtype.itemsize,
+        weight_bytes=(byte_dtype or dtype).itemsize,
+        kv_row_bytes=row_width(spec.head_dim, kv_dtype) * kv_dtype.itemsize,
+    )
+    num_tables = 1 if spec.is_tied else 2
+    return ModelShape(
+        layer=layer,
+        num_layers=spec.num_layers,
+        other_bytes=num_tables * spec.vocab_size * spec.model_dim * dtype.itemsize,
+        num_pieces=num_pieces,
+    )
+
+
+def profile_layer(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    options: ProfileOptions | None = None,
+    *,
+    clock: Clock | None = None,
+    num_pieces: int = 1,
+    tell: Callable[[str], None] = lambda _: None,
+) -> ModuleProfile:
+    """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
+
+    Repeated runs take turns over layers of the representative kind: one layer alone would stay in
+    the processor's cache, where no forward pass finds it. Their weights are read once before, as
+    those of a mapped file come from disk at first.
+
+    Args:
+        spec: what the model is.
+        weights: of that model; read only.
+        options: what is measured; None takes the defaults.
+        clock: seconds; None takes that of `clock_of`.
+        num_pieces: see `ModelShape`.
+        tell: called with what is measured next.
+    """
+    options = options or ProfileOptions()
+    device, dtype = weights.embed.device, weights.embed.dtype
+    stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
+    kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
+    model = model_shape(
+        spec,
+        dtype=dtype,
+        num_pieces=num_pieces,
+        kv_dtype=kv_dtype,
+        byte_dtype=byte_dtype_of(weights),
+    )
+    is_sparse = model.layer.num_experts > 1
+    layers = _layers_beyond_cache(spec, weights, model.layer)
+    ops = pick_ops(
+        spec,
+        weights,
+        block_size=options.block_size,
+        may_compile=options.may_compile,
+        kv_dtype=kv_dtype,
+    )
+    decoder = probe_decoder(spec, weights, layers, ops)
+    bench = LayerBench(spec, decoder, model.layer, options, stopwatch)
+    budgets = [options.budget_s * share for share in _SHARES]
+    with torch.inference_mode():
+        for layer in layers:
+            _read(layer)
+        tell("attention")
+        attention = bench.attention(weights.norm, budgets[0])
+        tell("experts" if is_sparse else "feed-forward block")
+        ffn = bench.ffn(weights.norm, budgets[1])
+        tell("copies")
+        to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
+        tell("attention in parts")
+        in_parts = [
+            *bench.layers("prefill", weights.norm, budgets[3] / 2),
+            *bench.layers("decode", weights.norm, budgets[3] / 2),
+        ]
+    return ModuleProfile(
+        model=model,
+        attention=attention,
+        ffn=ffn,
+        to_device=to_device,
+        to_host=to_host,
+        layers=tuple(in_parts),
+        copies_overlap=device.type == "cuda",
+    )
+
+
+def _layers_beyond_cache(
+    spec: ModelSpec, weights: ModelWeights, shape: LayerShape
+) -> list[LayerWeights]:
+    """Return so many layers of the representative kind that no cache holds them, on the device."""
+    is_sparse = shape.num_experts > 1
+    alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
+    num_layers = -(-_BEYOND_CACHE_BYTES // (shape.attention_bytes + shape.ffn_bytes))
+    device = weights.embed.device
+    # those that do not stay on the device are measured there all the same
+    return [
+        map_tensors(layer, lambda tensor: tensor.to(device))
+        for layer in alike[: max(num_layers, 2)]
+    ]
+
+
+def _read(layer: LayerWeights) -> None:
+    for tensor in tensors_of(layer):
+        tensor.clone()
+
+
+def _profile_copies(
+    device: torch.device, stopwatch: Stopwatch, budget_s: float
+) -> tuple[tuple[MeasuredWork, ...], tuple[MeasuredWork, ...]]:
+    """Measure copies to the device and back; on a CPU, between two places of its memory."""
+    sizes = [(0, Work(operations=0.0, moved_bytes=size)) for size in _COPY_BYTES]
+
+    host = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, device=device)
+
+    def copying(target: torch.Tensor, source: torch.Tensor, num_bytes: int) -> Run:
+        targets, sources = torch.split(target, num_bytes), torch.split(source, num_bytes)
+        return lambda turn: targets[turn % len(targets)].copy_(
+            sources[turn % len(sources)], non_blocking=True
+        )
+
+    return (
+        stopwatch.measure(sizes, lambda i: copying(there, host, _COPY_BYTES[i]), budget_s / 2),
+        stopwatch.measure(sizes, lambda i: copying(host, there, _COPY_BYTES[i]), budget_s / 2),
+    )

@@ -1,0 +1,181 @@
+"""Answers that follow a grammar: tokens that may come next, by XGrammar.
+
+Per running sequence a matcher knows where in its grammar it is; before a token is drawn the logits
+of all tokens that cannot come next are set to -inf. Compiled grammars are kept by their text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.records.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["GrammarSlots", "check_grammar"]
+
+# grammars of rows that have one each must not fill the memory
+_MAX_COMPILED = 256
+# characters between two tokens of JSON: small models fill what is left of max_tokens with newlines
+_MAX_WHITESPACE = 32
+# where in its own sources the library found what is wrong
+_SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
+
+
+def check_grammar(text: str) -> str:
+    """Return what is wrong with a constraint as far as that needs no tokenizer, "" for nothing.
+
+    Args:
+        text: of `structured_text`.
+
+    Raises:
+        MissingDependency: XGrammar is not installed.
+    """
+    try:
+        _grammar(text)
+    except (RuntimeError, ValueError) as error:
+        return _told(error)
+    return ""
+
+
+class GrammarSlots:
+    """The grammars of running sequences, by slot.
+
+    Args:
+        load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
+        vocab_size: columns of the logits.
+        eos_token_ids: end tokens of the model, which are allowed where an answer may end.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], PreTrainedTokenizerFast],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._compiler: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._matchers: dict[int, Any] = {}
+
+    def refusal(self, text: str | None) -> str:
+        """Return why a sequence cannot run with this constraint, "" where it can.
+
+        Args:
+            text: of `structured_text`; None for a sequence without a constraint.
+        """
+        if text is None:
+            return ""
+        if not self._eos_token_ids:
+            return "structured_outputs need a model with an end token, and this one has none"
+        try:
+            self._compile(text)
+        except (RuntimeError, ValueError, ConfigError, MissingDependency) as error:
+            return _told(error)
+        return ""
+
+    def add(self, slot: int, text: str | None, generated: npt.ArrayLike = ()) -> None:
+        """Take a sequence into an empty slot; `generated` are its tokens so far."""
+        self._matchers.pop(slot, None)
+        if text is None:
+            return
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(self._compile(text))
+        for token_id in torch.as_tensor(generated).tolist():
+            matcher.accept_token(token_id)
+        self._matchers[slot] = matcher
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot; emptying an empty one does nothing."""
+        self._matchers.pop(slot, None)
+
+    def has(self, slot: int) -> bool:
+        """Return whether the answer of this slot follows a grammar."""
+        return slot in self._matchers
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any answer follows a grammar."""
+        return bool(self._matchers)
+
+    def mask(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
+        """Set the logits of tokens that cannot come next to -inf.
+
+        Args:
+            logits: float32 [S, V], changed.
+            rows: of the sequences in `logits`.
+            slots: of the same sequences.
+        """
+        import xgrammar
+
+        masks = xgrammar.allocate_token_bitmask(logits.shape[0], self._vocab_size)
+        for row, slot in zip(rows, slots, strict=True):
+            self._matchers[slot].fill_next_token_bitmask(masks, row)
+        xgrammar.apply_token_bitmask_inplace(logits, masks.to(logits.device), indices=rows)
+
+    def accept(self, slot: int, token_id: int) -> None:
+        """Go on by the token that was drawn; an end token ends the grammar."""
+        self._matchers[slot].accept_token(token_id)
+
+    def _compile(self, text: str) -> Any:  # noqa: ANN401 - XGrammar is loaded where it is used
+        found = self._compiled.get(text)
+        if found is None:
+            grammar = _grammar(text)
+            if self._compiler is None:
+                self._compiler = self._make_compiler()
+            found = self._compiler.compile_grammar(grammar)
+            self._compiled[text] = found
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(text)
+        return found
+
+    def _make_compiler(self) -> Any:  # noqa: ANN401
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            self._load_tokenizer(),
+            vocab_size=self._vocab_size,
+            stop_token_ids=list(self._eos_token_ids),
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _grammar(text: str) -> Any:  # noqa: ANN401
+    try:
+        from xgrammar import Grammar
+    except ImportError as error:
+        raise MissingDependency(
+            "structured_outputs need XGrammar, which is not installed here: "
+            "pip install 'raybatch[structured]'"
+        ) from error
+    wanted = StructuredOutputs.parse(text)
+    if wanted.json is not None:
+        return Grammar.from_json_schema(wanted.json, max_whitespace_cnt=_MAX_WHITESPACE)
+    if wanted.json_object:
+        return Grammar.from_json_schema(
+            '{"type": "object"}', strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
+        )
+    if wanted.regex is not None:
+        return Grammar.from_regex(wanted.regex)
+    if wanted.grammar is not None:
+        return Grammar.from_ebnf(wanted.grammar)
+    # a text of JSON is one of EBNF as well, but for surrogates, which JSON makes of other planes
+    texts = " | ".join(json.dumps(option, ensure_ascii=False) for option in wanted.choice)
+    return Grammar.from_ebnf(f"root ::= {texts}")
+
+
+def _told(error: Exception) -> str:
+    return f"structured_outputs: {_SOURCE.sub('', str(error)).strip()}"

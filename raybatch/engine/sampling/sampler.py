@@ -1,0 +1,297 @@
+"""Batched sampling over slots: from the logits of one step to a token per sequence.
+
+A slot is a sequence's place in the engine's arrays. Options live in arrays indexed by slot; rows
+of a step are grouped by what they need, so that a greedy row never pays for a random one.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raybatch.engine.sampling.draw import Drawn, DrawOptions, draw_dense, draw_greedy, draw_ranked
+from raybatch.engine.sampling.grammars import GrammarSlots
+from raybatch.engine.sampling.penalties import TokenHistory, apply_penalties, mask_tokens
+from raybatch.engine.sampling.randomness import sequence_key, uniforms
+from raybatch.records.types import Sampling, TokenIds
+
+TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
+
+# below this a division by the temperature has no meaning in float32; vLLM draws the same line
+_MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleResult:
+    """What one step drew.
+
+    Args:
+        token_ids: int64 [S]; 0 for a row that is not finite.
+        is_finite: bool [S]; False where the logits held NaN, or infinity as the largest value.
+        logprobs: per row a pair (token ids, log probabilities) with the sampled token first, or
+            None for a row that asked for none; None when no row asked.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    is_finite: npt.NDArray[np.bool_]
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Sampler:
+    """Draws the next token of many sequences.
+
+    Order and formulas are those of transformers and vLLM: repetition, frequency and presence
+    penalty, min_tokens, temperature, top_k, top_p, min_p. Equal logits on the edge of top_k all
+    stay. One random number belongs to each (seed, sample, position).
+
+    Args:
+        vocab_size: columns of the logits.
+        max_slots: slots are 0..max_slots-1.
+        eos_token_ids: end tokens of the model, held back by min_tokens.
+        grammars: of answers that follow one; None where no answer can.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_slots: int,
+        eos_token_ids: tuple[int, ...],
+        grammars: GrammarSlots | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._eos_token_ids = eos_token_ids
+        self._is_random = np.zeros(max_slots, np.bool_)
+        self._is_penalized = np.zeros(max_slots, np.bool_)
+        self._min_tokens = np.zeros(max_slots, np.int64)
+        self._has_grammar = np.zeros(max_slots, np.bool_)
+        self._num_logprobs = np.full(max_slots, -1, np.int64)
+        self._temperature = np.ones(max_slots)
+        self._top_k = np.full(max_slots, vocab_size, np.int64)
+        self._top_p = np.ones(max_slots)
+        self._min_p = np.zeros(max_slots)
+        self._key = np.zeros(max_slots, np.uint64)
+        self._histories: dict[int, TokenHistory] = {}
+        self._held_back: dict[int, npt.NDArray[np.int64]] = {}
+
+    def refusal(self, sampling: Sampling) -> str:
+        """Return why no sequence can run with these options, "" where one can."""
+        if sampling.structured_outputs is None:
+            return ""
+        if self._grammars is None:
+            return "structured_outputs need a tokenizer, and this engine has none"
+        return self._grammars.refusal(_constraint(sampling))
+
+    def is_stateless(self, sampling: Sampling) -> bool:
+        """Return whether a token follows from logits, seed and position, and from nothing else.
+
+        So it can be drawn for several positions of a sequence at once. `min_tokens` asks for the
+        position alone; penalties and grammars ask for the tokens before.
+        """
+        return not has_penalty(sampling) and sampling.structured_outputs is None
+
+    def add(
+        self,
+        slot: int,
+        sampling: Sampling,
+        seed: int,
+        sample_idx: int,
+        prompt_token_ids: npt.ArrayLike,
+        generated: npt.ArrayLike = (),
+    ) -> None:
+        """Take over a sequence in a free slot.
+
+        Args:
+            slot: any slot; what it held is replaced.
+            sampling: options.
+            seed: 64-bit, of the request.
+            sample_idx: 0..n-1.
+            prompt_token_ids: read only, for the repetition penalty.
+            generated: tokens made before, by a preempted or migrated sequence.
+        """
+        self.remove(slot)
+        self._is_random[slot] = sampling.temperature >= _MIN_TEMPERATURE
+        self._temperature[slot] = max(sampling.temperature, _MIN_TEMPERATURE)
+        self._top_k[slot] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
+        self._key[slot] = sequence_key(seed, sample_idx)
+        self._num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        if has_penalty(sampling):
+            self._is_penalized[slot] = True
+            self._histories[slot] = TokenHistory(
+                sampling, self._vocab_size, prompt_token_ids, generated
+            )
+        held_back = {*self._eos_token_ids, *sampling.stop_token_ids}
+        ids = sorted(token_id for token_id in held_back if 0 <= token_id < self._vocab_size)
+        if sampling.min_tokens and ids:
+            self._min_tokens[slot] = sampling.min_tokens
+            self._held_back[slot] = np.asarray(ids, np.int64)
+        if self._grammars is not None:
+            self._grammars.add(slot, _constraint(sampling), generated)
+            self._has_grammar[slot] = self._grammars.has(slot)
+
+    def remove(self, slot: int) -> None:
+        """Free a slot; freeing a free one does nothing."""
+        self._is_random[slot] = False
+        self._is_penalized[slot] = False
+        self._min_tokens[slot] = 0
+        self._num_logprobs[slot] = -1
+        self._histories.pop(slot, None)
+        self._held_back.pop(slot, None)
+        if self._grammars is not None:
+            self._grammars.remove(slot)
+            self._has_grammar[slot] = False
+
+    def sample(
+        self,
+        logits: torch.Tensor,  # [S, V] float32, read only
+        slots: npt.NDArray[np.int64],
+        num_generated: npt.NDArray[np.int64],
+    ) -> SampleResult:
+        """Draw one token per row and remember it where a penalty needs it.
+
+        Args:
+            logits: of the last position of each row.
+            slots: slot of each row; one that is not stateless occurs once.
+            num_generated: tokens that each row has generated so far: the position of this one.
+        """
+        rows = np.arange(len(slots))
+        is_held_back = num_generated < self._min_tokens[slots]
+        has_grammar = self._has_grammar[slots]
+        is_adjusted = self._is_penalized[slots] | is_held_back | has_grammar
+        token_ids = np.zeros(len(slots), np.int64)
+        is_finite = np.ones(len(slots), np.bool_)
+        for group, is_copy in ((rows[~is_adjusted], False), (rows[is_adjusted], True)):
+            if not len(group):
+                continue
+            source, source_rows = logits, group
+            if is_copy:
+                source = self._adjust(logits, group, slots, is_held_back)
+                source_rows = np.arange(len(group))
+            drawn = self._draw(source, source_rows, slots[group], num_generated[group])
+            is_finite[group] = np.isfinite(drawn.max_logits)
+            token_ids[group] = np.where(is_finite[group], drawn.token_ids, 0)
+        for row in rows[self._is_penalized[slots] & is_finite]:
+            self._histories[int(slots[row])].record(int(token_ids[row]))
+        if self._grammars is not None:
+            for row in rows[has_grammar & is_finite]:
+                self._grammars.accept(int(slots[row]), int(token_ids[row]))
+        return SampleResult(
+            token_ids=token_ids,
+            is_finite=is_finite,
+            logprobs=gather_logprobs(logits, token_ids, self._num_logprobs[slots]),
+        )
+
+    def _adjust(
+        self,
+        logits: torch.Tensor,
+        group: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        is_held_back: npt.NDArray[np.bool_],
+    ) -> torch.Tensor:
+        """Return the logits of the group's rows with penalties, min_tokens and grammars applied."""
+        adjusted = logits.index_select(0, torch.from_numpy(group).to(logits.device))
+        penalized = np.flatnonzero(self._is_penalized[slots[group]]).tolist()
+        if penalized:
+            histories = [self._histories[int(slots[group[idx]])] for idx in penalized]
+            apply_penalties(adjusted, penalized, histories)
+        held_back = np.flatnonzero(is_held_back[group]).tolist()
+        if held_back:
+            ids = [self._held_back[int(slots[group[idx]])] for idx in held_back]
+            mask_tokens(adjusted, held_back, ids)
+        constrained = np.flatnonzero(self._has_grammar[slots[group]]).tolist()
+        if constrained and self._grammars is not None:
+            self._grammars.mask(adjusted, constrained, slots[group[constrained]].tolist())
+        return adjusted
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        num_generated: npt.NDArray[np.int64],
+    ) -> Drawn:
+        """Draw for rows of `logits`, each kind of row in its own way."""
+        is_random = self._is_random[slots]
+        if not is_random.any():
+            return draw_greedy(logits, rows)
+        options = DrawOptions(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            uniform=uniforms(self._key[slots], num_generated),
+        )
+        is_cut = (options.top_k < self._vocab_size) | (options.top_p < 1.0)
+        token_ids = np.zeros(len(rows), np.int64)
+        max_logits = np.zeros(len(rows), np.float32)
+        for draw, is_member in (
+            (None, ~is_random),
+            (draw_dense, is_random & ~is_cut),
+            (draw_ranked, is_random & is_cut),
+        ):
+            members = np.flatnonzero(is_member)
+            if not len(members):
+                continue
+            if draw is None:
+                drawn = draw_greedy(logits, rows[members])
+            else:
+                drawn = draw(logits, rows[members], options.take(members))
+            token_ids[members] = drawn.token_ids
+            max_logits[members] = drawn.max_logits
+        return Drawn(token_ids=token_ids, max_logits=max_logits)
+
+
+def _constraint(sampling: Sampling) -> str | None:
+    # a mapping becomes a text when the options are made
+    return cast(str | None, sampling.structured_outputs)
+
+
+def has_penalty(sampling: Sampling) -> bool:
+    """Return whether the options look at tokens seen before."""
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+def gather_logprobs(
+    logits: torch.Tensor,  # [S, V]
+    token_ids: npt.NDArray[np.int64],
+    num_logprobs: npt.NDArray[np.int64],
+) -> list[TokenLogprobs | None] | None:
+    """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
+
+    Args:
+        logits: as the model gave them.
+        token_ids: sampled, one per row.
+        num_logprobs: most likely tokens that each row wants; negative where it wants none.
+    """
+    rows = np.flatnonzero(num_logprobs >= 0)
+    if not len(rows):
+        return None
+    wanted = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+    normalizer = wanted.logsumexp(dim=-1, keepdim=True)
+    width = min(int(num_logprobs[rows].max()), logits.shape[1])
+    values, ids = wanted.topk(width, dim=-1)
+    sampled = torch.from_numpy(token_ids[rows]).to(logits.device)[:, None]
+    all_ids = torch.cat([sampled, ids], dim=1).cpu().numpy().astype(np.int32)
+    own = wanted.gather(1, sampled)
+    all_values = (torch.cat([own, values], dim=1) - normalizer).cpu().numpy()
+    found: list[TokenLogprobs | None] = [None] * len(num_logprobs)
+    for idx, row in enumerate(rows.tolist()):
+        found[row] = _without_repeat(all_ids[idx], all_values[idx], int(num_logprobs[row]))
+    return found
+
+
+def _without_repeat(
+    ids: TokenIds, values: npt.NDArray[np.float32], num_logprobs: int
+) -> TokenLogprobs:
+    """Keep the first entry and those of the next `num_logprobs` that do not repeat it."""
+    is_kept = ids[: num_logprobs + 1] != ids[0]
+    is_kept[0] = True
+    return ids[: num_logprobs + 1][is_kept], values[: num_logprobs + 1][is_kept]

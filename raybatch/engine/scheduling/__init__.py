@@ -1,0 +1,1 @@
+"""Which sequences are in the next step, and which wait."""

@@ -1,0 +1,174 @@
+"""Who may start now, so that running sequences seldom run out of KV memory; pure arithmetic.
+
+What binds is not the memory in use now but its highest point: just before one of the running
+sequences ends and gives its blocks back. A sequence may start if no such point, with it, is above
+the limit. Where lengths are alike, sequences that start together also end together, and half of
+the pool is empty on average; so starts are spread over time as well.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.scheduling.output_lengths import OutputLengths
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
+
+__all__ = ["Admission", "KVForecast"]
+
+Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
+
+# steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
+_MAX_CREDIT_STEPS = 2
+
+
+class KVForecast:
+    """Blocks in use over time, if each sequence ends when it is expected to.
+
+    With sequences in order of their remaining steps r, longest first, the pool holds
+    `shared + sum(sizes[:i]) + i * r[i - 1] / block_size` just before the i-th of them ends.
+
+    Args:
+        shared: blocks that several sequences use, held until the end.
+        sizes: blocks of each sequence now, alone, fractions included.
+        remaining: steps to go of each.
+        block_size: tokens of one block, so steps in which a sequence grows by one.
+    """
+
+    def __init__(
+        self, shared: float, sizes: Float64s, remaining: Float64s, block_size: int
+    ) -> None:
+        order = np.argsort(-remaining)
+        self._shared = shared
+        self._sizes, self._growth = sizes[order], remaining[order] / block_size
+        self._block_size = block_size
+        self._sum()
+
+    def peak(self, size: float = 0.0, remaining: float = 0.0, count: int = 0) -> float:
+        """Return the highest point, with `count` more sequences of this kind."""
+        growth = remaining / self._block_size
+        place = int(np.searchsorted(-self._growth, -growth, side="right"))
+        peaks = self._peaks.copy()
+        peaks[place:] += count * (size + self._growth[place:])
+        before = float(self._sums[place - 1]) if place else 0.0
+        own = before + count * size + growth * (place + count) if count else 0.0
+        return self._shared + max(own, float(peaks.max(initial=0.0)))
+
+    def add(self, size: float, remaining: float, num_shared: int) -> None:
+        """Count one more sequence in, and `num_shared` more shared blocks."""
+        growth = remaining / self._block_size
+        place = int(np.searchsorted(-self._growth, -growth, side="right"))
+        self._growth = np.insert(self._growth, place, growth)
+        self._sizes = np.insert(self._sizes, place, size)
+        self._shared += num_shared
+        self._sum()
+
+    def _sum(self) -> None:
+        self._sums = np.cumsum(self._sizes)
+        self._peaks = self._sums + self._growth * np.arange(1, len(self._sums) + 1)
+
+
+class Admission:
+    """Decides by a forecast whether one more sequence may run.
+
+    Args:
+        table: running sequences.
+        blocks: the KV pool's books.
+        fraction: of the pool that a forecast may reach; None lets every sequence start.
+    """
+
+    def __init__(
+        self, table: SequenceTable, blocks: BlockManager, *, fraction: float | None
+    ) -> None:
+        self.lengths = OutputLengths()
+        self._table = table
+        self._blocks = blocks
+        self._limit = math.inf if fraction is None else fraction * blocks.num_blocks
+        self._credit = 0.0
+        self._forecast: KVForecast | None = None
+
+    def begin_step(self) -> None:
+        """Forget the forecast of the step before."""
+        self._forecast = None
+        # the pool offers so many blocks for one step
+        self._credit = min(self._credit + self._limit, _MAX_CREDIT_STEPS * self._limit)
+
+    def accepts(self, record: Sequence, *, num_shared: int, num_new: int, num_waiting: int) -> bool:
+        """Return whether `record` may start.
+
+        Args:
+            record: a waiting sequence.
+            num_shared: blocks that it uses together with others.
+            num_new: of these, blocks that nobody uses yet.
+            num_waiting: sequences in the queue; if all fit there is no reason to wait.
+        """
+        if math.isinf(self._limit):
+            return True
+        forecast = self._current()
+        size, remaining = self._measure(record, num_shared)
+        if forecast.peak(size, remaining, 1) + num_new > self._limit:
+            return False
+        if self._credit > 0 or not self._is_known(record):
+            return True
+        return forecast.peak(size, remaining, num_waiting) + num_new <= self._limit
+
+    def add(self, record: Sequence, *, num_shared: int, num_new: int) -> None:
+        """Count in a sequence that starts; the arguments are those of `accepts`."""
+        if math.isinf(self._limit):
+            return
+        size, remaining = self._measure(record, num_shared)
+        if self._is_known(record):
+            # what it takes from the pool: blocks times steps
+            self._credit -= remaining * (size + remaining / self._table.block_size / 2)
+        self._current().add(size, remaining, num_new)
+
+    def _is_known(self, record: Sequence) -> bool:
+        return record.expected_len is not None or self.lengths.is_known
+
+    def _current(self) -> KVForecast:
+        if self._forecast is None:
+            self._forecast = self._build()
+        return self._forecast
+
+    def _build(self) -> KVForecast:
+        table = self._table
+        slots = np.flatnonzero(table.phase != EMPTY)
+        num_generated = table.num_tokens[slots] - table.num_prompt[slots]
+        self.lengths.update(num_generated)
+        num_own = table.num_blocks[slots] + table.num_reserved[slots] - table.num_shared[slots]
+        num_taken = self._blocks.num_used + self._blocks.num_reserved
+        # a last block is half empty on average
+        sizes = table.num_tokens[slots] / table.block_size - table.num_shared[slots] + 0.5
+        remaining = self._remaining(
+            num_generated,
+            table.max_len[slots] - table.num_prompt[slots],
+            table.expected_len[slots] - table.num_prompt[slots],
+            table.is_expected[slots],
+        )
+        return KVForecast(float(num_taken - num_own.sum()), sizes, remaining, table.block_size)
+
+    def _measure(self, record: Sequence, num_shared: int) -> tuple[float, float]:
+        """Return the size of a waiting sequence in blocks, and its remaining steps."""
+        num_prompt = len(record.request.prompt_token_ids)
+        remaining = self._remaining(
+            np.array([len(record.token_ids)]),
+            np.array([record.max_len - num_prompt]),
+            np.array([(record.expected_len or record.max_len) - num_prompt]),
+            np.array([record.expected_len is not None]),
+        )
+        return record.num_tokens / self._table.block_size - num_shared + 0.5, float(remaining[0])
+
+    def _remaining(
+        self,
+        num_generated: Int64s,
+        max_generated: Int64s,
+        expected: Int64s,
+        is_expected: npt.NDArray[np.bool_],
+    ) -> Float64s:
+        final = self.lengths.expect(num_generated, max_generated)
+        # one that outgrew its expectation is taken to go on for a while
+        outgrown = np.minimum(num_generated + 1 + num_generated // 8, max_generated)
+        final = np.where(is_expected, np.maximum(expected, outgrown), final)
+        return np.maximum(final - num_generated, 1.0)

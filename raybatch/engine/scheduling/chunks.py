@@ -1,0 +1,112 @@
+"""Takes chunks of sequences into a step: allocates their blocks, and shares what they fill."""
+
+import numpy as np
+
+from raybatch.engine.memory.swap import SwapSpace
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.groups import PrefixGroups
+from raybatch.engine.sequences.schedule import SchedulerCounters
+from raybatch.engine.sequences.table import DECODE, SequenceTable
+
+__all__ = ["Chunks"]
+
+
+class Chunks:
+    """What a step computes of sequences that are not decoding, or brings back from host memory.
+
+    Args:
+        table: running sequences.
+        blocks: of the pool.
+        groups: pin what they share.
+        swap: host memory for the KV of preempted sequences.
+        counters: of the scheduler.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        groups: PrefixGroups,
+        swap: SwapSpace,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._groups = groups
+        self._swap = swap
+        self._counters = counters
+
+    def take(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        """Bring back what host memory has of `slot`, or take a chunk; return the tokens taken.
+
+        Args:
+            slot: of a sequence with tokens to compute.
+            budget: tokens that the step has left.
+            chunks: of the step so far, as slot, first token and length; one more is appended.
+        """
+        table = self._table
+        stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
+        if kept is not None and budget > 0:
+            hole_end = kept.first_block * table.block_size
+            if table.num_computed[slot] < hole_end:
+                stop = hole_end
+            elif self._shares_unfinished(slot, chunks):
+                return 0
+            elif self._restore(slot) and table.phase[slot] == DECODE:
+                return 1
+        return self._take_chunk(slot, min(budget, stop - int(table.num_computed[slot])), chunks)
+
+    def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
+        """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
+        table = self._table
+        filled = [table.blocks(other)[start // table.block_size :] for other, start, _ in chunks]
+        return bool(filled) and bool(np.isin(table.blocks(slot), np.concatenate(filled)).any())
+
+    def _take_chunk(self, slot: int, length: int, chunks: list[tuple[int, int, int]]) -> int:
+        if length <= 0:
+            return 0
+        start = int(self._table.num_computed[slot])
+        stop = start + length
+        num_new = -(-stop // self._table.block_size) - int(self._table.num_blocks[slot])
+        self._add_reserved(slot, self._blocks.allocate(num_new, is_reserved=True))
+        self._share(slot, start // self._table.block_size, stop)
+        chunks.append((slot, start, length))
+        return length
+
+    def _restore(self, slot: int) -> bool:
+        """Bring back what host memory has of `slot`; False if it has to be computed after all."""
+        table, record = self._table, self._table.record(slot)
+        kept, start = record.swapped, int(table.num_blocks[slot])
+        assert kept is not None, "nothing to bring back"
+        count = -(-kept.num_tokens // table.block_size) - start
+        if count <= 0:
+            # others have computed all of it in the meantime
+            self._swap.drop(record)
+            return False
+        blocks = self._blocks.allocate(count, is_reserved=True)
+        if not self._swap.load(record, start, blocks):
+            self._blocks.release(np.array(blocks, np.int32), keep_cached=False)
+            self._blocks.reserve(count)
+            self._counters.num_recomputed_tokens += kept.num_tokens - start * table.block_size
+            return False
+        self._add_reserved(slot, blocks)
+        table.skip_to(slot, kept.num_tokens)
+        self._share(slot, start, kept.num_tokens)
+        if table.phase[slot] == DECODE:
+            # its token of this step may need a block of its own
+            count = int(table.num_reserved[slot])
+            self._add_reserved(slot, self._blocks.allocate(count, is_reserved=True))
+        return True
+
+    def _add_reserved(self, slot: int, blocks: list[int]) -> None:
+        self._table.add_blocks(slot, blocks)
+        self._table.num_reserved[slot] -= len(blocks)
+
+    def _share(self, slot: int, first: int, stop: int) -> None:
+        """Let others find the full blocks of `slot` from `first` on, up to token `stop`."""
+        # findable from this step on: KV is written before any row of the step attends
+        record, filled = self._table.record(slot), self._table.blocks(slot)
+        filled = filled[first : stop // self._table.block_size].tolist()
+        for block, block_hash in zip(filled, (record.block_hashes or [])[first:], strict=False):
+            self._blocks.register(block, block_hash)
+        self._groups.pin(record.group, first, filled)

@@ -1,0 +1,349 @@
+"""Steps of an engine whose KV lives in host memory: rounds of prompts, and decoding between stops.
+
+`raybatch.policy.boundary.page_boundary` decides at each stop, the page boundary, who ends, yields,
+grows and is loaded; this module keeps the tables as the plans say. A page is a block. Between two
+boundaries every active sequence has the blocks that it needs, on the device and in host memory.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
+from raybatch.engine.memory.offload_store import OffloadStore
+from raybatch.engine.memory.stored_sequence import StoredSequence
+from raybatch.engine.memory.swap import SwapCounters
+from raybatch.engine.scheduling.prefill_round import PrefillRound
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
+from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
+from raybatch.policy.boundary.page_boundary import plan_boundary
+from raybatch.policy.boundary.records import (
+    BoundaryOptions,
+    BoundaryPlan,
+    BoundarySnapshot,
+    SequencePages,
+    Status,
+)
+
+__all__ = ["OffloadScheduler"]
+
+Int64s = npt.NDArray[np.int64]
+
+# a boundary comes early once this share of the sequences that decode have ended, so that short
+# outputs leave no empty slots for whole pages
+_ENDED_SHARE = 0.125
+
+
+class OffloadScheduler:
+    """Owns sequences, the books of both pools and the table of running ones; shares no blocks.
+
+    Args:
+        blocks: the device pool's books.
+        table: running sequences.
+        store: host memory.
+        num_window_blocks: blocks of the device's pool while prompts are computed.
+        max_batched_tokens: token budget of one step of prompts, at least the slots of `table`.
+        options: of the page boundary.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        table: SequenceTable,
+        store: OffloadStore,
+        *,
+        num_window_blocks: int,
+        max_batched_tokens: int,
+        options: BoundaryOptions,
+    ) -> None:
+        self.blocks = blocks
+        self.table = table
+        self.store = store
+        self.counters = SchedulerCounters()
+        self._options = options
+        self._round = PrefillRound(
+            table,
+            store,
+            num_window_blocks=num_window_blocks,
+            max_batched_tokens=max_batched_tokens,
+            counters=self.counters,
+        )
+        # by arrival; a boundary looks at all of `_sequences`, and at no new one
+        self._new: dict[int, Sequence] = {}
+        self._sequences: dict[int, StoredSequence] = {}
+        # by slot, of sequences that decode
+        self._active: dict[int, StoredSequence] = {}
+        self._steps_left = 0
+        self._num_begun = 0
+        self._boundaries_since_prefill = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._new) + len(self._sequences) - self.table.num_running
+
+    @property
+    def moves(self) -> SwapCounters:
+        """KV that was copied to host memory and back."""
+        return self.store.counters
+
+    @property
+    def ahead(self) -> CheckpointCounters:
+        """Nothing: all KV is copied before its sequence yields, and `moves` counts it."""
+        return CheckpointCounters()
+
+    @property
+    def kv_used_fraction(self) -> float:
+        """Share of the host's KV memory, where all of it lives, that sequences hold."""
+        return self.store.blocks.num_used / max(1, self.store.blocks.num_blocks)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks held for prefix groups, of which there are none."""
+        return 0
+
+    def add(self, record: Sequence) -> None:
+        """Take a sequence in, whose tokens have to be computed."""
+        if record.has_started:
+            self._take_in(record, "evicted")
+        else:
+            self._new[record.arrival] = record
+
+    def waiting(self) -> list[Sequence]:
+        """Return the sequences without a slot, by arrival."""
+        known = [stored.record for stored in self._sequences.values() if stored.slot is None]
+        return sorted((*known, *self._new.values()), key=lambda record: record.arrival)
+
+    def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
+        taken = [record for record in self.waiting() if is_wanted(record)]
+        for record in taken:
+            if self._new.pop(record.arrival, None) is None:
+                self._forget(self._sequences[record.arrival])
+        return taken
+
+    def schedule(self, drafts: Mapping[int, list[int]]) -> Schedule:
+        """Decide the next step, at a page boundary by a plan; drafts are not taken."""
+        preempted, admitted = self._round.leave(), list[int]()
+        ended: list[Sequence] = []
+        if not self._round.is_open and self._is_at_boundary():
+            ended = self._cross_boundary(preempted, admitted)
+        if self._round.is_open:
+            return self._round.schedule(preempted, ended)
+        self._steps_left -= 1
+        return Schedule(
+            decode_slots=self._grow_decodes(),
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+            ended=tuple(ended),
+        )
+
+    def advance(self, schedule: Schedule) -> Int64s:
+        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
+        if schedule.moves is not None:
+            self._round.note_computed(schedule)
+        return note_computed(self.table, schedule)
+
+    def finish(self, slot: int) -> Sequence:
+        """Take out a running sequence that has ended by itself."""
+        return self.remove(slot)
+
+    def remove(self, slot: int) -> Sequence:
+        """Take a running sequence out for good."""
+        stored = self._vacate(slot)
+        self._forget(stored)
+        return stored.record
+
+    def discard(self, slot: int) -> tuple[Sequence, Int64s]:
+        """Take a sequence with broken KV out; return also the blocks of the pool to be cleared."""
+        blocks = self._broken_blocks(slot)
+        return self.remove(slot), blocks
+
+    def restart(self, slot: int) -> tuple[Sequence, Int64s]:
+        """Let a sequence be computed again; return also the blocks of the pool to be cleared."""
+        blocks = self._broken_blocks(slot)
+        stored = self._vacate(slot)
+        self._evict(stored)
+        return stored.record, blocks
+
+    def check(self) -> None:
+        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pools."""
+        self.blocks.check([self.table.blocks(slot) for slot in self._active])
+        self.store.check(self._sequences.values())
+        self._round.check()
+        if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
+            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
+        self.table.users.check(self.table.block_table)
+
+    def _is_at_boundary(self) -> bool:
+        """Return whether the steps between two boundaries are over."""
+        if not self._sequences and not self._new:
+            return False
+        if not self._active or self._steps_left <= 0 or self._has_starved():
+            return True
+        num_ended = self._num_begun - len(self._active)
+        is_worth_it = num_ended >= max(1, _ENDED_SHARE * self._num_begun)
+        return is_worth_it and self.num_waiting > 0
+
+    def _full(self) -> Int64s:
+        """Return the slots that need a block for the token of this step."""
+        table = self.table
+        slots = np.flatnonzero(table.phase == DECODE)
+        return slots[table.num_computed[slots] >= table.num_blocks[slots] * table.block_size]
+
+    def _has_starved(self) -> bool:
+        """Return whether a sequence needs a block and has none set aside."""
+        return not self.table.num_reserved[self._full()].all()
+
+    def _grow_decodes(self) -> Int64s:
+        for slot in self._full().tolist():
+            self.table.add_blocks(slot, self.blocks.allocate(1, is_reserved=True))
+            self.table.num_reserved[slot] -= 1
+        return np.flatnonzero(self.table.phase == DECODE)
+
+    def _cross_boundary(self, preempted: list[int], admitted: list[int]) -> list[Sequence]:
+        """Carry a plan out; return the sequences that cannot fit even alone."""
+        self.store.sync(self._active, self.table)
+        self._take_new()
+        before = {id: stored.status for id, stored in self._sequences.items()}
+        plan = plan_boundary(self._snapshot(), self._options)
+        ended = [self._end(self._sequences[id], preempted) for id in plan.over_capacity]
+        self._yield(plan, preempted)
+        for grant in plan.extend:
+            slot = self._sequences[grant.id].slot
+            assert slot is not None, "more blocks for a sequence that does not run"
+            self._reserve(slot, grant.num_pages)
+        for grant in plan.grow:
+            self.store.grow(self._sequences[grant.id], grant.num_pages)
+        for grant in plan.load:
+            self._load(self._sequences[grant.id], grant.num_pages, admitted)
+        for grant in plan.prefill:
+            self.store.grow(self._sequences[grant.id], grant.num_pages)
+        self._round.begin(self._sequences[grant.id] for grant in plan.prefill)
+        for id, stored in self._sequences.items():
+            stored.waited = stored.waited + 1 if stored.status == before[id] else 0
+        self._boundaries_since_prefill += 1
+        if plan.is_prefill:
+            self._boundaries_since_prefill = 0
+        self._steps_left = self._options.interval * self.table.block_size
+        self._num_begun = len(self._active)
+        return ended
+
+    def _take_in(self, record: Sequence, status: Status) -> None:
+        self._sequences[record.arrival] = StoredSequence(record=record, status=status)
+
+    def _take_new(self) -> None:
+        """Let the boundary see as many sequences without KV as one round can take."""
+        num_waiting = sum(stored.status == "waiting" for stored in self._sequences.values())
+        for arrival in list(islice(self._new, max(0, len(self.table.records) - num_waiting))):
+            self._take_in(self._new.pop(arrival), "waiting")
+
+    def _snapshot(self) -> BoundarySnapshot:
+        table = self.table
+        return BoundarySnapshot(
+            sequences=tuple(self._pages(stored) for stored in self._sequences.values()),
+            page_tokens=table.block_size,
+            device_pages=self.blocks.num_blocks,
+            device_free=self.blocks.num_available,
+            host_pages=self.store.blocks.num_blocks,
+            host_free=self.store.blocks.num_available,
+            max_active=len(table.records),
+            boundaries_since_prefill=self._boundaries_since_prefill,
+        )
+
+    def _pages(self, stored: StoredSequence) -> SequencePages:
+        record, slot = stored.record, stored.slot
+        num_tokens = int(self.table.num_tokens[slot]) if slot is not None else record.num_tokens
+        num_generated = num_tokens - len(record.request.prompt_token_ids)
+        is_pending = stored.status in ("waiting", "evicted")
+        # the last token of a sequence that decodes has no KV yet
+        context = num_tokens if is_pending else num_tokens - 1
+        device_pages = 0
+        if slot is not None:
+            device_pages = int(self.table.num_blocks[slot] + self.table.num_reserved[slot])
+        return SequencePages(
+            id=stored.id,
+            status=stored.status,
+            context_tokens=context,
+            # a prompt whose only token comes with it has nothing to decode, and has not ended
+            remaining_tokens=max(1, record.max_len - 1 - context),
+            device_pages=device_pages,
+            host_pages=len(stored.host_blocks),
+            progress_tokens=min(context, num_generated),
+            waited=stored.waited,
+        )
+
+    def _yield(self, plan: BoundaryPlan, preempted: list[int]) -> None:
+        """Take the device's blocks from those that yield, and the host's from the evicted."""
+        for id in (*plan.evict, *plan.suspend):
+            stored = self._sequences[id]
+            is_behind = False
+            if stored.slot is not None:
+                is_behind = stored.num_stored < int(self.table.num_computed[stored.slot])
+                preempted.append(stored.slot)
+                self._vacate(stored.slot)
+            if is_behind or id in plan.evict:
+                self._evict(stored)
+            else:
+                stored.status = "suspended"
+        self.counters.num_preemptions += len(plan.evict)
+        if not plan.is_prefill:
+            self.counters.num_preemptions += len(plan.suspend)
+
+    def _load(self, stored: StoredSequence, num_pages: int, admitted: list[int]) -> None:
+        """Bring a sequence back to the device, with blocks for what it decodes next."""
+        count = -(-stored.num_stored // self.table.block_size)
+        blocks = self.blocks.allocate(count)
+        if not self.store.load(stored, blocks):
+            self.blocks.release(np.array(blocks, np.int32), keep_cached=False)
+            self._evict(stored)
+            return
+        slot = stored.slot = self.table.place(stored.record, [])
+        self.table.add_blocks(slot, blocks)
+        self.table.skip_to(slot, stored.num_stored)
+        self._reserve(slot, num_pages - count)
+        stored.status = "active"
+        self._active[slot] = stored
+        admitted.append(slot)
+
+    def _reserve(self, slot: int, num_pages: int) -> None:
+        self.blocks.reserve(num_pages)
+        self.table.num_reserved[slot] += num_pages
+
+    def _evict(self, stored: StoredSequence) -> None:
+        # the last token of a sequence that decodes has no KV
+        stored.record.num_computed_before = stored.record.num_tokens - 1
+        self.store.drop(stored)
+        stored.status = "evicted"
+
+    def _end(self, stored: StoredSequence, preempted: list[int]) -> Sequence:
+        if stored.slot is not None:
+            preempted.append(stored.slot)
+            self._vacate(stored.slot)
+        self._forget(stored)
+        return stored.record
+
+    def _forget(self, stored: StoredSequence) -> None:
+        self._round.discard(stored)
+        self.store.drop(stored)
+        del self._sequences[stored.id]
+
+    def _vacate(self, slot: int) -> StoredSequence:
+        if self._round.has(slot):
+            return self._round.vacate(slot)
+        stored = self._active.pop(slot)
+        self.blocks.unreserve(int(self.table.num_reserved[slot]))
+        self.blocks.release(self.table.blocks(slot), keep_cached=False)
+        self.table.remove(slot)
+        stored.slot = None
+        return stored
+
+    def _broken_blocks(self, slot: int) -> Int64s:
+        """Return the blocks of the pool in which the KV of `slot` may be; no other has any."""
+        if self._round.has(slot):
+            # its blocks are those of the window, which may lie anywhere in the pool
+            return np.arange(self.blocks.num_blocks)
+        return self.table.blocks(slot).astype(np.int64)

@@ -1,0 +1,350 @@
+"""Decides what each step computes: all decodes, then started prompts, then new ones.
+
+Pure bookkeeping over arrays: no model, no clock. Admission is bounded by a forecast of KV memory;
+when blocks run out all the same, the latest sequence gives its own back. Its KV goes to host memory
+where that pays (`swap`), else its tokens are computed again.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.config import AdmissionPolicy
+from raybatch.engine.memory.copies_ahead import CopiesAhead
+from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
+from raybatch.engine.memory.swap import SwapCounters, SwapSpace
+from raybatch.engine.scheduling.admission import Admission
+from raybatch.engine.scheduling.chunks import Chunks
+from raybatch.engine.scheduling.closed_batch import ClosedBatch
+from raybatch.engine.scheduling.draft_room import DraftRoom, spread
+from raybatch.engine.scheduling.needs import Need, Needs
+from raybatch.engine.scheduling.waiting import WaitingQueue
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.groups import PrefixGroups
+from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
+from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
+
+__all__ = ["Scheduler"]
+
+Int64s = npt.NDArray[np.int64]
+
+# admission leaves the blocks free that running sequences will need within so many steps; sequences
+# that start together grow together, so an average over many would not do
+_MAX_SPARE_STEPS = 4
+# a sequence comes back from host memory only where nobody has to yield within so many steps, so
+# that a move there and back is spread over them
+_RESUME_STEPS = 16
+_NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
+
+
+class Scheduler:
+    """Owns the queues, the block manager and the table of running sequences.
+
+    Args:
+        blocks: the KV pool's books.
+        table: running sequences.
+        max_batched_tokens: token budget of one step, at least the slots of `table`, so that no
+            decode is ever skipped.
+        enable_prefix_caching: share equal leading blocks between requests; samples of one
+            request share theirs in any case.
+        admission: who starts next; "static" and "multi_bin" run closed batches.
+        kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
+        swap: host memory for the KV of preempted sequences; None has none.
+        checkpoint_blocks: of sequences that are about to yield, copied ahead in one step.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        table: SequenceTable,
+        *,
+        max_batched_tokens: int,
+        enable_prefix_caching: bool,
+        admission: AdmissionPolicy = "fcfs",
+        kv_admission_fraction: float | None = None,
+        swap: SwapSpace | None = None,
+        checkpoint_blocks: int = 0,
+    ) -> None:
+        self.blocks = blocks
+        self.table = table
+        self.counters = SchedulerCounters()
+        self._budget = max_batched_tokens
+        self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
+        self._resume_steps = min(_RESUME_STEPS, table.block_size)
+        self._swap = swap or SwapSpace(table.block_size)
+        self._has_cache = enable_prefix_caching
+        self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
+        self._needs = Needs(blocks, has_cache=enable_prefix_caching)
+        self._queue = WaitingQueue(admission, step_tokens=max_batched_tokens)
+        is_closed = admission in ("static", "multi_bin")
+        self._batch = ClosedBatch(blocks) if is_closed else None
+        self._num_steps = 0
+        self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
+        self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
+        self._chunks = Chunks(table, blocks, self._groups, self._swap, self.counters)
+        self._ahead = CopiesAhead(
+            table,
+            blocks,
+            self._swap.checkpoints,
+            most=checkpoint_blocks,
+            num_found_again=self._num_found_again,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._queue)
+
+    @property
+    def moves(self) -> SwapCounters:
+        """KV of preempted sequences that was copied to host memory and back."""
+        return self._swap.counters
+
+    @property
+    def ahead(self) -> CheckpointCounters:
+        """KV that was copied to host memory ahead of a preemption."""
+        return self._swap.checkpoints.counters
+
+    @property
+    def kv_used_fraction(self) -> float:
+        """Share of the KV memory that sequences hold."""
+        return self.blocks.num_used / self.blocks.num_blocks
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks held for prefix groups."""
+        return self._groups.num_pinned
+
+    def add(self, record: Sequence) -> None:
+        """Queue a sequence; one that has started goes before all that have not."""
+        record.group = self._groups.join(record.request)
+        record.arrival_step = self._num_steps
+        self._queue.add(record)
+
+    def waiting(self) -> list[Sequence]:
+        """Return the sequences without a slot, in the order of their admission."""
+        return list(self._queue)
+
+    def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
+        taken = self._queue.withdraw(is_wanted)
+        for record in taken:
+            self._leave(record)
+        return taken
+
+    def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
+        """Decide the next step, allocate its blocks and admit what fits.
+
+        Args:
+            drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
+                of them are computed as budget, blocks and length allow.
+        """
+        self._ahead.copy()
+        self._num_steps += 1
+        preempted, ended = self._grow_decodes()
+        chunks: list[tuple[int, int, int]] = []
+        grown = np.flatnonzero(self.table.phase == DECODE)
+        budget = self._budget - len(grown)
+        draft_lens, draft_tokens = self._draft_room.place(grown, drafts, budget)
+        self.counters.num_drafted_tokens += len(draft_tokens)
+        budget -= len(draft_tokens)
+        started = np.flatnonzero(self.table.phase == PREFILL)
+        for slot in started[np.argsort(self.table.arrival[started])].tolist():
+            budget -= self._chunks.take(slot, budget, chunks)
+        admitted: list[int] = []
+        if not preempted and not ended:
+            ended = self._admit(budget, chunks, admitted)
+        columns = np.array(chunks, np.int64).reshape(-1, 3)
+        # with those that came back from host memory, which have no drafts
+        decode_slots = np.flatnonzero(self.table.phase == DECODE)
+        if len(draft_lens):
+            draft_lens = spread(draft_lens, grown, decode_slots)
+        return Schedule(
+            decode_slots=decode_slots,
+            chunk_slots=columns[:, 0],
+            chunk_starts=columns[:, 1],
+            chunk_lens=columns[:, 2],
+            draft_lens=draft_lens,
+            draft_tokens=draft_tokens,
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+            ended=tuple(ended),
+        )
+
+    def advance(self, schedule: Schedule) -> Int64s:
+        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
+        return note_computed(self.table, schedule)
+
+    def finish(self, slot: int) -> Sequence:
+        """Take out a running sequence that has ended by itself."""
+        length = self.table.num_tokens[slot] - self.table.num_prompt[slot]
+        self._admission.lengths.note(int(length))
+        return self.remove(slot)
+
+    def remove(self, slot: int) -> Sequence:
+        """Take a running sequence out for good and give its blocks back."""
+        record = self._vacate(slot)
+        self._leave(record)
+        return record
+
+    def discard(self, slot: int) -> tuple[Sequence, Int64s]:
+        """Take a sequence with broken KV out; return also its blocks, which have to be cleared.
+
+        Others do not find that KV any more, and blocks that some of them use are left out.
+        """
+        blocks = self.table.blocks(slot).astype(np.int64)
+        self.blocks.forget(blocks.tolist())
+        self._groups.unpin(self.table.record(slot).group)
+        record = self.remove(slot)
+        return record, blocks[self.blocks.num_refs[blocks] == 0]
+
+    def restart(self, slot: int) -> tuple[Sequence, Int64s]:
+        """Queue a running sequence again, so that its KV is computed anew; as `discard`."""
+        blocks = self.table.blocks(slot).astype(np.int64)
+        # whoever found its blocks would find them cleared
+        self.blocks.forget(blocks.tolist())
+        num_computed = int(self.table.num_computed[slot])
+        record = self._vacate(slot)
+        self._swap.checkpoints.drop(record)
+        record.num_computed_before = num_computed
+        self._queue.add(record)
+        return record, blocks[self.blocks.num_refs[blocks] == 0]
+
+    def check(self) -> None:
+        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pool."""
+        running = np.flatnonzero(self.table.phase != EMPTY).tolist()
+        tables = [self.table.blocks(slot) for slot in running]
+        self.blocks.check([*tables, *self._groups.tables()])
+        waiting, records = list(self._queue), [self.table.record(slot) for slot in running]
+        self._groups.check(record.group for record in (*waiting, *records))
+        self._swap.check(records, waiting)
+        if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
+            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
+        self.table.users.check(self.table.block_table)
+
+    def _leave(self, record: Sequence) -> None:
+        self._groups.leave(record.group)
+        self._swap.drop(record)
+
+    def _vacate(self, slot: int) -> Sequence:
+        self.blocks.unreserve(int(self.table.num_reserved[slot]))
+        self.blocks.release(self.table.blocks(slot), keep_cached=self._has_cache)
+        return self.table.remove(slot)
+
+    def _grow_decodes(self) -> tuple[list[int], list[Sequence]]:
+        table, preempted, ended = self.table, list[int](), list[Sequence]()
+        slots = np.flatnonzero(table.phase == DECODE)
+        is_full = table.num_computed[slots] >= table.num_blocks[slots] * table.block_size
+        needy = slots[is_full]
+        for slot in needy[np.argsort(table.arrival[needy])].tolist():
+            # a victim may be a later slot of this very loop, or the slot itself
+            while table.phase[slot] == DECODE and self.blocks.num_available < 1:
+                if table.num_running > 1:
+                    preempted.append(self._preempt_latest())
+                    continue
+                self._groups.unpin_idle(table.blocks(slot))
+                if self.blocks.num_available < 1:
+                    ended.append(self.remove(slot))
+                    preempted.append(slot)
+            if table.phase[slot] == DECODE:
+                table.add_blocks(slot, self.blocks.allocate(1))
+        return preempted, ended
+
+    def _preempt_latest(self) -> int:
+        table = self.table
+        running = np.flatnonzero(table.phase != EMPTY)
+        slot = int(running[np.argmax(table.arrival[running])])
+        num_computed, record = int(table.num_computed[slot]), table.record(slot)
+        self._swap.save(
+            record,
+            table.blocks(slot),
+            num_shared=self._num_found_again(slot),
+            num_tokens=num_computed,
+        )
+        self._vacate(slot)
+        record.num_computed_before = num_computed
+        self.counters.num_preemptions += 1
+        self._queue.add(record)
+        return slot
+
+    def _num_found_again(self, slot: int) -> int:
+        """Return how many leading blocks of `slot` others use as well, and hashes or pins find."""
+        blocks, hits = self.table.blocks(slot), self._needs.hits(self.table.record(slot))
+        # a hash may have found another block with the same tokens
+        length = min(len(hits), int(self.table.num_computed[slot]) // self.table.block_size)
+        is_found = (blocks[:length] == hits[:length]) & (self.blocks.num_refs[blocks[:length]] > 1)
+        return length if is_found.all() else int(is_found.argmin())
+
+    def _admit(
+        self, budget: int, chunks: list[tuple[int, int, int]], admitted: list[int]
+    ) -> list[Sequence]:
+        table = self.table
+        num_spare = table.num_needed_blocks(self._spare_steps)
+        self._admission.begin_step()
+        if self._batch is not None and not table.num_running:
+            self._batch.open(self._queue.open_batch(len(table.records)))
+        while budget > 0 and table.has_free_slot and self._queue:
+            record = self._queue.peek()
+            if self._batch is not None and self._batch.is_closed_to(record):
+                return []
+            need = self._needs.of(record)
+            if self._batch is not None and not self._batch.takes(record, need):
+                return []
+            is_growing = record.max_blocks(table.block_size) > need.num_total
+            room = need.num_total * table.block_size - record.num_tokens
+            needs_soon = int(is_growing and room < self._spare_steps)
+            reserve = num_spare + needs_soon if table.num_running else 0
+            if record.swapped is not None and table.num_running:
+                reserve = table.num_needed_blocks(self._resume_steps)
+                reserve += int(is_growing and room < self._resume_steps)
+            if need.num_available + reserve > self.blocks.num_available:
+                if table.num_running:
+                    return []
+                if self._groups.num_pinned:
+                    self._groups.unpin_idle(np.empty(0, np.int32))
+                    continue
+                self._leave(record)
+                return [self._queue.pop()]
+            if table.num_running and not self._is_forecast_to_fit(record, need):
+                self.counters.num_held_steps += 1
+                return []
+            slot = self._place(self._queue.pop(), need)
+            num_spare += needs_soon
+            admitted.append(slot)
+            budget -= self._chunks.take(slot, budget, chunks)
+        return []
+
+    def _is_forecast_to_fit(self, record: Sequence, need: Need) -> bool:
+        return self._admission.accepts(
+            record,
+            num_shared=need.num_shared,
+            num_new=need.num_new_shared,
+            num_waiting=self.num_waiting,
+        )
+
+    def _place(self, record: Sequence, need: Need) -> int:
+        hits, num_total = need.hits, need.num_total
+        if self._batch is not None:
+            self._batch.add(record, need)
+        self._admission.add(record, num_shared=need.num_shared, num_new=need.num_new_shared)
+        self.blocks.pin(hits)
+        self._groups.pin(record.group, 0, hits)
+        slot = self.table.place(record, hits)
+        self.table.num_shared[slot] = need.num_shared
+        self.blocks.reserve(num_total - len(hits))
+        self.table.num_reserved[slot] = num_total - len(hits)
+        num_hit_tokens = len(hits) * self.table.block_size
+        if record.has_started:
+            known = min(record.num_computed_before, record.num_tokens)
+            if record.swapped is not None:
+                known = record.swapped.first_block * self.table.block_size
+            lost = known - num_hit_tokens
+            self.counters.num_recomputed_tokens += max(lost, 0)
+        else:
+            record.has_started = True
+            record.num_cached_tokens = num_hit_tokens
+            self.counters.num_prompt_tokens += len(record.request.prompt_token_ids)
+            self.counters.num_cached_tokens += num_hit_tokens
+        return slot

@@ -1,0 +1,154 @@
+"""The queues of sequences without a slot: who is admitted next."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from raybatch.config import AdmissionPolicy
+from raybatch.engine.sequences.groups import PrefixGroup
+from raybatch.engine.sequences.table import Sequence
+from raybatch.policy.admission_order import next_batch, predicted_steps, shortest_first
+
+__all__ = ["WaitingQueue"]
+
+
+class WaitingQueue:
+    """Three lines, served one after the other.
+
+    resumed: has run before, here or elsewhere; in order of arrival
+    ready:   members of groups that have started, so that a prefix lives short
+    fresh:   all others in the order of the policy, a group as a whole
+
+    Args:
+        policy: orders the fresh line; a group is at the place of its first member in "fcfs" and
+            "static".
+        step_tokens: token budget of a step, by which prompts count beside outputs.
+    """
+
+    def __init__(self, policy: AdmissionPolicy = "fcfs", *, step_tokens: int = 1) -> None:
+        self._policy: AdmissionPolicy = policy
+        self._step_tokens = step_tokens
+        self._resumed: list[tuple[int, Sequence]] = []
+        self._ready: deque[PrefixGroup] = deque()
+        self._fresh: deque[Sequence | PrefixGroup] = deque()
+        self._members: dict[int, deque[Sequence]] = {}
+        self._count = 0
+        self._is_ordered = True
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield the sequences in the order of their admission, as far as it is decided."""
+        self._order()
+        for _, record in sorted(self._resumed, key=_arrival):
+            yield record
+        for unit in (*self._ready, *self._fresh):
+            yield from self._rows(unit)
+
+    def add(self, record: Sequence) -> None:
+        """Put a sequence into its line; a member of a group goes to the other members."""
+        self._count += 1
+        group = record.group
+        if record.has_started:
+            heapq.heappush(self._resumed, (record.arrival, record))
+            return
+        self._is_ordered = False
+        if group is None:
+            self._fresh.append(record)
+        elif group.group_id in self._members:
+            self._members[group.group_id].append(record)
+        else:
+            self._members[group.group_id] = deque([record])
+            (self._ready if group.has_started else self._fresh).append(group)
+
+    def peek(self) -> Sequence:
+        """Return the next sequence; the queue is not empty."""
+        if self._resumed:
+            return self._resumed[0][1]
+        return self._rows(self._next_unit())[0]
+
+    def pop(self) -> Sequence:
+        """Take the next sequence out; the group of a fresh one is ready from then on."""
+        self._count -= 1
+        if self._resumed:
+            return heapq.heappop(self._resumed)[1]
+        unit = self._next_unit()
+        (self._ready or self._fresh).popleft()
+        if not isinstance(unit, PrefixGroup):
+            return unit
+        unit.has_started = True
+        members = self._members[unit.group_id]
+        record = members.popleft()
+        if members:
+            self._ready.appendleft(unit)
+        else:
+            del self._members[unit.group_id]
+        return record
+
+    def open_batch(self, max_rows: int) -> int:
+        """Put the rows that run as one batch to the head of the queue, and return their number.
+
+        Args:
+            max_rows: of a batch.
+        """
+        num_begun = len(self._resumed) + sum(len(self._rows(group)) for group in self._ready)
+        num_left = max_rows - num_begun
+        if num_left <= 0 or self._policy != "multi_bin":
+            return min(max_rows, self._count)
+        units = sorted(self._fresh, key=lambda unit: self._rows(unit)[0].arrival)
+        rows = [self._rows(unit) for unit in units]
+        chosen = next_batch(
+            # a batch takes as long as its longest member
+            np.array([max(self._steps(record) for record in unit) for unit in rows]),
+            np.array([len(unit) for unit in rows], np.int64),
+            batch_rows=num_left,
+        ).tolist()
+        is_chosen = set(chosen)
+        others = [unit for i, unit in enumerate(units) if i not in is_chosen]
+        self._fresh = deque([units[i] for i in chosen] + others)
+        return num_begun + min(num_left, sum(len(rows[i]) for i in chosen))
+
+    def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take the sequences that `is_wanted` accepts out, and return them by arrival."""
+        taken, kept = list[Sequence](), list[Sequence]()
+        for record in self:
+            (taken if is_wanted(record) else kept).append(record)
+        if taken:
+            for line in (self._resumed, self._ready, self._fresh, self._members):
+                line.clear()
+            self._count = 0
+            for record in kept:
+                self.add(record)
+        return sorted(taken, key=lambda record: record.arrival)
+
+    def _next_unit(self) -> Sequence | PrefixGroup:
+        self._order()
+        return self._ready[0] if self._ready else self._fresh[0]
+
+    def _rows(self, unit: Sequence | PrefixGroup) -> deque[Sequence] | tuple[Sequence]:
+        return self._members[unit.group_id] if isinstance(unit, PrefixGroup) else (unit,)
+
+    def _order(self) -> None:
+        if self._is_ordered or self._policy != "shortest":
+            return
+        self._is_ordered = True
+        units = sorted(self._fresh, key=lambda unit: self._rows(unit)[0].arrival)
+        rows = [self._rows(unit) for unit in units]
+        order = shortest_first(
+            # of two groups the one goes first that ends more rows in the same time
+            np.array([sum(map(self._steps, unit)) / len(unit) for unit in rows]),
+            np.array([unit[0].arrival_step for unit in rows], np.int64),
+        )
+        self._fresh = deque(units[i] for i in order.tolist())
+
+    def _steps(self, record: Sequence) -> float:
+        num_prompt = len(record.request.prompt_token_ids)
+        num_output = (record.expected_len or record.max_len) - num_prompt
+        return predicted_steps(num_output, num_prompt, self._step_tokens)
+
+
+def _arrival(item: tuple[int, Sequence]) -> int:
+    return item[0]

@@ -1,0 +1,1 @@
+"""Sequences, their blocks, their prefix groups, and the schedule of one step."""

@@ -1,0 +1,196 @@
+"""Bookkeeping of the paged KV pool: who uses which block, and which prefix a block holds.
+
+A block is in exactly one of three states:
+
+    free    no content worth keeping; handed out lowest id first, so that the pool stays dense
+    used    at least one running sequence has it in its block table
+    cached  no user, but its prefix may be asked for again; evicted in LRU order when needed
+"""
+
+import hashlib
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.records.types import Request, TokenIds
+
+__all__ = ["BlockManager", "hash_blocks", "hash_prompt"]
+
+
+def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> list[bytes]:
+    """Return one 128-bit hash per full block, each over its tokens and all blocks before it.
+
+    Args:
+        token_ids: int32 [P], read only.
+        block_size: tokens of one block.
+        root: mixed into the first block; equal tokens under another root hash differently.
+    """
+    tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+    num_full = len(tokens) // block_size
+    hashes: list[bytes] = []
+    parent = root
+    for i in range(num_full):
+        block = tokens[i * block_size : (i + 1) * block_size]
+        parent = hashlib.blake2b(block.data, digest_size=16, key=parent).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def hash_prompt(request: Request, block_size: int, *, has_cache: bool) -> list[bytes]:
+    """Return the hashes by which the full blocks of a prompt are found, as `hash_blocks`.
+
+    Args:
+        request: with the prompt.
+        block_size: tokens of one block.
+        has_cache: requests share equal leading blocks; samples of one request always do.
+    """
+    if has_cache:
+        return hash_blocks(request.prompt_token_ids, block_size)
+    if request.sampling.n == 1:
+        return []
+    root = request.request_id.to_bytes(16, "little", signed=True)
+    return hash_blocks(request.prompt_token_ids, block_size, root=root)
+
+
+class BlockManager:
+    """Hands out blocks, counts their users and finds blocks by prefix hash.
+
+    A reservation promises blocks to a sequence that takes them later, chunk by chunk; promised
+    blocks are not available to others.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_size: tokens of one block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self.num_reserved = 0
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free: list[int] = list(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that may be allocated without a reservation; cached ones count."""
+        return len(self._free) + len(self._cached) - self.num_reserved
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some sequence has in its block table."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the longest known prefix, in order of position."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_unused(self, blocks: Sequence[int]) -> int:
+        """Return how many of `blocks` have no user, so that pinning them costs availability."""
+        return int(np.count_nonzero(self.num_refs[list(blocks)] == 0))
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Add one user to each of `blocks`, which are distinct and used or cached."""
+        self.num_refs[list(blocks)] += 1
+        for block in blocks:
+            self._cached.pop(block, None)
+
+    def reserve(self, count: int) -> None:
+        """Promise `count` of the available blocks to a sequence."""
+        if count > self.num_available:
+            raise RuntimeError(f"{count} blocks reserved, {self.num_available} available")
+        self.num_reserved += count
+
+    def unreserve(self, count: int) -> None:
+        """Take back a promise of `count` blocks."""
+        self.num_reserved -= count
+
+    def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:
+        """Return `count` blocks with one user each: free ones first, then the LRU cached ones.
+
+        Args:
+            count: number of blocks.
+            is_reserved: take them out of a promise made by `reserve`.
+
+        Raises:
+            RuntimeError: fewer blocks are available; callers ask `num_available` first.
+        """
+        if is_reserved:
+            self.unreserve(count)
+        if count > self.num_available:
+            raise RuntimeError(f"{count} blocks asked for, {self.num_available} available")
+        blocks = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        while len(blocks) < count:
+            block, _ = self._cached.popitem(last=False)
+            self._drop_hash(block)
+            blocks.append(block)
+        self.num_refs[blocks] = 1
+        return blocks
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a used block findable; a hash that is already known keeps its block."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make used blocks unfindable, because their content is not to be trusted."""
+        for block in blocks:
+            self._drop_hash(block)
+
+    def release(self, blocks: npt.NDArray[np.int32], *, keep_cached: bool = True) -> None:
+        """Remove one user from each of `blocks`, given in order of position.
+
+        Findable blocks without a user become cached, later positions evicted first.
+        """
+        self.num_refs[blocks] -= 1
+        for block in blocks[self.num_refs[blocks] == 0][::-1].tolist():
+            if keep_cached and self._hash_of[block] is not None:
+                self._cached[block] = None
+            else:
+                self._drop_hash(block)
+                heapq.heappush(self._free, block)
+
+    def check(self, tables: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Raise RuntimeError unless the books agree with the block tables of all sequences."""
+        free, cached = set(self._free), set(self._cached)
+        users = Counter(block for table in tables for block in table.tolist())
+        counted = {int(b): int(self.num_refs[b]) for b in np.flatnonzero(self.num_refs)}
+        num_idle = len(free) + len(cached)
+        rules = (
+            ("a block is free twice", len(free) == len(self._free)),
+            ("a block is free and cached", not free & cached),
+            ("a used block is free or cached", not set(counted) & (free | cached)),
+            ("reference counts differ from the block tables", counted == dict(users)),
+            (
+                "free + used + cached differs from the pool",
+                num_idle + len(counted) == self.num_blocks,
+            ),
+            ("a table holds a block twice", all(len(set(t.tolist())) == len(t) for t in tables)),
+            ("a cached block is not findable", all(self._hash_of[b] for b in cached)),
+            ("more is promised than there is", 0 <= self.num_reserved <= num_idle),
+            (
+                "the index of hashes disagrees with the blocks",
+                {h: b for b, h in enumerate(self._hash_of) if h is not None} == self._block_of,
+            ),
+        )
+        broken = [text for text, holds in rules if not holds]
+        if broken:
+            raise RuntimeError("block manager: " + "; ".join(broken))
+
+    def _drop_hash(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            self._hash_of[block] = None
+            del self._block_of[block_hash]

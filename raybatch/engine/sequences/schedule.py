@@ -1,0 +1,109 @@
+"""What the scheduler decided for one step, and its counters."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
+
+__all__ = ["LayerMoves", "Schedule", "SchedulerCounters", "note_computed"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+def _none() -> Int64s:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMoves:
+    """What goes between the window and host memory in each layer of a step; blocks one by one.
+
+    Args:
+        load_host: int64 [X], host blocks that the step reads.
+        load_blocks: int64 [X], blocks of the window that they come into, before a layer.
+        save_blocks: int64 [Y], blocks of the window that the step writes into.
+        save_host: int64 [Y], host blocks that they go to, after the attention of a layer.
+    """
+
+    load_host: Int64s
+    load_blocks: Int64s
+    save_blocks: Int64s
+    save_host: Int64s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """One step: a token and its drafts for each decoding slot, and chunks of prompts.
+
+    A draft is a guess of the token after the ones known. It is computed as one more row behind the
+    row of its sequence, and each such row has logits: they tell whether the next draft is right.
+
+    Args:
+        decode_slots: int64 [D], ascending.
+        chunk_slots: int64 [C], started prompts first, then new ones in order of submission.
+        chunk_starts: int64 [C], first position of each chunk.
+        chunk_lens: int64 [C], tokens of each chunk, at least 1.
+        draft_lens: int64 [D], drafts of each decoding slot; empty where no slot has any.
+        draft_tokens: int64, the drafts, slot after slot.
+        admitted: slots filled for this step.
+        preempted: slots emptied for this step.
+        ended: sequences that cannot fit even alone.
+        moves: of a step whose KV goes to host memory layer by layer; its blocks are those of the
+            window. None for any other step.
+    """
+
+    decode_slots: Int64s = field(default_factory=_none)
+    chunk_slots: Int64s = field(default_factory=_none)
+    chunk_starts: Int64s = field(default_factory=_none)
+    chunk_lens: Int64s = field(default_factory=_none)
+    draft_lens: Int64s = field(default_factory=_none)
+    draft_tokens: Int64s = field(default_factory=_none)
+    admitted: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+    ended: tuple[Sequence, ...] = ()
+    moves: LayerMoves | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward batch."""
+        return len(self.decode_slots) + len(self.draft_tokens) + int(self.chunk_lens.sum())
+
+    @property
+    def decode_lens(self) -> Int64s:
+        """Rows of each decoding slot, int64 [D]: one, and one for each draft."""
+        if not len(self.draft_lens):
+            return np.ones(len(self.decode_slots), np.int64)
+        return self.draft_lens + 1
+
+    @property
+    def draft_places(self) -> Int64s:
+        """Which row of its slot each decode row is, int64, from 0."""
+        lens = self.decode_lens
+        return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerCounters:
+    """Tokens and events since the start; meanings as in `raybatch.records.types.ReplicaStats`."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_held_steps: int = 0
+    num_drafted_tokens: int = 0
+
+
+def note_computed(table: SequenceTable, schedule: Schedule) -> Int64s:
+    """Note in the table that a step is computed, and return the slots of its logits, in row order.
+
+    A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+    """
+    table.num_computed[schedule.decode_slots] += 1
+    chunk_slots = schedule.chunk_slots
+    table.num_computed[chunk_slots] += schedule.chunk_lens
+    done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
+    table.phase[done] = DECODE
+    return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))

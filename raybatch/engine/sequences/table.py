@@ -1,0 +1,268 @@
+"""The state of all sequences of one engine: a record each, and arrays over the running ones.
+
+What changes every step lives in arrays indexed by slot; a record is touched only when its
+sequence is admitted, preempted or finished.
+"""
+
+import heapq
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.engine.sequences.block_users import BlockUsers
+from raybatch.engine.sequences.completions import completion_of
+from raybatch.engine.sequences.groups import PrefixGroup
+from raybatch.engine.sequences.host_pool import SwappedKV
+from raybatch.records.types import Completion, FinishReason, Request, SequenceState, TokenIds
+
+__all__ = ["DECODE", "EMPTY", "PREFILL", "Sequence", "SequenceTable", "TokenLogprobs"]
+
+EMPTY: Final = 0
+PREFILL: Final = 1
+DECODE: Final = 2
+
+TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """One sample of one request, as long as it is unfinished.
+
+    Args:
+        request: what was asked.
+        sample_idx: 0..n-1.
+        arrival: order of submission; the latest is preempted first.
+        arrival_step: steps of the engine before it was queued, set by the scheduler.
+        max_len: tokens at which it ends by length, prompt included.
+        expected_len: tokens at which it is likely to end; None where nothing is known.
+        token_ids: generated tokens while it is not running; the table holds them else.
+        group: prefix-sharing group, set by the scheduler.
+        block_hashes: of the full blocks of the prompt; None before the first admission.
+        num_cached_tokens: prompt tokens whose KV came from another request.
+        num_computed_before: tokens whose KV was lost by preemption.
+        has_started: was admitted here or elsewhere.
+        logprobs: collected per generated token; None unless asked for.
+        num_told: generated tokens that are known outside the engine.
+        swapped: KV in host memory, until all that it holds is on the device again.
+        checkpoint: KV of full blocks that host memory has ahead, while it runs.
+        may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
+    """
+
+    request: Request
+    sample_idx: int
+    arrival: int
+    max_len: int
+    expected_len: int | None = None
+    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    group: PrefixGroup | None = None
+    block_hashes: list[bytes] | None = None
+    num_cached_tokens: int = 0
+    num_computed_before: int = 0
+    has_started: bool = False
+    logprobs: list[TokenLogprobs] | None = None
+    num_told: int = 0
+    swapped: SwappedKV | None = None
+    checkpoint: SwappedKV | None = None
+    may_draft: bool = True
+    arrival_step: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known while it is not running."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    def max_blocks(self, block_size: int) -> int:
+        """Return the blocks it needs at its full length."""
+        # the last token is never fed back, so it needs no place in the cache
+        return -(-(self.max_len - 1) // block_size)
+
+    def completion(
+        self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
+    ) -> Completion:
+        """Return what came out, for a sequence that does not run any more."""
+        return completion_of(self.state(), reason, stop_reason, error=error)
+
+    def state(self) -> SequenceState:
+        """Return what another engine needs to go on, for a sequence that does not run."""
+        return SequenceState(
+            request=self.request,
+            sample_idx=self.sample_idx,
+            token_ids=self.token_ids,
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+        )
+
+
+class SequenceTable:
+    """Running sequences as arrays over slots; the scheduler alone admits and removes.
+
+    `num_tokens` counts the known tokens (prompt and generated), `num_computed` those with KV. A
+    decoding sequence has all but its last token computed.
+
+    Args:
+        max_slots: sequences that may run at once.
+        num_blocks: blocks of the pool.
+        block_size: tokens of one block.
+        max_model_len: longest prompt plus output.
+    """
+
+    def __init__(
+        self, *, max_slots: int, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
+        max_blocks = min(num_blocks, -(-max_model_len // block_size))
+        self.block_size = block_size
+        self.phase: npt.NDArray[np.int8] = np.zeros(max_slots, np.int8)
+        self.arrival: Int64s = np.zeros(max_slots, np.int64)
+        self.num_prompt: Int64s = np.zeros(max_slots, np.int64)
+        self.num_tokens: Int64s = np.zeros(max_slots, np.int64)
+        self.num_computed: Int64s = np.zeros(max_slots, np.int64)
+        self.max_len: Int64s = np.zeros(max_slots, np.int64)
+        self.num_blocks: Int64s = np.zeros(max_slots, np.int64)
+        self.num_reserved: Int64s = np.zeros(max_slots, np.int64)
+        self.num_shared: Int64s = np.zeros(max_slots, np.int64)
+        self.expected_len: Int64s = np.zeros(max_slots, np.int64)
+        self.is_expected: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        self.max_blocks: Int64s = np.zeros(max_slots, np.int64)
+        self.last_token: Int64s = np.zeros(max_slots, np.int64)
+        self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
+        self.records: list[Sequence | None] = [None] * max_slots
+        self.users = BlockUsers(num_blocks, max_slots)
+        self._generated: npt.NDArray[np.int32] = np.zeros((max_slots, 64), np.int32)
+        self._free_slots = list(range(max_slots))
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self.records) - len(self._free_slots)
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether another sequence may be placed."""
+        return bool(self._free_slots)
+
+    def record(self, slot: int) -> Sequence:
+        """Return the sequence that runs in `slot`.
+
+        Raises:
+            KeyError: nothing runs there.
+        """
+        record = self.records[slot]
+        if record is None:
+            raise KeyError(f"slot {slot} is empty")
+        return record
+
+    def place(self, record: Sequence, blocks: list[int]) -> int:
+        """Give `record` the lowest free slot, with `blocks` holding its first tokens.
+
+        Returns:
+            The slot; the sequence starts in the prefill phase.
+        """
+        slot = heapq.heappop(self._free_slots)
+        num_prompt, num_generated = len(record.request.prompt_token_ids), len(record.token_ids)
+        self.records[slot] = record
+        self.phase[slot] = PREFILL
+        self.arrival[slot] = record.arrival
+        self.num_prompt[slot] = num_prompt
+        self.num_tokens[slot] = num_prompt + num_generated
+        self.num_computed[slot] = len(blocks) * self.block_size
+        self.max_len[slot] = record.max_len
+        self.max_blocks[slot] = record.max_blocks(self.block_size)
+        self.num_blocks[slot] = len(blocks)
+        self.expected_len[slot] = record.expected_len or record.max_len
+        self.is_expected[slot] = record.expected_len is not None
+        self.block_table[slot, : len(blocks)] = blocks
+        self._grow_generated(record.max_len - num_prompt)
+        self._generated[slot, :num_generated] = record.token_ids
+        return slot
+
+    def remove(self, slot: int) -> Sequence:
+        """Empty `slot` and return its sequence with the tokens it generated."""
+        record = self.record(slot)
+        record.token_ids = self.generated(slot)
+        self.users.remove(slot, self.block_table)
+        self.records[slot] = None
+        self.phase[slot] = EMPTY
+        self.num_reserved[slot] = 0
+        self.num_blocks[slot] = 0
+        heapq.heappush(self._free_slots, slot)
+        return record
+
+    def add_blocks(self, slot: int, blocks: list[int]) -> None:
+        """Append `blocks` to the block table of `slot`."""
+        start = self.num_blocks[slot]
+        self.block_table[slot, start : start + len(blocks)] = blocks
+        self.num_blocks[slot] = start + len(blocks)
+
+    def skip_to(self, slot: int, num_computed: int) -> None:
+        """Note that the blocks of `slot` hold the KV of so many tokens, without a step.
+
+        A sequence that lacks nothing but the KV of its last generated token decodes from then on.
+        """
+        self.num_computed[slot] = num_computed
+        num_generated = int(self.num_tokens[slot] - self.num_prompt[slot])
+        if num_generated and num_computed == self.num_tokens[slot] - 1:
+            self.phase[slot] = DECODE
+            self.last_token[slot] = self._generated[slot, num_generated - 1]
+
+    def append_tokens(self, slots: Int64s, token_ids: Int64s) -> None:
+        """Append one generated token to each of the distinct `slots`."""
+        self._generated[slots, self.num_tokens[slots] - self.num_prompt[slots]] = token_ids
+        self.last_token[slots] = token_ids
+        self.num_tokens[slots] += 1
+
+    def num_needed_blocks(self, num_steps: int) -> int:
+        """Return how many blocks running sequences will need in the `num_steps` after this one.
+
+        Args:
+            num_steps: at most the positions of a block.
+        """
+        held = self.num_blocks + self.num_reserved
+        num_stored = np.where(self.phase == DECODE, self.num_computed + 1, self.num_tokens)
+        is_growing = (self.phase != EMPTY) & (held < self.max_blocks)
+        room = held * self.block_size - num_stored
+        return int(np.count_nonzero(is_growing & (room < num_steps)))
+
+    def blocks(self, slot: int) -> npt.NDArray[np.int32]:
+        """Return the block table of `slot`, a view."""
+        return self.block_table[slot, : self.num_blocks[slot]]
+
+    def generated(self, slot: int) -> TokenIds:
+        """Return a copy of the tokens that `slot` generated."""
+        return self._generated[slot, : self.num_tokens[slot] - self.num_prompt[slot]].copy()
+
+    def generated_since(self, slot: int, start: int) -> list[int]:
+        """Return the tokens that `slot` generated from its `start`-th on."""
+        stop = self.num_tokens[slot] - self.num_prompt[slot]
+        found: list[int] = self._generated[slot, start:stop].tolist()
+        return found
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return running sequences with so many generated tokens that nobody was told of."""
+        num_generated = self.num_tokens - self.num_prompt
+        long = np.flatnonzero((self.phase != EMPTY) & (num_generated >= min_new_tokens))
+        states = []
+        for slot in long.tolist():
+            record, token_ids = self.record(slot), self.generated(slot)
+            if len(token_ids) >= record.num_told + min_new_tokens:
+                record.num_told = len(token_ids)
+                states.append(replace(record.state(), token_ids=token_ids))
+        return states
+
+    def tokens(self, slot: int, start: int, stop: int) -> TokenIds:
+        """Return the known tokens [start, stop) of `slot`, a view where that is possible."""
+        prompt = self.record(slot).request.prompt_token_ids
+        num_prompt = len(prompt)
+        if stop <= num_prompt:
+            return prompt[start:stop]
+        generated = self._generated[slot, max(start - num_prompt, 0) : stop - num_prompt]
+        return np.concatenate((prompt[start:num_prompt], generated))
+
+    def _grow_generated(self, num_columns: int) -> None:
+        old = self._generated
+        if num_columns > old.shape[1]:
+            grown = np.zeros((old.shape[0], max(num_columns, 2 * old.shape[1])), np.int32)
+            grown[:, : old.shape[1]] = old
+            self._generated = grown

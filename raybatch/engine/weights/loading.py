@@ -1,0 +1,247 @@
+"""The weights of a model in the form that the decoder uses.
+
+On a CPU they are written once into a safetensors file that every replica of the host maps, so that
+they share one copy.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from raybatch.config import cache_dir
+from raybatch.engine.weights.layer_tensors import piece_bytes
+from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, view_of
+from raybatch.engine.weights.recipes import recipes_of
+from raybatch.engine.weights.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
+from raybatch.kernels.byte_weights import quantise_weight, weight_scales
+from raybatch.kernels.linear import Linear
+from raybatch.models.checkpoint import Checkpoint, stat_key
+from raybatch.models.config import ModelSpec
+from raybatch.models.source import model_fingerprint
+from raybatch.policy.residence import WeightSizes
+
+logger = logging.getLogger(__name__)
+
+# raise it whenever the layout of the prepared file changes
+_FORMAT_VERSION = 6
+_SCALES = "_scales"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """One layer; a dense one has `gate_up` and `down`, a sparse one has the three of the experts.
+
+    Dense linears are qkv of (H + 2G) * D outputs and M inputs, o of M and H * D, gate_up of 2F and
+    M, and down of M and F. Those of the experts are views of shape [out, in], whichever way they
+    lie in memory: router [E, M], experts_gate_up [E, 2F, M], experts_down [E, M, F]; on a CPU the
+    latter two may be in panels of P outputs instead (`raybatch.kernels.panels`):
+    [E, 2F / P, M, P] and [E, M / P, F, P]. Where they are bytes, they have scales [E, 2F] and
+    [E, M]. The norms of queries and keys are qk_norm [H + G, D].
+    """
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    o: Linear
+    ffn_norm: torch.Tensor
+    qk_norm: torch.Tensor | None = None
+    gate_up: Linear | None = None
+    down: Linear | None = None
+    router: torch.Tensor | None = None
+    experts_gate_up: torch.Tensor | None = None
+    experts_down: torch.Tensor | None = None
+    experts_gate_up_scales: torch.Tensor | None = None
+    experts_down_scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWeights:
+    """All weights: embed [V, M], norm [M], and the head of V outputs.
+
+    Where both are tied, they are one tensor, and embed may be in the head's panels.
+    """
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: Linear
+
+
+def load_weights(
+    model_path: Path,
+    spec: ModelSpec,
+    form: WeightForm,
+    *,
+    device: torch.device,
+    streamed: Collection[int] = (),
+) -> ModelWeights:
+    """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
+
+    Args:
+        model_path: folder of the checkpoint.
+        spec: what the model is.
+        form: of the weights; panels are for a CPU alone.
+        device: where they go.
+        streamed: layers that stay in host memory, pinned where the device is a GPU.
+    """
+    if device.type == "cpu":
+        try:
+            return _prepared_weights(model_path, spec, form)
+        except OSError as error:
+            logger.warning(
+                "weights are loaded privately, as no prepared copy could be kept: %s", error
+            )
+    with Checkpoint(model_path) as checkpoint:
+        parts = _laid_out(checkpoint, spec, form, device)
+        tensors = {}
+        for name, (_, dtype, build) in parts.items():
+            if device.type == "cuda" and _layer_of(name) in streamed:
+                tensors[name] = build().to(dtype).pin_memory()
+            else:
+                tensors[name] = build().to(device, dtype)
+    return _assemble(tensors, spec)
+
+
+def _prepared_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> ModelWeights:
+    with Checkpoint(model_path) as checkpoint:
+        parts = _laid_out(checkpoint, spec, form, torch.device("cpu"))
+    path = prepare_weights(model_path, spec, form)
+    try:
+        return _assemble(_map_prepared(path, parts), spec)
+    except SafetensorError as error:
+        logger.warning("%s is damaged and is made again: %s", path, error)
+        path.unlink(missing_ok=True)
+        return _assemble(_map_prepared(prepare_weights(model_path, spec, form), parts), spec)
+
+
+def weight_sizes(
+    model_path: Path, spec: ModelSpec, form: WeightForm, *, device: torch.device
+) -> WeightSizes:
+    """Return the bytes that the weights will take, without loading any."""
+    with Checkpoint(model_path) as checkpoint:
+        parts = _laid_out(checkpoint, spec, form, device)
+    other_bytes, layer_bytes = 0, [0] * spec.num_layers
+    for name, (shape, dtype, _) in parts.items():
+        layer, num_bytes = _layer_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
+        if layer is None:
+            other_bytes += num_bytes
+        else:
+            layer_bytes[layer] += num_bytes
+    return WeightSizes(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the layer of a prepared tensor; None for what belongs to none."""
+    layer, dot, _ = name.partition(".")
+    return int(layer) if dot and layer.isdecimal() else None
+
+
+def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path:
+    """Write the prepared file unless it exists, and return its path.
+
+    Processes that ask at the same time write it once.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    key = stat_key(model_path, model_fingerprint(model_path), str(form), str(_FORMAT_VERSION))
+    target = cache_dir() / "weights" / f"{key}.safetensors"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(target.with_suffix(".lock")), Checkpoint(model_path) as checkpoint:
+        if not target.exists():
+            write_tensors(target, _laid_out(checkpoint, spec, form, torch.device("cpu")))
+            logger.info("prepared weights written to %s", target)
+    return target
+
+
+def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a prepared file; the numbers in it are taken as they are.
+
+    Raises:
+        SafetensorError: it is cut, or its header does not say what `parts` are.
+    """
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    expected = {name: (shape, dtype) for name, (shape, dtype, _) in parts.items()}
+    if expected != {name: (tuple(part.shape), part.dtype) for name, part in tensors.items()}:
+        raise SafetensorError("its header names other tensors than the model has")
+    advise_huge_pages(tensors.values())
+    return tensors
+
+
+def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeights:
+    views = dict(view_of(name, tensor) for name, tensor in tensors.items())
+    layers = []
+    for i in range(spec.num_layers):
+        prefix = f"{i}."
+        own = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
+        layers.append(_assemble_layer(own, spec))
+    embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
+    return ModelWeights(
+        embed=embed,
+        layers=tuple(layers),
+        norm=views["norm"],
+        head=Linear(head, spec.vocab_size),
+    )
+
+
+def _assemble_layer(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> LayerWeights:
+    num_outputs = {
+        "qkv": (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        "o": spec.model_dim,
+        "gate_up": 2 * spec.ffn_dim,
+        "down": spec.model_dim,
+    }
+    parts: dict[str, Any] = dict(tensors)
+    for name in num_outputs.keys() & tensors.keys():
+        bias, scales = (parts.pop(f"{name}{suffix}", None) for suffix in ("_bias", _SCALES))
+        parts[name] = Linear(tensors[name], num_outputs[name], bias, scales)
+    return LayerWeights(**parts)
+
+
+def _laid_out(
+    checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm, device: torch.device
+) -> dict[str, Part]:
+    """Return every tensor as it lies in memory."""
+    parts = _parts(checkpoint, spec, form)
+    if device.type != "cpu":
+        return parts
+    return dict(lay_out(*part, form.panel_width) for part in parts.items())
+
+
+def _parts(checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm) -> dict[str, Part]:
+    """Return every tensor with its dtype; those that become bytes are followed by their scales."""
+    parts: dict[str, Part] = {}
+    byte_dtype = form.byte_dtype
+    for name, (shape, build) in recipes_of(checkpoint, spec).items():
+        if byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
+            parts[name] = shape, form.dtype, build
+            continue
+        quantised = _Quantised(build, byte_dtype)
+        parts[name] = shape, byte_dtype, quantised.values
+        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, quantised.take_scales
+    return parts
+
+
+class _Quantised:
+    """A weight as bytes, and its scales; built once where both are taken, the bytes first."""
+
+    def __init__(self, build: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
+        self._build = build
+        self._dtype = dtype
+        self._scales: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        weight = self._build()
+        self._scales = weight_scales(weight, self._dtype)
+        return quantise_weight(weight, self._scales, self._dtype)
+
+    def take_scales(self) -> torch.Tensor:
+        scales, self._scales = self._scales, None
+        return weight_scales(self._build(), self._dtype) if scales is None else scales

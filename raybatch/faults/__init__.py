@@ -1,4 +1,0 @@
-"""Faults on purpose: schedules of crashes that the commit protocol must survive.
-
-Needs greenlet: `pip install raybatch[faults]`.
-"""

@@ -1,0 +1,246 @@
+"""The rows of a file in slices: which ones there are, and reading them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raybatch.durable.storage import told_as
+from raybatch.errors import ConfigError
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.ipc_files import open_ipc, read_batches
+from raybatch.inputs.json_lines import read_json_lines, scan_json_lines
+from raybatch.inputs.listing import IPC_SUFFIXES, JSON_SUFFIXES, ListedFile
+from raybatch.inputs.parquet_files import bytes_of, check_chunks, check_row_groups, open_parquet
+
+ROWS_PER_TABLE = 1024
+# of one table, as far as the estimate of the rows' sizes goes
+_TABLE_BYTES = 64 << 20
+_READ_BUFFER_BYTES = 1 << 20
+
+
+class Size(NamedTuple):
+    """What a piece of the input holds, and how many pieces it counts for."""
+
+    num_rows: int
+    num_bytes: int
+    num_pieces: int = 1
+
+
+# Enough to be worth opening a file for, and little enough to be read again after a failure.
+_SLICE_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=16 << 10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSlice:
+    """Consecutive rows of one file.
+
+    Args:
+        path: with its protocol.
+        name: relative to the root of the source; part of the row ids.
+        row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file,
+            because in a compressed one nothing can be found but from its beginning.
+        first_row: position in the file of the slice's first row.
+        num_rows: of the slice.
+        num_bytes: about what its rows take in memory; of a Parquet file an estimate.
+        offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
+        schema: of a JSONL file that is read in several blocks.
+    """
+
+    path: str
+    name: str
+    row_groups: range | None
+    first_row: int
+    num_rows: int
+    num_bytes: int
+    offset: int = 0
+    schema: pa.Schema | None = None
+
+    @property
+    def size(self) -> Size:
+        """Of the slice, as one piece."""
+        return Size(self.num_rows, self.num_bytes)
+
+
+def scan_file(
+    file: ListedFile,
+    *,
+    row_bytes: float = 0.0,
+    columns: Sequence[str] | None = None,
+    max_row_group_bytes: int = 2 << 30,
+    max_decompressed_bytes: int | None = None,
+) -> tuple[pa.Schema, list[FileSlice]]:
+    """Return the schema and the slices of one file; neighbours among small row groups share one.
+
+    Args:
+        file: to look into.
+        row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
+            tells only the size of encoded pages, where equal values may count once.
+        columns: that will be read; None reads all.
+        max_row_group_bytes: that a row group may take in memory.
+        max_decompressed_bytes: that a compressed JSONL file may grow to, see `read_blocks`.
+
+    Raises:
+        BadFileError: what the file holds cannot be read.
+        ConfigError: the file cannot be opened, is not safe to read, or grows too large.
+    """
+    path = file.path
+    with told_as(f"source file {safe_text(path)} cannot be opened"):
+        if path.lower().endswith(JSON_SUFFIXES):
+            found = scan_json_lines(
+                path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
+            )
+            schema = found.schema if found.num_blocks > 1 else None
+            (whole,) = _slices(file, [None], [Size(found.num_rows, found.num_bytes)])
+            return found.schema, [replace(whole, schema=schema)]
+        with fsspec.open(path, "rb") as opened:
+            if path.lower().endswith(IPC_SUFFIXES):
+                return _scan_ipc(opened, file, max_row_group_bytes)
+            parquet = open_parquet(opened, path)
+            footer = parquet.metadata
+            check_chunks(footer, path)
+            check_row_groups(footer, path, columns=columns, max_bytes=max_row_group_bytes)
+            sizes = _row_group_sizes(footer, row_bytes, columns)
+            return parquet.schema_arrow, list(_slices(file, pack(sizes, _SLICE_LIMIT), sizes))
+
+
+def _row_group_sizes(
+    footer: pq.FileMetaData, row_bytes: float, columns: Sequence[str] | None
+) -> list[Size]:
+    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    return [
+        Size(group.num_rows, max(bytes_of(group, columns), round(group.num_rows * row_bytes)))
+        for group in groups
+    ]
+
+
+def _scan_ipc(
+    opened: Any,  # noqa: ANN401
+    file: ListedFile,
+    max_batch_bytes: int,
+) -> tuple[pa.Schema, list[FileSlice]]:
+    found = open_ipc(opened, file.path, max_batch_bytes=max_batch_bytes)
+    sizes = list(map(Size, found.num_rows, found.num_bytes))
+    packed = [range(len(sizes))] if found.is_whole else pack(sizes, _SLICE_LIMIT)
+    slices = list(_slices(file, packed, sizes))
+    if found.offsets is None:
+        return found.schema, slices
+    starts = [part.row_groups.start for part in slices if part.row_groups is not None]
+    return found.schema, [
+        replace(part, offset=found.offsets[start])
+        for part, start in zip(slices, starts, strict=True)
+    ]
+
+
+def _slices(
+    file: ListedFile, packed: Iterable[range | None], sizes: Sequence[Size]
+) -> Iterator[FileSlice]:
+    """Yield a slice of each run of pieces; None stands for all of them."""
+    first_row = 0
+    for row_groups in packed:
+        run = sizes if row_groups is None else sizes[row_groups.start : row_groups.stop]
+        num_rows = sum(size.num_rows for size in run)
+        yield FileSlice(
+            path=file.path,
+            name=file.name,
+            row_groups=row_groups,
+            first_row=first_row,
+            num_rows=num_rows,
+            num_bytes=sum(size.num_bytes for size in run),
+        )
+        first_row += num_rows
+
+
+def pack(sizes: Sequence[Size], limit: Size) -> Iterator[range]:
+    """Yield runs of neighbours that stay within `limit` together; what is over it stays alone."""
+    start, total = 0, Size(0, 0, 0)
+    for index, size in enumerate(sizes):
+        total = Size(*map(sum, zip(total, size, strict=True)))
+        is_over = any(a > b for a, b in zip(total, limit, strict=True))
+        if is_over and index > start:
+            yield range(start, index)
+            start, total = index, size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
+    """Join neighbouring slices of one file, so that it is opened and its footer is read once."""
+    for _, neighbours in groupby(slices, key=lambda part: part.path):
+        parts = list(neighbours)
+        first, last = parts[0], parts[-1]
+        if first.row_groups is None or last.row_groups is None:
+            yield first  # the whole file
+            continue
+        yield replace(
+            first,
+            row_groups=range(first.row_groups.start, last.row_groups.stop),
+            num_rows=sum(part.num_rows for part in parts),
+            num_bytes=sum(part.num_bytes for part in parts),
+        )
+
+
+def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Yield the rows of one slice in order, a small table at a time.
+
+    Memory: of Parquet, one table and a buffer per column; of Arrow IPC, one record batch; of
+    JSONL, one block of lines.
+
+    Args:
+        part: of a file.
+        columns: to read, those that there are; None reads all.
+
+    Raises:
+        ConfigError: the file has become unreadable, or has other rows than it had.
+    """
+    num_rows = 0
+    with told_as(f"source file {safe_text(part.path)} cannot be read any more"):
+        for rows in _tables(part, columns):
+            num_rows += rows.num_rows
+            # a file that was replaced may be without end
+            if num_rows > part.num_rows:
+                break
+            yield rows
+    if num_rows != part.num_rows:
+        least = "at least " if num_rows > part.num_rows else ""
+        raise ConfigError(
+            f"source file {safe_text(part.path)} has {least}{num_rows} rows where it had "
+            f"{part.num_rows}; a source must not change while it is read: start the job again"
+        )
+
+
+def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    max_rows = min(ROWS_PER_TABLE, max(1, _TABLE_BYTES * part.num_rows // (part.num_bytes + 1)))
+    if part.row_groups is None:
+        for rows in read_json_lines(part.path, part.schema):
+            yield from _cut(_chosen(rows, columns), max_rows)
+        return
+    with fsspec.open(part.path, "rb") as file:
+        if part.path.lower().endswith(IPC_SUFFIXES):
+            for batch in read_batches(
+                file, part.path, part.row_groups, offset=part.offset, columns=columns
+            ):
+                yield from _cut(pa.Table.from_batches([batch]), max_rows)
+            return
+        parquet = open_parquet(file, part.path, buffer_size=_READ_BUFFER_BYTES)
+        names = None if columns is None else list(columns)
+        for batch in parquet.iter_batches(
+            max_rows, row_groups=list(part.row_groups), columns=names, use_threads=False
+        ):
+            yield pa.Table.from_batches([batch])
+
+
+def _chosen(rows: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+    if columns is None:
+        return rows
+    return rows.select([name for name in columns if name in rows.column_names])
+
+
+def _cut(rows: pa.Table, max_rows: int) -> Iterator[pa.Table]:
+    for start in range(0, rows.num_rows, max_rows):
+        # a table without columns does not know where it ends
+        yield rows.slice(start, min(max_rows, rows.num_rows - start))

@@ -1,0 +1,289 @@
+"""JSON lines as Arrow tables; a broken line is an error that names the file and the line."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as paj
+
+from raybatch.inputs.arrow_types import MAX_DEPTH
+from raybatch.inputs.file_errors import BadFileError, safe_text
+from raybatch.inputs.json_bytes import BLOCK_BYTES, read_blocks
+from raybatch.inputs.json_numbers import changed_number
+
+# what Arrow takes at most as one block
+_MAX_BLOCK_BYTES = (1 << 31) - 1
+_LINE = re.compile(rb"[^\r\n]+")
+_BLANKS = b" \t"
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_OPENING, _CLOSING = list(b"[{"), list(b"]}")
+
+
+class _SeveralObjectsError(ValueError):
+    """Some line holds more than one object."""
+
+
+class _ChangedNumberError(ValueError):
+    """A whole number would be another one in the column that Arrow makes."""
+
+
+_Failure = (
+    pa.ArrowInvalid,
+    pa.ArrowTypeError,
+    pa.ArrowNotImplementedError,
+    _SeveralObjectsError,
+    _ChangedNumberError,
+)
+
+
+class JsonFile(NamedTuple):
+    """What reading through a file tells.
+
+    Args:
+        schema: that holds the values of all lines.
+        num_rows: lines that are not blank.
+        num_bytes: of the rows in memory, of the chosen columns.
+        num_blocks: in which the file was read.
+    """
+
+    schema: pa.Schema
+    num_rows: int
+    num_bytes: int
+    num_blocks: int
+
+
+def scan_json_lines(
+    path: str,
+    *,
+    columns: Sequence[str] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    max_decompressed_bytes: int | None = None,
+) -> JsonFile:
+    """Read through a file, and return what its lines have in common.
+
+    A line is a row, except that blank lines are none. A file without a row has no columns.
+
+    Args:
+        path: with its protocol.
+        columns: whose size is asked for; None takes all.
+        block_bytes: that are read at once.
+        max_decompressed_bytes: see `read_blocks`.
+
+    Raises:
+        BadFileError: a line is not one JSON object, its values do not fit those of the lines
+            before, or a compressed file is cut or broken.
+        ConfigError: a compressed file grows beyond its limit.
+
+    Memory: a block.
+    """
+    blocks = read_blocks(
+        path, block_bytes=block_bytes, max_decompressed_bytes=max_decompressed_bytes
+    )
+    found, num_lines = JsonFile(pa.schema([]), 0, 0, 0), 0
+    for data in blocks:
+        table = _table_of(path, data, num_lines, found.schema)
+        num_lines += _num_lines(data)
+        chosen = [n for n in table.column_names if columns is None or n in columns]
+        found = JsonFile(
+            _both(found.schema, table.schema),
+            found.num_rows + table.num_rows,
+            found.num_bytes + table.select(chosen).nbytes,
+            found.num_blocks + 1,
+        )
+    return found
+
+
+def read_json_lines(
+    path: str, schema: pa.Schema | None = None, *, block_bytes: int = BLOCK_BYTES
+) -> Iterator[pa.Table]:
+    """Yield the rows of one file; a text that looks like a date stays the text that it is.
+
+    Args:
+        path: with its protocol.
+        schema: that the scan found; None where the file is one block.
+        block_bytes: that are read at once.
+
+    Raises:
+        BadFileError: the file is not what it was when it was scanned.
+
+    Memory: a block.
+    """
+    num_lines = 0
+    # how far a file may grow was checked by the scan; who reads counts the rows
+    for data in read_blocks(path, block_bytes=block_bytes, max_decompressed_bytes=sys.maxsize):
+        table = _table_of(path, data, num_lines, schema or pa.schema([]), is_known=bool(schema))
+        num_lines += _num_lines(data)
+        if table.num_rows:
+            yield table
+
+
+def _table_of(
+    path: str, data: bytes, num_lines: int, schema: pa.Schema, *, is_known: bool = False
+) -> pa.Table:
+    """Return the rows of a block.
+
+    Args:
+        path: for messages.
+        data: whole lines.
+        num_lines: of the blocks before.
+        schema: of the blocks before, or of the whole file.
+        is_known: it is of the whole file, and no type is left to find.
+    """
+    num_rows = _count_lines(path, data, num_lines)
+    if not num_rows:
+        return pa.table({})
+    known = schema if is_known else None
+    # a line that is longer than a block of Arrow's fails like a broken one
+    for block_bytes in (None, len(data)):
+        try:
+            table = _parse(data, num_rows, block_bytes=block_bytes, schema=known)
+            _both(schema, table.schema)
+        except _Failure as error:
+            cause = error
+        else:
+            return table
+    raise _explained(path, data.splitlines(), num_lines, schema, cause)
+
+
+def _both(one: pa.Schema, other: pa.Schema) -> pa.Schema:
+    return pa.unify_schemas([one, other], promote_options="permissive")
+
+
+def _count_lines(path: str, data: bytes, num_before: int) -> int:
+    """Return the number of lines that are not blank, each of which has the braces of an object.
+
+    Where one line ends in a brace and the next one begins with one, no object spans both: JSON has
+    something between two braces inside of one. So that many objects are one object per line.
+
+    Raises:
+        BadFileError: a line does not begin and end with the braces of an object.
+    """
+    if num_lines := _plain_lines(data):
+        return num_lines
+    for match in _LINE.finditer(data):
+        line = match.group().strip(_BLANKS)
+        if not line:
+            continue
+        if not (line.startswith(b"{") and line.endswith(b"}")):
+            number = num_before + len(data[: match.start()].splitlines()) + 1
+            raise _broken(path, number, match.group(), "no JSON object")
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
+            number = num_before + len(data[: match.start()].splitlines()) + 1
+            reason = f"nested deeper than {MAX_DEPTH} levels"
+            raise _broken(path, number, match.group(), reason)
+        num_lines += 1
+    return num_lines
+
+
+def _num_lines(data: bytes) -> int:
+    """Return how many lines `bytes.splitlines` makes, without making them."""
+    num_ends = data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
+    return num_ends + bool(data) - data.endswith((b"\n", b"\r"))
+
+
+def _plain_lines(data: bytes) -> int:
+    """Return the number of lines if none is blank or wrong at first sight; 0 if one may be.
+
+    A file made to fill the memory may have millions of lines in a block.
+    """
+    if b"\r" in data:
+        return 0
+    signs = np.frombuffer(data if data.endswith(b"\n") else data + b"\n", np.uint8)
+    ends = np.flatnonzero(signs == ord("\n"))
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    # a line of one sign is no object, and of a blank one the sign before is that of another
+    if (ends - starts < 2).any() or (signs[starts] != ord("{")).any():
+        return 0
+    if (signs[ends - 1] != ord("}")).any():
+        return 0
+    opened = ((signs == _OPENING[0]) | (signs == _OPENING[1])).view(np.uint8)
+    is_deep = (np.add.reduceat(opened, starts, dtype=np.int32) > MAX_DEPTH).any()
+    return 0 if is_deep else len(ends)
+
+
+def nesting_depth(line: bytes) -> int:
+    """Return how deep the brackets outside of texts are nested."""
+    brackets = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
+    opened = np.isin(brackets, _OPENING).astype(np.int64) - np.isin(brackets, _CLOSING)
+    return int(np.cumsum(opened).max(initial=0))
+
+
+def _parse(
+    data: bytes,
+    num_rows: int,
+    *,
+    block_bytes: int | None = None,
+    schema: pa.Schema | None = None,
+) -> pa.Table:
+    options, explicit = None, paj.ParseOptions(explicit_schema=schema)
+    if block_bytes is not None:
+        options = paj.ReadOptions(block_size=min(block_bytes + 1, _MAX_BLOCK_BYTES))
+    table = paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
+    if table.num_rows != num_rows:
+        raise _SeveralObjectsError("several JSON objects")
+    schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
+    if not schema.equals(table.schema):
+        explicit = paj.ParseOptions(explicit_schema=schema)
+        table = paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
+    if (number := changed_number(table, data)) is not None:
+        raise _ChangedNumberError(
+            f"the whole number {number} stands beside fractions, or is beyond 64 bits, and a "
+            "column of float64 would change it"
+        )
+    return table
+
+
+def _without_dates(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_without_dates(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(_without_dates(f.type)) for f in kind])
+    return kind
+
+
+def _explained(
+    path: str,
+    lines: Sequence[bytes],
+    num_before: int,
+    schema: pa.Schema,
+    cause: Any,  # noqa: ANN401 - of Arrow
+) -> BadFileError:
+    """Name the last line of the shortest beginning of a block that does not parse."""
+    good, bad = 0, len(lines)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        found = _failure_of(lines[:middle], schema)
+        if found is None:
+            good = middle
+        else:
+            bad, cause = middle, found
+    # the number of a row that Arrow names is that of a block
+    reason = str(cause).splitlines()[0].partition(" in row ")[0]
+    return _broken(path, num_before + bad, lines[bad - 1], reason)
+
+
+def _failure_of(lines: Sequence[bytes], schema: pa.Schema) -> Exception | None:
+    data = b"\n".join(lines)
+    num_rows = sum(1 for line in lines if line.strip(_BLANKS))
+    try:
+        if num_rows:
+            _both(schema, _parse(data, num_rows, block_bytes=len(data)).schema)
+    except _Failure as error:
+        return error
+    return None
+
+
+def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
+    text = line.decode("utf-8", "backslashreplace")
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    where = f"line {number}: {reason}"
+    return BadFileError(
+        f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
+        "whose values have the types of the lines before: mend or remove the line",
+        where,
+    )

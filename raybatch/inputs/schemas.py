@@ -1,0 +1,246 @@
+"""One schema for all files of a source, and tables brought into it without loss."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import pyarrow as pa
+
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.listing import JSON_SUFFIXES
+
+__all__ = ["FileSchema", "SchemaPolicy", "common_schema", "in_common_schema"]
+
+SchemaPolicy = Literal["strict", "cast"]
+POLICIES = get_args(SchemaPolicy)
+
+_MAX_FILES_TOLD = 5
+_SIGNED = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
+_UNSIGNED = (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
+_FLOATS = (pa.float16(), pa.float32(), pa.float64())
+# bits of the whole numbers that each type of float holds exactly
+_EXACT_BITS = (11, 24, 53)
+_TEXTS = (pa.string(), pa.string_view(), pa.large_string())
+_BYTES = (pa.binary(), pa.binary_view(), pa.large_binary())
+
+
+class FileSchema(NamedTuple):
+    """The schema of a file, and the file."""
+
+    path: str
+    schema: pa.Schema
+
+
+def common_schema(
+    files: Sequence[FileSchema], *, columns: Sequence[str] | None, policy: SchemaPolicy
+) -> pa.Schema:
+    """Return the schema of a source.
+
+    Args:
+        files: of the source, at least one.
+        columns: to read, in this order; None takes all.
+        policy: "strict" wants one schema in all files, except that JSON has none; "cast" takes
+            for each column the narrowest type that holds the values of all files exactly.
+
+    Raises:
+        ConfigError: a column is not there, two have one name, or the schemas do not fit together.
+    """
+    for file in files:
+        _check_names(file)
+    schema = _merged([_chosen(file, columns) for file in files], policy)
+    if columns is None:
+        return schema
+    for name in columns:
+        if name not in schema.names:
+            known = list(dict.fromkeys(n for file in files for n in file.schema.names))
+            raise ConfigError(
+                f"columns names {name!r}, which is no column of the source"
+                f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+            )
+    return pa.schema([schema.field(name) for name in columns], schema.metadata)
+
+
+def in_common_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Order and cast the columns as `schema` has them; one that the file lacks is null.
+
+    Raises:
+        pa.ArrowInvalid: a value would change.
+    """
+    if table.schema.equals(schema):
+        return table
+    columns = [
+        table.column(field.name).cast(field.type)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    if not columns:
+        return table.select([])
+    return pa.table(columns, schema=schema)
+
+
+def _check_names(file: FileSchema) -> None:
+    names = file.schema.names
+    where = f"source file {safe_text(file.path)}"
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(
+            f"{where} has several columns named {', '.join(map(repr, twice))}; "
+            "rename them, so that a name stands for one column"
+        )
+    for name in names:
+        if "\0" in name:
+            raise ConfigError(
+                f"{where} has a column {name!r} with a NUL in its name, where others end it; "
+                "rename it"
+            )
+
+
+def _chosen(file: FileSchema, columns: Sequence[str] | None) -> FileSchema:
+    if columns is None:
+        return file
+    fields = [field for field in file.schema if field.name in columns]
+    return file._replace(schema=pa.schema(fields, file.schema.metadata))
+
+
+def _merged(files: Sequence[FileSchema], policy: SchemaPolicy) -> pa.Schema:
+    if all(file.path.lower().endswith(JSON_SUFFIXES) for file in files):
+        schemas = [file.schema for file in files]
+        try:
+            return pa.unify_schemas(schemas, promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ConfigError(f"the JSON files do not fit together: {error}") from error
+    return _same(files) if policy == "strict" else _widened_schema(files)
+
+
+def _same(files: Sequence[FileSchema]) -> pa.Schema:
+    first = files[0]
+    others = [file for file in files if not file.schema.equals(first.schema)]
+    if not others:
+        return first.schema
+    told = [
+        f"{safe_text(file.path)} has another schema than {safe_text(first.path)}: "
+        f"{_difference(first.schema, file.schema)}"
+        for file in others[:_MAX_FILES_TOLD]
+    ]
+    if len(others) > len(told):
+        told.append(f"and {len(others) - len(told)} files more")
+    raise ConfigError(
+        f"{'; '.join(told)}. Set schema_policy: cast where types differ only in width or columns "
+        "are missing, name the columns to read (columns), or write the files again"
+    )
+
+
+def _difference(first: pa.Schema, other: pa.Schema) -> str:
+    ours, theirs = ({_told(field) for field in schema} for schema in (first, other))
+    return ", ".join(sorted(ours ^ theirs)) or "the columns have another order"
+
+
+def _told(field: pa.Field) -> str:
+    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
+
+
+def _widened_schema(files: Sequence[FileSchema]) -> pa.Schema:
+    # a column to its field so far, and the file where it was first seen
+    found: dict[str, tuple[pa.Field, str]] = {}
+    for file in files:
+        for field in file.schema:
+            known, path = found.setdefault(field.name, (field, file.path))
+            kind = widened(known.type, field.type)
+            if kind is None:
+                raise ConfigError(
+                    f"column {field.name!r} is {known.type} in {safe_text(path)} and {field.type} "
+                    f"in {safe_text(file.path)}, and no type holds both exactly; write one of "
+                    "them again, or leave the column out (columns)"
+                )
+            both = known.with_type(kind).with_nullable(known.nullable or field.nullable)
+            found[field.name] = both, path
+    fields = [
+        field if all(name in file.schema.names for file in files) else field.with_nullable(True)
+        for name, (field, _) in found.items()
+    ]
+    return pa.schema(fields, files[0].schema.metadata)
+
+
+def widened(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the narrowest type that holds every value of both types exactly, None if none does.
+
+    Example:
+        >>> widened(pa.int32(), pa.uint32())
+        DataType(int64)
+    """
+    if one.equals(other):
+        return one
+    for kind, another in ((one, other), (other, one)):
+        if pa.types.is_null(kind):
+            return another
+        if pa.types.is_dictionary(kind):
+            value = another.value_type if pa.types.is_dictionary(another) else another
+            return widened(kind.value_type, value)
+    for family in (_TEXTS, _BYTES):
+        if one in family and other in family:
+            return family[-1]
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return _widened_struct(one, other)
+    if _is_list(one) and _is_list(other):
+        return _widened_list(one, other)
+    return next(_numbers_of(one, other), None)
+
+
+def _numbers_of(one: pa.DataType, other: pa.DataType) -> Iterator[pa.DataType]:
+    """Yield the types of numbers that hold every value of both, the narrowest one first."""
+    for kind in (*sorted(_SIGNED + _UNSIGNED, key=_bit_width), *_FLOATS):
+        if _holds(kind, one) and _holds(kind, other):
+            yield kind
+
+
+def _bit_width(kind: pa.DataType) -> int:
+    return int(kind.bit_width)
+
+
+def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
+    if kind.equals(other):
+        return True
+    if other in _FLOATS:
+        return kind in _FLOATS and bool(kind.bit_width >= other.bit_width)
+    if other not in _SIGNED + _UNSIGNED:
+        return False
+    bits: int = other.bit_width - (other in _SIGNED)
+    if kind in _FLOATS:
+        return bits <= _EXACT_BITS[_FLOATS.index(kind)]
+    if kind in _UNSIGNED:
+        return bool(other in _UNSIGNED and bits <= kind.bit_width)
+    return bool(bits <= kind.bit_width - 1)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _widened_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    value = widened(one.value_type, other.value_type)
+    if value is None:
+        return None
+    nullable = one.value_field.nullable or other.value_field.nullable
+    field = one.value_field.with_type(value).with_nullable(nullable)
+    is_large = pa.types.is_large_list(one) or pa.types.is_large_list(other)
+    return pa.large_list(field) if is_large else pa.list_(field)
+
+
+def _widened_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    fields = {field.name: field for field in one}
+    theirs = {field.name: field for field in other}
+    if len(fields) < one.num_fields or len(theirs) < other.num_fields:
+        return None
+    for name, field in theirs.items():
+        known = fields.get(name, field)
+        kind = widened(known.type, field.type)
+        if kind is None:
+            return None
+        fields[name] = known.with_type(kind).with_nullable(known.nullable or field.nullable)
+    return pa.struct(
+        [
+            field if name in theirs and name in {f.name for f in one} else field.with_nullable(True)
+            for name, field in fields.items()
+        ]
+    )

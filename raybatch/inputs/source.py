@@ -1,0 +1,256 @@
+"""Files as a Ray dataset whose rows know their file and position."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import fsspec
+import pyarrow as pa
+
+from raybatch.durable.layout import part_name
+from raybatch.durable.storage import real_path, told_as
+from raybatch.errors import ConfigError
+from raybatch.inputs.file_errors import BadFileError, safe_text
+from raybatch.inputs.file_slices import (
+    ROWS_PER_TABLE,
+    FileSlice,
+    Size,
+    joined,
+    pack,
+    read_slice,
+    scan_file,
+)
+from raybatch.inputs.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
+from raybatch.inputs.row_sizes import row_bytes_of, sampled
+from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
+
+logger = logging.getLogger(__name__)
+
+# The driver holds a block per read task, so a large source has larger tasks, not more of them.
+_MANY_TASKS = 1024
+_TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
+# As many names of parts as tell what the last two digits in a pattern let through.
+_PARTS_TRIED = 100
+
+
+class SkippedFile(NamedTuple):
+    """A file that is left out because it cannot be read.
+
+    Args:
+        name: relative to the root of the source.
+        reason: what is wrong with it.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What a listing and the footers tell about the input.
+
+    Args:
+        schema: of every file, as far as it is read.
+        slices: in the order of files and positions.
+        num_rows: of all of them.
+        skipped: files that are left out, in order.
+        is_projected: files may have columns that are not read.
+    """
+
+    schema: pa.Schema
+    slices: tuple[FileSlice, ...]
+    num_rows: int
+    skipped: tuple[SkippedFile, ...] = ()
+    is_projected: bool = False
+
+    @property
+    def root(self) -> str:
+        """Return the folder that the names of the files are relative to, "" where none is known."""
+        for part in self.slices:
+            if part.path.endswith(f"/{part.name}"):
+                return part.path.removesuffix(f"/{part.name}")
+        return ""
+
+    @property
+    def choice(self) -> Mapping[str, str]:
+        """What decides which rows of the files are there, name to text; without it all are."""
+        return {}
+
+    def only(self, names: Collection[str]) -> Self:
+        """Return the files of these names."""
+        slices = tuple(part for part in self.slices if part.name in names)
+        return replace(self, slices=slices, num_rows=sum(part.num_rows for part in slices))
+
+    def tasks(self) -> list[range]:
+        """Return the slices of each read task: neighbours, few to a task where they are large."""
+        sizes = [part.size for part in self.slices]
+        totals = [sum(column) for column in zip(Size(0, 0, 0), *sizes, strict=True)]
+        limit = [
+            max(least, total // _MANY_TASKS)
+            for least, total in zip(_TASK_LIMIT, totals, strict=True)
+        ]
+        return list(pack(sizes, Size(*limit)))
+
+    def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
+        """Yield the rows of some neighbouring slices, a small table at a time.
+
+        Args:
+            task: positions of the slices.
+            row_id_column: holds "<file>:<position>"; None adds none.
+        """
+        columns = self.schema.names if self.is_projected else None
+        for part in joined(self.slices[task.start : task.stop]):
+            position = part.first_row
+            for rows in read_slice(part, columns=columns):
+                table = self._in_schema(rows, part)
+                if row_id_column is not None:
+                    positions = range(position, position + rows.num_rows)
+                    ids = pa.array([f"{part.name}:{i}" for i in positions], pa.string())
+                    table = table.add_column(0, row_id_column, ids)
+                position += rows.num_rows
+                yield table
+
+    def _in_schema(self, rows: pa.Table, part: FileSlice) -> pa.Table:
+        with told_as(f"source file {safe_text(part.path)} does not fit the other files"):
+            return in_common_schema(rows, self.schema)
+
+    def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
+        """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked.
+
+        A slice is decoded once, by one task that hands over small blocks while it reads: what is
+        in one block is fed through one call of a feeder.
+        """
+        import ray  # slow to load, and a local run does without
+
+        def read(batch: pa.Table) -> Iterator[pa.Table]:
+            for task in batch.to_pylist():
+                slices = range(task["start"], task["stop"])
+                yield from self.read(slices, row_id_column=row_id_column)
+
+        tasks = [{"start": task.start, "stop": task.stop} for task in self.tasks()]
+        items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+        return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
+
+
+def scan_source(
+    source: str,
+    *,
+    columns: Sequence[str] | None = None,
+    schema_policy: SchemaPolicy = "strict",
+    skip_bad_files: bool = False,
+    max_row_group_bytes: int = 2 << 30,
+    max_decompressed_bytes: int | None = None,
+) -> Source:
+    """List the files of `source` and read their footers, and a few rows of a few Parquet files.
+
+    The rows tell what takes more memory than the file says; files of which none was read count as
+    large as the largest of the others.
+
+    Args:
+        source: a file, a folder (searched through; names with a leading "_" or "." are left out)
+            or a glob, local or with a protocol that fsspec knows.
+        columns: to read; None reads all.
+        schema_policy: "strict" refuses files whose schemas differ, "cast" widens types without
+            loss.
+        skip_bad_files: leave out files that cannot be read, instead of refusing the source.
+        max_row_group_bytes: that a row group or record batch may take in memory.
+        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
+            larger files a hundred times their size.
+
+    Raises:
+        ConfigError: no file, files whose schemas differ, a broken or too large file, or a type
+            that may run code when it is read.
+    """
+    with told_as(f"source {source!r} cannot be listed"):
+        files = list_files(source, has_columns=columns is not None)
+    bad: dict[ListedFile, str] = {}
+    noted = partial(_noted, bad=bad if skip_bad_files else None)
+    row_bytes = _row_bytes(files, columns, noted)
+    largest = max(row_bytes.values(), default=0.0)
+    schemas: list[FileSchema] = []
+    slices: list[FileSlice] = []
+    for file in files:
+        if file in bad:
+            continue
+        with noted(file):
+            schema, parts = scan_file(
+                file,
+                row_bytes=row_bytes.get(file, largest),
+                columns=columns,
+                max_row_group_bytes=max_row_group_bytes,
+                max_decompressed_bytes=max_decompressed_bytes,
+            )
+            schemas.append(FileSchema(file.path, schema))
+            slices.extend(part for part in parts if part.num_rows)
+    if not schemas:
+        raise ConfigError(f"source {source!r} holds no file that can be read: {_listed(bad)}")
+    return Source(
+        schema=common_schema(schemas, columns=columns, policy=schema_policy),
+        slices=tuple(slices),
+        num_rows=sum(part.num_rows for part in slices),
+        skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
+        is_projected=columns is not None,
+    )
+
+
+def _row_bytes(
+    files: Sequence[ListedFile],
+    columns: Sequence[str] | None,
+    noted: Callable[[ListedFile], AbstractContextManager[None]],
+) -> dict[ListedFile, float]:
+    """Return what a row takes in memory in a few of the files, those of Parquet."""
+    found: dict[ListedFile, float] = {}
+    for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
+        with noted(file):
+            found[file] = row_bytes_of(file.path, columns=columns)
+    return found
+
+
+@contextmanager
+def _noted(file: ListedFile, bad: dict[ListedFile, str] | None) -> Iterator[None]:
+    """Note in `bad` and log that a file cannot be read; raise it if there is nothing to note in."""
+    try:
+        yield
+    except BadFileError as error:
+        if bad is None:
+            raise
+        bad[file] = error.reason
+        logger.warning("left out %s: %s", safe_text(file.path), error.reason)
+
+
+def _listed(bad: dict[ListedFile, str]) -> str:
+    return "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
+
+
+def check_outside(sink: str, source: str) -> None:
+    """Raise ConfigError if the next run on `source` would read what is written to `sink`."""
+    with told_as(f"source {source!r} cannot be listed"):
+        root = Root.of(source)
+        is_folder = not root.is_glob and root.fs.isdir(root.path)
+    with told_as(f"sink {sink!r} cannot be used"):
+        sink_fs, path = fsspec.core.url_to_fs(sink)
+        path = path.rstrip("/")
+    if sink_fs != root.fs or not (root.is_glob or is_folder):
+        return
+    # what a link is named says nothing about where it leads
+    real, real_root = real_path(root.fs, path), root.without_links()
+    named = ((root, path), (real_root, real), *((root, n) for n in names_by_links(root, real)))
+    if any(_is_read(where, name) for where, name in named):
+        raise ConfigError(
+            f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
+            "take it for input; choose a folder beside it, or one whose name begins with '_'"
+        )
+
+
+def _is_read(root: Root, path: str) -> bool:
+    """Return whether a folder or a glob takes in the parts of an output in the folder `path`."""
+    if root.is_hidden(path):
+        return False
+    if root.is_glob:
+        parts = (f"{path}/{part_name(index)}" for index in range(_PARTS_TRIED))
+        return bool(root.matching(parts))
+    return path.startswith(root.path.rstrip("/") + "/")

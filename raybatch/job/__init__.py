@@ -1,0 +1,1 @@
+"""A job: its options, one run of it, the order of its output, its end."""

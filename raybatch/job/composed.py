@@ -1,0 +1,301 @@
+"""Exactly-once reading and writing around a pipeline of the user's own.
+
+`read_parquet` gives every row a place in the output, `write_parquet` writes the units that are
+complete, each once, and the next run reads only the rows whose units are missing. In between, rows
+may be mapped, split into other blocks and brought into another order; none may be dropped.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.data import Datasink
+
+from raybatch.actors.ray_errors import errors_told_once, message_kept, own_cause
+from raybatch.config import PlanConfig
+from raybatch.durable.audit import Audit, audit, finish, is_finished
+from raybatch.durable.commit import committed
+from raybatch.durable.heartbeat import beating
+from raybatch.durable.journal import POS, ROW
+from raybatch.durable.layout import PLAN
+from raybatch.durable.leftovers import drop_journal_and_staging
+from raybatch.durable.sink import check_place, prepare_sink
+from raybatch.durable.storage import store_of, told_as
+from raybatch.errors import CommitError, ConfigError
+from raybatch.inputs.file_slices import ROWS_PER_TABLE
+from raybatch.inputs.source import Source, check_outside, scan_source
+from raybatch.planning.dataset import pieces_of
+from raybatch.planning.fingerprint import check_same, input_files
+from raybatch.planning.movable import as_movable
+from raybatch.planning.run import fit_units, store_stretches
+from raybatch.planning.shards import rows_in_stretches
+from raybatch.planning.store import PlanSubject, StoredPlan, read_plan
+from raybatch.report.history.recorder import new_run_id
+from raybatch.rows.plan_columns import with_columns
+from raybatch.rows.schema import ROW_ID
+from raybatch.stages.ray_context import settle_context
+from raybatch.stages.unit_writer import UnitWriter, plan_units, settle_schema
+
+__all__ = ["read_parquet", "write_parquet"]
+
+UNIT = "__rb_unit"
+_PLACES = (UNIT, POS, ROW)
+
+
+def read_parquet(
+    source: str | Path,
+    *,
+    sink: str | Path,
+    version: str = "",
+    unit_rows: int = 1024,
+    overwrite: bool = False,
+) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows that `sink` does not hold yet.
+
+    Rows come with their columns, a `row_id` ("<file>:<position>") where they have none, and three
+    columns beginning with "__rb_" that say where a row belongs; pass these on, `write_parquet`
+    takes them off.
+
+    Args:
+        source: Parquet or JSONL: a file, a folder or a glob.
+        sink: folder that `write_parquet` will be given.
+        version: of your pipeline; change it when an answer may change. Another version is refused
+            in a folder that was begun with this one.
+        unit_rows: rows of one part of the output.
+        overwrite: remove what lies in the folder, and begin again.
+
+    Raises:
+        ConfigError: the source cannot be read, or the sink holds the output of something else.
+
+    Example:
+        >>> rows = raybatch.read_parquet("prompts/", sink="answers/")  # doctest: +SKIP
+        >>> raybatch.write_parquet(stage.apply(rows), "answers/")  # doctest: +SKIP
+    """
+    source, sink = str(source), str(sink)
+    plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max(unit_rows, 4096))
+    scanned = scan_source(source)
+    _check_names(scanned.schema)
+    check_place(sink)
+    check_outside(sink, source)
+    paths = {part.path for part in scanned.slices}
+    prepare_sink(sink, is_overwrite=overwrite, source_paths=paths)
+    stored = _open(scanned, sink, fit_units(plan, scanned), {"version": json.dumps(version)})
+    if not scanned.num_rows:
+        return _no_rows(scanned.schema, sink)
+    todo = ~committed(store_of(sink), plan_units(sink, stored))
+    return _rows(scanned, stored, plan_units(sink, stored).unit_rows, todo)
+
+
+def _check_names(schema: pa.Schema) -> None:
+    taken = [name for name in _PLACES if name in schema.names]
+    if taken:
+        raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
+
+
+def _open(source: Source, sink: str, plan: PlanConfig, said: Mapping[str, str]) -> StoredPlan:
+    files = input_files(source)
+    if store_of(sink).size(PLAN) is None:
+        subject = PlanSubject(options=plan, files=files, fingerprint=said, source=source.root)
+        return store_stretches(source, sink, subject)
+    stored = read_plan(sink)
+    check_same(
+        sink,
+        stored=stored.fingerprint,
+        stored_files=stored.files,
+        now=said,
+        files=files,
+        can_extend=False,
+    )
+    return stored
+
+
+def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:  # noqa: ANN401
+    row_id_column = None if ROW_ID in source.schema.names else ROW_ID
+    units, wanted = ray.put(unit_rows), ray.put(todo)
+
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        sizes, is_todo = ray.get(units), ray.get(wanted)
+        for task in batch.to_pylist():
+            slices, row = range(task["start"], task["stop"]), task["first_row"]
+            for table in source.read(slices, row_id_column=row_id_column):
+                said = rows_in_stretches(sizes, np.arange(row, row + table.num_rows))
+                unit = said.column("unit").to_numpy()
+                columns = {
+                    UNIT: pa.array(unit, pa.int64()),
+                    POS: said.column("pos").cast(pa.int64()),
+                    ROW: pa.array(np.arange(row, row + table.num_rows)),
+                }
+                row += table.num_rows
+                yield with_columns(as_movable(table), columns).filter(pa.array(is_todo[unit]))
+
+    tasks = [
+        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
+        for slices, first_row in pieces_of(source)
+    ]
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+    return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
+
+
+def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
+    """Return a dataset that has the columns of `_rows`, and no row."""
+    table = as_movable(schema.empty_table())
+    if ROW_ID not in schema.names:
+        table = table.add_column(0, ROW_ID, pa.array([], pa.string()))
+    with told_as(f"sink {sink!r} cannot be used"):
+        # Ray tells no columns of a pipeline without rows
+        settle_schema(store_of(sink), table.schema)
+    places = dict.fromkeys(_PLACES, pa.array([], pa.int64()))
+    return ray.data.from_arrow(with_columns(table, places))
+
+
+def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = None) -> Audit:  # noqa: ANN401
+    """Write what came of the rows of `read_parquet`, each unit once, and return the audit.
+
+    Where the run stops half way, the same pipeline run again does what is missing.
+
+    Args:
+        dataset: what became of the rows, with the columns beginning with "__rb_".
+        sink: as `read_parquet` was given it.
+        schema: of every part; None takes that of the first rows that are written, or of the
+            source where it has no rows. Needed where a column of the first rows is null
+            throughout. It cannot change while the output is written.
+
+    Raises:
+        ConfigError: the columns of places are missing, types differ, or the sink cannot be written.
+        CommitError: rows are missing at the end, because the pipeline dropped or repeated some.
+    """
+    sink = str(sink)
+    if store_of(sink).size(PLAN) is None:
+        raise ConfigError(
+            f"nothing was read for {sink!r}: begin the pipeline with raybatch.read_parquet(source, "
+            f"sink={sink!r})"
+        )
+    stored = read_plan(sink)
+    plan, store = plan_units(sink, stored), store_of(sink)
+    if is_finished(store, plan):
+        return audit(store, plan)
+    if schema is not None and plan.num_rows:
+        schema = _settled(sink, schema)
+    # overwrite asks for it before it removes what another run writes
+    with beating(store, new_run_id(time.time()), time.time):
+        if plan.num_rows:
+            _write(dataset, UnitSink(sink, stored, schema))
+        else:
+            _write_no_rows(sink, stored, schema)
+        found = audit(store, plan)
+        if not found.is_clean:
+            raise CommitError(
+                f"{found}. Every row that was read has to be written once: mark rows in a column "
+                "instead of dropping them, and give one row back for each"
+            )
+        finish(store, plan, found)
+        drop_journal_and_staging(store)
+    return found
+
+
+def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
+    """Return the schema of every part, which is this one, or raise ConfigError."""
+    with told_as(f"sink {sink!r} cannot be used"):
+        settled = settle_schema(store_of(sink), schema)
+    if settled.equals(schema):
+        return settled
+    place, (there, here) = next(
+        (place, pair)
+        for place, pair in enumerate(zip_longest(settled, schema))
+        if pair[0] is None or pair[1] is None or not pair[0].equals(pair[1])
+    )
+    raise ConfigError(
+        f"schema: column {place} is {_told(here)}, and {_told(there)} in the output that was begun "
+        f"in {sink}; leave schema out, or begin again with read_parquet(..., overwrite=True)"
+    )
+
+
+def _told(field: pa.Field | None) -> str:
+    if field is None:
+        return "none"
+    return repr(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}")
+
+
+def _write(dataset: Any, sink: Datasink) -> None:  # noqa: ANN401
+    settle_context(dataset)
+    try:
+        with errors_told_once():
+            dataset.write_datasink(sink)
+    except Exception as error:
+        raise own_cause(error) or error from None
+
+
+def _write_no_rows(sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
+    """Write the one part of an input without rows, so that readers find the columns."""
+    with told_as(f"sink {sink!r} cannot be used"):
+        schema = schema or settle_schema(store_of(sink), pa.schema([]))
+    writer = _writer(sink, stored, schema, attempt="no rows")
+    writer.deliver(0, writer.journal_of(0))
+
+
+def _writer(sink: str, stored: StoredPlan, schema: pa.Schema, *, attempt: str) -> UnitWriter:
+    return UnitWriter(
+        sink=sink,
+        store=store_of(sink),
+        stored=stored,
+        schema=schema,
+        output=None,
+        attempt=attempt,
+    )
+
+
+class UnitSink(Datasink):  # type: ignore[misc]
+    """Writes rows that know their places, unit by unit; rows of open units go to the journal.
+
+    Args:
+        sink: of the pipeline.
+        stored: the plan that holds.
+        schema: of every part; None takes that of the first rows.
+    """
+
+    def __init__(self, sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
+        self._sink = sink
+        self._stored = stored
+        self._schema = schema
+
+    def write(self, blocks: Iterable[Any], ctx: Any) -> int:  # noqa: ANN401
+        with message_kept():
+            tables = [_as_arrow(block) for block in blocks]
+            table = pa.concat_tables([t for t in tables if t.num_rows] or tables[:1])
+            if not table.num_rows:
+                return 0
+            missing = [name for name in _PLACES if name not in table.column_names]
+            if missing:
+                raise ConfigError(
+                    f"the rows have lost {', '.join(missing)}; a function of the pipeline has to "
+                    "pass on the columns beginning with '__rb_'"
+                )
+            self._deliver(table, attempt=f"task-{ctx.task_idx}")
+            return int(table.num_rows)
+
+    def _deliver(self, table: pa.Table, *, attempt: str) -> None:
+        unit = table.column(UNIT).to_numpy()
+        rows = table.drop_columns([UNIT])
+        own = pa.schema([f for f in rows.schema if f.name not in _PLACES])
+        rows = as_movable(rows)
+        with told_as(f"sink {self._sink!r} cannot be used"):
+            schema = self._schema or settle_schema(store_of(self._sink), own)
+        writer = _writer(self._sink, self._stored, schema, attempt=attempt)
+        for number in np.unique(unit).tolist():
+            with told_as(f"sink {self._sink!r} cannot be read"):
+                if writer.receipt_of(number) is not None:
+                    continue
+            with told_as(f"the rows do not fit the columns of the output in {self._sink!r}"):
+                finished = writer.joined([rows.filter(pa.array(unit == number))])
+            writer.deliver(number, finished)
+
+
+def _as_arrow(block: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
+    return ray.data.block.BlockAccessor.for_block(block).to_arrow()

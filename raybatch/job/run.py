@@ -1,0 +1,336 @@
+"""One run of a job: rows from files through the engines into files, and its report."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pyarrow as pa
+
+from raybatch.durable.audit import Audit, audit, finish
+from raybatch.durable.commit import committed
+from raybatch.durable.leftovers import drop_journal_and_staging
+from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.stores.protocols import Store
+from raybatch.errors import ConfigError, RunStopped, shell_path
+from raybatch.explanation.after import actual_of
+from raybatch.explanation.explain import Question, explain_run
+from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.inputs.source import Source
+from raybatch.job.config import JobConfig
+from raybatch.job.executor import Executor
+from raybatch.job.parts import (
+    JobPart,
+    is_complete,
+    is_whole,
+    parts_to_run,
+    plans_of,
+    tell_what_holds,
+)
+from raybatch.job.progress import ProgressPrinter, shown
+from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
+from raybatch.outputs.rebuilt import keep_report, report_of_complete
+from raybatch.planning.fingerprint import (
+    fingerprint,
+    fingerprint_digest,
+    input_files,
+    output_schema,
+)
+from raybatch.planning.planned import PlannedInput, PlannedRun
+from raybatch.planning.records import LargePlan
+from raybatch.planning.run import run_planned, store_input_order
+from raybatch.planning.store import StoredPlan, read_all_units, read_plans
+from raybatch.records.types import PoolStats
+from raybatch.redaction import redacted
+from raybatch.report import RunReport, counted_report, installed_versions
+from raybatch.report.history.reading import read_history
+from raybatch.report.history.recorder import RunRecorder, new_run_id
+from raybatch.stages.feeder import StageFeeder
+from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
+from raybatch.stages.unit_run import FeederRunner
+
+__all__ = ["JobRun", "planned_run"]
+
+logger = logging.getLogger(__name__)
+
+# rows of which each order is simulated for the report
+_MAX_ROWS_SIMULATED = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRun:
+    """A job whose source has been read and checked, and whose sink is ready.
+
+    Args:
+        config: of the job.
+        stage: what it runs.
+        source: rows to read.
+        clock: began with the run.
+        ending: says why the run has to end early, if it has to; called about every second.
+        executor: where the stage's pool runs.
+        start_ray: called before Ray is used, where it is; None leaves its start to Ray.
+    """
+
+    config: JobConfig
+    stage: type[StageFeeder]
+    source: Source
+    clock: RunClock
+    ending: Callable[[], str | None] | None = None
+    executor: Executor
+    start_ray: Callable[[], None] | None = None
+
+    def described(self) -> PlannedRun:
+        """Return what the run is about, with what decides the answers."""
+        decisive = fingerprint(
+            self.config.stage,
+            self._schema,
+            partition_by=self.config.partition_by,
+            waves=self.config.waves,
+        )
+        return replace(
+            planned_run(self.config, self.source),
+            fingerprint={**decisive, **self.source.choice},
+            files=input_files(self.source),
+        )
+
+    def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
+        """Generate and write every row that is not written yet, and count what is there."""
+        store = store_of(self.config.sink)
+        job, schema = self.described(), self._schema
+        plans = plans_of(job, may_grow=self.config.extend)
+        tell_what_holds(job, plans)
+        is_new = not plans
+        if is_whole(job, plans):
+            logger.info("%s is complete already; nothing is generated", self.config.sink)
+            return report_of_complete(self.config.sink)
+        parts, planned = parts_to_run(job, plans), None
+        if any(part.stored is None for part in parts):
+            self._check_plan_repeats(store)
+        rows_resumed = self._rows_done(store, plans) if plans else 0
+        logger.info("executor: %s", self.executor)
+        if self.start_ray is not None and not self.executor.is_local:
+            self.start_ray()
+        before = self.stage.stats()
+        limits = LimitWatch(self.config.limits, before, ending=self.ending)
+        with self._recorder(store, job, rows_resumed) as recorder:
+            for part in parts:
+                planned = self._execute(part, schema, progress, recorder, limits)
+                if not is_complete(part):  # a limit or a signal has ended it, and so the run
+                    break
+            plans = read_plans(self.config.sink)
+            units = read_all_units(self.config.sink, plans)
+            found = audit(store, units)
+            if not found.is_clean:
+                recorder.incomplete()
+        if found.is_clean:
+            finish(store, units, found)
+            drop_journal_and_staging(store)
+        elif recorder.limit is not None:
+            logger.warning("stopped by %s; start the job again to go on", recorder.limit)
+        else:
+            logger.error("the output in %s is not complete: %s", self.config.sink, found)
+        # what earlier runs took is not known here, nor what several plans foretell together
+        is_all = is_new and len(parts) == 1
+        report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
+        return keep_report(report, self.config.sink)
+
+    @property
+    def _backend_reason(self) -> str:
+        return "" if self.stage.choice is None else self.stage.choice.why
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return output_schema(self.source.schema, self.config.stage)
+
+    def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:
+        now_s = time.time()
+        about = {
+            "source": self.config.source,
+            "sink": self.config.sink,
+            "model": self.config.stage.model,
+            "backend": self.config.stage.backend.kind,
+            "backend_reason": self._backend_reason,
+            "rows": self.source.num_rows,
+            "rows_resumed": rows_resumed,
+            "fingerprint": fingerprint_digest(job.fingerprint),
+            "versions": installed_versions(),
+            "executor": self.executor.name,
+        }
+        return RunRecorder(store, new_run_id(now_s), about=about)
+
+    def _check_plan_repeats(self, store: Store) -> None:
+        """Refuse a plan that another driver would make otherwise, where two might be written."""
+        with told_as(f"sink {self.config.sink!r} cannot be used"):
+            is_exclusive = store.is_exclusive
+        if not is_exclusive and self.config.plan.lengths == "probe":
+            raise ConfigError(
+                f"plan.lengths='probe' makes another plan in every run, and {store.uri} cannot "
+                "refuse to replace a file, so of two runs at once each might follow a plan of its "
+                "own; set plan.lengths='auto', or choose a sink on a local disk or on S3"
+            )
+
+    def _execute(
+        self,
+        part: JobPart,
+        schema: pa.Schema,
+        progress: ProgressCallback | ProgressPrinter | None,
+        recorder: RunRecorder,
+        limits: LimitWatch,
+    ) -> PlannedInput | LargePlan | None:
+        """Run the rows; return their plan, None where there is none in memory."""
+        job = part.job
+        if not job.source.num_rows:
+            self._runner(self.stage, schema, recorder).write_nothing(store_input_order(job))
+            return None
+        stage = self.stage.of_run(id_column=job.row_id_column)
+        num_rows = job.source.num_rows - part.rows_done
+        watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
+        watch: PoolWatch | None = None
+
+        limits.begin()
+
+        def end(reason: str) -> None:
+            stage.pool.stop(client=stage.client)
+            recorder.stopping(reason)
+
+        asked = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
+        try:
+            with shown(progress, lambda: recorder.units) as show:
+
+                def tell(stats: PoolStats, num_rows: int) -> None:
+                    if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
+                        end(reason)
+                    recorder.observe(stats, cost=limits.cost)
+                    show(stats, num_rows)
+
+                runner = self._runner(stage, schema, recorder)
+                with asked, watch_with(callback=tell) as watch:
+                    # engines load their weights while the plan is made and Ray starts feeders
+                    stage.pool.start()
+                    return run_planned(replace(job, units=runner), part.stored)
+        except KeyboardInterrupt:
+            # the pool was last asked a while ago
+            num_seen = 0 if watch is None else watch.rows_done
+            self._tell_interrupted(max(num_seen, recorder.rows_written))
+            if asked.has_come and not recorder.units.total:
+                raise RunStopped(
+                    "SIGTERM came before any row was at work; the same command begins again"
+                ) from None
+            raise
+
+    def _waves_so_far(self, stage: type[StageFeeder], recorder: RunRecorder) -> WavesSoFar | None:
+        if not self.config.waves:
+            return None
+        return WavesSoFar(
+            again=stage.stats(again=True),
+            rows_written=recorder.rows_written,
+            rows_failed=recorder.rows_failed,
+        )
+
+    def _runner(
+        self, stage: type[StageFeeder], schema: pa.Schema, recorder: RunRecorder
+    ) -> FeederRunner:
+        return FeederRunner(
+            stage=stage,
+            sink=self.config.sink,
+            schema=schema,
+            attempt=recorder.run_id,
+            flush_every_s=self.config.flush_every_s,
+            observer=recorder,
+            waves=self.config.waves,
+            is_local=self.executor.is_local,
+        )
+
+    def _rows_done(self, store: Store, plans: Sequence[StoredPlan]) -> int:
+        """Return the rows that earlier runs have written, and say so."""
+        plan = read_all_units(self.config.sink, plans)
+        is_done = committed(store, plan)
+        rows_done = int(plan.unit_rows[is_done].sum())
+        logger.info(
+            "going on with %s: %d of %d rows are there, in %d of %d units",
+            self.config.sink,
+            rows_done,
+            plan.num_rows,
+            int(is_done.sum()),
+            plan.num_units,
+        )
+        return rows_done
+
+    def _tell_interrupted(self, rows_done: int) -> None:
+        logger.warning(
+            "interrupted: %d of %d rows were done in this run; start the job again to go on, what "
+            "is complete in %s is not done again",
+            rows_done,
+            self.source.num_rows,
+            shell_path(self.config.sink),
+        )
+
+    def _report(
+        self,
+        plans: Sequence[StoredPlan],
+        found: Audit,
+        before: PoolStats,
+        planned: PlannedInput | LargePlan | None,
+        rows_resumed: int,
+    ) -> RunReport:
+        clock, after = self.clock, self.stage.stats()
+        total_s = clock.elapsed_s()
+        started_s = clock.started_s if clock.started_s is not None else total_s
+        ended_s = max(started_s, clock.ended_s if clock.ended_s is not None else total_s)
+        # an idle pool that has stopped since counts from 0 again
+        restarts = max(0, after.num_restarts - before.num_restarts)
+        wall_s = ended_s - started_s
+        actual = actual_of(found.counts, before, after, num_restarts=restarts, wall_s=wall_s)
+        history = read_history(store_of(self.config.sink))
+        report = replace(
+            # nothing is lost that the same job, started again, would write
+            counted_report(self.config.sink, plans, found, history, is_complete=False),
+            source=redacted(self.config.source),
+            model=redacted(self.config.stage.model),
+            rows_resumed=rows_resumed,
+            replicas=after.num_replicas,
+            restarts=restarts,
+            executor=self.executor.name,
+            versions=installed_versions(),
+        )
+        report = replace(report, plan=self._outcome(planned, actual))
+        # of several runs the logs know the times
+        if len(history.runs) != 1:
+            return report
+        write_s = total_s - ended_s
+        return replace(
+            report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
+        )
+
+    def _outcome(
+        self, planned: PlannedInput | LargePlan | None, actual: RunActual
+    ) -> PlanOutcome | None:
+        if planned is None:
+            return None
+        question = Question(
+            job=planned_run(self.config, self.source),
+            spec=self.stage.pool.spec,
+            name=self.config.source,
+            backend_reason=self._backend_reason,
+            kv_tokens_found=actual.kv_tokens,
+            measure=False,
+            is_local=self.executor.is_local,
+            max_rows=_MAX_ROWS_SIMULATED,
+            lint=False,
+        )
+        return explain_run(question, planned, actual)
+
+
+def planned_run(config: JobConfig, source: Source) -> PlannedRun:
+    """Return what a plan of the job is about; it generates nothing yet."""
+    stage = config.stage
+    row_id_column = None if stage.id_column is not None else stage.output.prefix + "row_id"
+    return PlannedRun(
+        source=source,
+        config=stage if row_id_column is None else replace(stage, id_column=row_id_column),
+        plan=config.plan,
+        sink=config.sink,
+        row_id_column=row_id_column,
+        partition_by=config.partition_by,
+    )

@@ -1,0 +1,173 @@
+"""Holds the tensors of a checkpoint against its config.json: headers alone, no data, no torch."""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from raybatch.errors import ConfigError
+from raybatch.models.checkpoint import indexed_files, weight_files
+from raybatch.models.config import ModelSpec
+from raybatch.models.tensor_names import Shape, needed_tensors
+
+__all__ = ["StoredTensor", "check_known_tensors", "check_tensors", "stored_tensors"]
+
+logger = logging.getLogger(__name__)
+
+# as files name them; integers would be taken for weights as they are, and quantised types lack
+# the scales that are kept beside them
+_FLOATS = frozenset(("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"))
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_WAY_OUT = (
+    "the weights are incomplete, or the config.json is that of another model: download the "
+    "checkpoint again"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """What the header of a file says of one tensor.
+
+    Args:
+        file: that has it.
+        dtype: as safetensors names it, such as "BF16".
+        shape: of it.
+    """
+
+    file: Path
+    dtype: str
+    shape: Shape
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name.
+
+    Raises:
+        ConfigError: a file is missing, cut, or no safetensors file.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    found[name] = StoredTensor(
+                        file=path, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                    )
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path} is no complete safetensors file ({error}); download it again, in a clone "
+                "with `git lfs pull`"
+            ) from error
+    return found
+
+
+def check_tensors(folder: Path, spec: ModelSpec) -> None:
+    """Refuse a checkpoint that lacks a tensor of its model, or has one that is not of it.
+
+    Tensors that the model does not need are none of its concern, as in transformers; whole layers
+    beyond those that config.json asks for are told in a warning.
+
+    Args:
+        folder: of the checkpoint.
+        spec: of the model, from its config.json.
+
+    Raises:
+        ConfigError: names the first of them with its file, and says how many there are.
+    """
+    stored = stored_tensors(folder)
+    needed = needed_tensors(spec, stored)
+    _check_missing(folder, needed, stored)
+    _check_types(needed, stored)
+    _check_shapes(needed, stored)
+    _tell_unused_layers(spec, stored)
+
+
+def check_known_tensors(folder: Path, spec: ModelSpec) -> None:
+    """Refuse a checkpoint of a model known here that no backend can run, as far as names tell.
+
+    One whose tensors have other names, or other types, may be read by other libraries.
+
+    Args:
+        folder: of the checkpoint.
+        spec: of the model, from its config.json.
+
+    Raises:
+        ConfigError: as `check_tensors`.
+    """
+    stored = stored_tensors(folder)
+    needed = needed_tensors(spec, stored)
+    if needed.keys() & stored.keys():
+        _check_missing(folder, needed, stored)
+    _check_shapes(needed, stored)
+    _tell_unused_layers(spec, stored)
+
+
+def _check_missing(
+    folder: Path, needed: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
+) -> None:
+    if missing := [name for name in needed if name not in stored]:
+        name = missing[0]
+        why = ""
+        if name == "lm_head.weight":
+            why = " because tie_word_embeddings is not true there"
+        raise ConfigError(
+            f"{_place(folder, name)} has no tensor {name!r}, of shape {list(needed[name])}, "
+            f"which config.json asks for{why}{_and_more(missing)}; {_WAY_OUT}"
+        )
+
+
+def _check_shapes(needed: Mapping[str, Shape], stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors of another shape than a model needs; those that are missing are passed over.
+
+    Raises:
+        ConfigError: as `check_tensors`.
+    """
+    wrong = [name for name in needed if name in stored and stored[name].shape != needed[name]]
+    if wrong:
+        name, tensor = wrong[0], stored[wrong[0]]
+        raise ConfigError(
+            f"{tensor.file}: the tensor {name!r} is of shape {list(tensor.shape)}, and config.json "
+            f"asks for {list(needed[name])}{_and_more(wrong)}; {_WAY_OUT}"
+        )
+
+
+def _check_types(needed: Mapping[str, Shape], stored: Mapping[str, StoredTensor]) -> None:
+    wrong = [name for name in needed if stored[name].dtype not in _FLOATS]
+    if wrong:
+        tensor = stored[wrong[0]]
+        raise ConfigError(
+            f"{tensor.file}: the tensor {wrong[0]!r} is of type {tensor.dtype}{_and_more(wrong)}, "
+            "which are no weights that the native engine can read; pass the float32, bfloat16 or "
+            "float16 checkpoint"
+        )
+
+
+def _tell_unused_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
+    """Warn of a config.json with fewer layers than the weights: the text would be of a part."""
+    numbers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
+    unused = sorted(number for number in numbers if number >= spec.num_layers)
+    if unused:
+        name = next(name for name in stored if name.startswith(f"model.layers.{unused[0]}."))
+        logger.warning(
+            "%s has %d layers more than config.json asks for (num_hidden_layers is %d), which are "
+            "not used; unless that is meant, download config.json again",
+            stored[name].file,
+            len(unused),
+            spec.num_layers,
+        )
+
+
+def _place(folder: Path, name: str) -> Path:
+    """Return where a tensor should be: in the only file, in that of the index, or in the folder."""
+    files = weight_files(folder)
+    if len(files) == 1:
+        return files[0]
+    return next((f for f in files if f.name == indexed_files(folder).get(name)), folder)
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

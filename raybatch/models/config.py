@@ -1,0 +1,268 @@
+"""What a checkpoint is: a frozen `ModelSpec` read from its config.json.
+
+The file is read directly, so that an engine starts without importing transformers; defaults of
+missing keys are those of the architecture in transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raybatch.errors import ConfigError
+from raybatch.models.json_files import JsonValues, read_json
+from raybatch.models.other_backends import SAME_MODEL, backends_for
+from raybatch.models.rope import RopeSpec, read_rope
+
+CheckpointDType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeSpec:
+    """The mixture-of-experts layers of a model.
+
+    Args:
+        num_experts: experts of one layer.
+        top_k: experts that one token visits.
+        ffn_dim: hidden size of one expert.
+        norm_topk_prob: the weights of the chosen experts are scaled to sum to 1.
+        is_sparse: for each layer of the model, whether it has experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_dim: int
+    norm_topk_prob: bool
+    is_sparse: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Everything the engine needs to know about a model, beside its weights.
+
+    Args:
+        architecture: class name in the checkpoint's config.json.
+        windows: for each layer, positions a token sees (itself included), None for all.
+        moe: None for a dense model.
+        eos_token_ids: tokens that end a sequence, ascending.
+        max_model_len: longest prompt plus output.
+        dtype: of the checkpoint's weights.
+    """
+
+    architecture: str
+    vocab_size: int
+    model_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    rms_eps: float
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+    rope: RopeSpec
+    windows: tuple[int | None, ...]
+    moe: MoeSpec | None
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    dtype: CheckpointDType
+
+    def is_sparse(self, layer_idx: int) -> bool:
+        """Return whether the layer has experts."""
+        return self.moe is not None and self.moe.is_sparse[layer_idx]
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"eos_token_id": 2, "max_position_embeddings": 2048},
+    "MistralForCausalLM": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "MixtralForCausalLM": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "Qwen3MoeForCausalLM": {
+        "sliding_window": 4096,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+
+SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+# models have some hundred; what belongs to each of them is listed before a tensor is looked at
+_MAX_LAYERS = 10_000
+
+
+def read_model_spec(path: Path) -> ModelSpec:
+    """Read the spec of the checkpoint in folder `path`.
+
+    Raises:
+        ConfigError: config.json is missing, makes no sense, or asks for what the engine lacks.
+    """
+    raw = read_json(path / "config.json")
+    if raw is None:
+        raise ConfigError(
+            f"{path} has no config.json; pass the folder of a Hugging Face checkpoint"
+        )
+    architecture = _read_architecture(raw, path)
+    config = JsonValues({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
+    _refuse_unsupported(config)
+    num_heads, num_kv_heads, head_dim = _read_heads(config)
+    num_layers = config.size("num_hidden_layers", most=_MAX_LAYERS)
+    has_attention_bias = bool(config.get("attention_bias", False))
+    rope, max_positions = read_rope(
+        config, max_positions=config.size("max_position_embeddings", 32768)
+    )
+    generation = read_json(path / "generation_config.json") or {}
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.size("vocab_size"),
+        model_dim=config.size("hidden_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_dim=config.size("intermediate_size"),
+        rms_eps=config.number("rms_norm_eps", 1e-6, may_be_zero=True),
+        has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_attention_bias,
+        has_o_bias=has_attention_bias and architecture != "Qwen2ForCausalLM",
+        has_mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        rope=rope,
+        windows=_read_windows(config, architecture, num_layers),
+        moe=_read_moe(config, architecture, num_layers),
+        eos_token_ids=merge_eos(config.get("eos_token_id"), generation.get("eos_token_id")),
+        max_model_len=max_positions,
+        dtype=_read_dtype(config),
+    )
+
+
+def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
+    named = raw.get("architectures") or []
+    for name in named:
+        if name in _DEFAULTS:
+            return str(name)
+    if not named and raw.get("model_type") is None:
+        raise ConfigError(
+            f"{path / 'config.json'} names no architecture; pass the folder of a Hugging Face "
+            'checkpoint, whose config.json has "architectures"'
+        )
+    found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
+    raise ConfigError(
+        f"{path / 'config.json'}: architecture {found} is not supported by the native engine; "
+        f"it runs {', '.join(SUPPORTED_ARCHITECTURES)}; {backends_for([*map(str, named)])}"
+    )
+
+
+def _read_heads(config: JsonValues) -> tuple[int, int, int]:
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or config.size("hidden_size") // num_heads
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"{config.where}: {num_heads} query heads over {num_kv_heads} KV heads of head_dim "
+            f"{head_dim} cannot be run; heads must divide evenly and head_dim must be even"
+        )
+    return num_heads, num_kv_heads, head_dim
+
+
+def _refuse_unsupported(config: JsonValues) -> None:
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"{config.where}: quantized checkpoints are not supported by the native engine; "
+            "pass the float32, bfloat16 or float16 checkpoint, or set backend: vllm, which runs "
+            "most of them"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(
+            f"{config.where}: hidden_act {activation!r} is not supported by the native engine, "
+            f"only silu; {SAME_MODEL}"
+        )
+    if config.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        raise ConfigError(
+            f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
+            f"engine; {SAME_MODEL}"
+        )
+
+
+def _read_windows(config: JsonValues, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or window is None:
+        return (None,) * num_layers
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        return (int(window),) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    if architecture == "Qwen3MoeForCausalLM":
+        return (int(window),) * num_layers
+    first = int(config.get("max_window_layers", num_layers))
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
+    ]
+    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ConfigError(
+            f"{config.where}: layer_types must name full_attention or sliding_attention for each "
+            f"of the {num_layers} layers, got {kinds!r}"
+        )
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _read_moe(config: JsonValues, architecture: str, num_layers: int) -> MoeSpec | None:
+    if architecture == "MixtralForCausalLM":
+        return MoeSpec(
+            num_experts=config.size("num_local_experts"),
+            top_k=config.size("num_experts_per_tok"),
+            ffn_dim=config.size("intermediate_size"),
+            norm_topk_prob=True,
+            is_sparse=(True,) * num_layers,
+        )
+    if architecture != "Qwen3MoeForCausalLM":
+        return None
+    step = config.size("decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    # transformers 5 writes num_local_experts, earlier versions num_experts
+    key = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
+    return MoeSpec(
+        num_experts=config.size(key),
+        top_k=config.size("num_experts_per_tok"),
+        ffn_dim=config.size("moe_intermediate_size"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    )
+
+
+def merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
+    """Return the end tokens that any of several configs names, ascending."""
+    ids: set[int] = set()
+    for source in sources:
+        if source is not None:
+            ids.update(source if isinstance(source, list) else [source])
+    return tuple(sorted(ids))
+
+
+def _read_dtype(config: JsonValues) -> CheckpointDType:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = name.removeprefix("torch.")
+    if name in ("float32", "bfloat16", "float16"):
+        return name  # type: ignore[return-value]
+    raise ConfigError(
+        f"{config.where}: dtype {name!r} is not supported by the native engine, only float32, "
+        f"bfloat16 and float16; {SAME_MODEL}"
+    )

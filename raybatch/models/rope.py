@@ -1,0 +1,106 @@
+"""Rotary position embedding of a model: its options in config.json."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from raybatch.errors import ConfigError
+from raybatch.models.json_files import JsonValues
+from raybatch.models.other_backends import SAME_MODEL
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """Options of rotary position embedding; those after `factor` are read by one kind each.
+
+    Args:
+        kind: how frequencies are changed for long contexts.
+        theta: base of the frequencies.
+        factor: how much longer than the original context the model runs.
+        original_max_positions: context of the first training (llama3, yarn).
+        low_freq_factor: llama3.
+        high_freq_factor: llama3.
+        beta_fast: yarn.
+        beta_slow: yarn.
+        truncate: yarn rounds the bounds of its ramp to whole dimensions.
+        attention_factor: cos and sin are scaled by it (yarn).
+    """
+
+    kind: RopeType = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int]:
+    """Return the options in a parsed config.json and the longest context they allow.
+
+    Both the keys of transformers 5 (`rope_parameters`) and the older `rope_theta` and
+    `rope_scaling` are read.
+
+    Raises:
+        ConfigError: a kind of scaling that the engine does not have, or no number where one is
+            needed.
+    """
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{config.where}: the options of RoPE must be an object, got {found!r}")
+    # a value that is null is one that is left out
+    given = {key: value for key, value in found.items() if value is not None}
+    options = JsonValues(given, config.where)
+    kind: Any = options.get("rope_type", options.get("type", "default"))
+    if kind not in get_args(RopeType):
+        raise ConfigError(
+            f"{config.where}: rope type {kind!r} is not supported by the native engine, "
+            f"only {', '.join(get_args(RopeType))}; {SAME_MODEL}"
+        )
+    if options.get("partial_rotary_factor", 1.0) != 1:
+        raise ConfigError(
+            f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
+            f"engine; {SAME_MODEL}"
+        )
+    # the top-level key wins in transformers, for checkpoints that carry it beside the options
+    key = "original_max_position_embeddings"
+    has_own = config.get(key) is not None
+    original = (config if has_own else options).size(key, max_positions)
+    factor = options.number("factor", max_positions / original if kind == "yarn" else 1.0)
+    has_theta = "rope_theta" in given or config.get("rope_theta") is None
+    theta = (options if has_theta else config).number("rope_theta", 10000.0)
+    spec = RopeSpec(
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        original_max_positions=original,
+        low_freq_factor=options.number("low_freq_factor", 1.0),
+        high_freq_factor=options.number("high_freq_factor", 4.0),
+        beta_fast=options.number("beta_fast", 32.0),
+        beta_slow=options.number("beta_slow", 1.0),
+        truncate=bool(options.get("truncate", True)),
+        attention_factor=_attention_factor(options, factor) if kind == "yarn" else 1.0,
+    )
+    if kind == "yarn":
+        return spec, max(max_positions, int(original * factor))
+    return spec, max_positions
+
+
+def _attention_factor(options: JsonValues, factor: float) -> float:
+    def scale(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if options.get("attention_factor") is not None:
+        return options.number("attention_factor", 1.0)
+    mscale, mscale_all = (
+        options.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")
+    )
+    if mscale and mscale_all:
+        return scale(mscale) / scale(mscale_all)
+    return scale(1.0)

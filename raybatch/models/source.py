@@ -1,0 +1,261 @@
+"""Turns what a user calls a model into a local checkpoint folder."""
+
+import hashlib
+import importlib.resources
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+
+from raybatch.config import cache_dir, is_hub_offline
+from raybatch.errors import ConfigError, UnreachableError, error_text
+from raybatch.models.checkpoint import weight_files
+
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# models up to this size are hashed in full, of larger ones a sample is
+_FULL_HASH_BYTES = 64 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+
+
+def resolve_model(source: str) -> Path:
+    """Return the folder of the checkpoint that `source` names, downloading it where needed.
+
+    Args:
+        source: a local folder, "demo" (the small model inside this package), a URI that fsspec
+            reads such as "s3://bucket/model", or an id of the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing is there, or it has no safetensors weights; the message says what to
+            do instead.
+    """
+    if source == "demo":
+        path = _demo_path()
+    elif "://" in source:
+        path = fetch_folder(source)
+    elif is_local_model(source):
+        path = _local_path(source)
+    else:
+        path = _download(source)
+    if not path.is_dir():
+        raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
+    weight_files(path)
+    return path
+
+
+def resolve_tokenizer(source: str) -> Path:
+    """Return the folder of a model's tokenizer, downloading it where needed, without weights.
+
+    Args:
+        source: a local folder, "demo", or an id of the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing is there; the message says what to do instead.
+    """
+    if source == "demo":
+        return _demo_path()
+    if is_local_model(source):
+        return _local_path(source)
+    return _download(source, _TOKENIZER_PATTERNS)
+
+
+def is_local_model(source: str) -> bool:
+    """Return whether `resolve_model` would look for `source` on this host alone."""
+    if source == "demo":
+        return True
+    if "://" in source:
+        return False
+    is_path = source.startswith((".", "~", "/")) or not _HUB_ID.fullmatch(source)
+    return is_path or Path(source).exists()
+
+
+def check_hub_model(source: str) -> None:
+    """Raise ConfigError where neither the cache on this host nor the hub has a model of that id.
+
+    Asks the hub at most once, and downloads nothing.
+    """
+    import huggingface_hub
+
+    with _hub_errors(source):
+        if isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+            return
+        if is_hub_offline():
+            raise _unreachable(source)
+        url = huggingface_hub.hf_hub_url(source, "config.json")
+        try:
+            huggingface_hub.get_hf_file_metadata(url)
+        except (OSError, ValueError):
+            raise  # the answers of the hub are among them
+        except Exception as error:  # the HTTP client below is not the same in every version
+            raise _unreachable(source) from error
+
+
+def _local_path(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"model folder {source!r} does not exist; pass the folder of a checkpoint, a hub id "
+            'such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
+        )
+    return path
+
+
+def _demo_path() -> Path:
+    path = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
+    if not path.is_dir():
+        raise ConfigError(
+            "the demo model is not part of this installation; install raybatch from its wheel, or "
+            "pass a folder or a hub id"
+        )
+    return path
+
+
+def _download(source: str, patterns: Sequence[str] = _PATTERNS) -> Path:
+    import huggingface_hub
+
+    with _hub_errors(source):
+        path = huggingface_hub.snapshot_download(
+            source,
+            allow_patterns=list(patterns),
+            # a second copy of the weights in another layout
+            ignore_patterns=["consolidated*", "original/*"],
+            local_files_only=is_hub_offline(),
+        )
+    return Path(path)
+
+
+@contextmanager
+def _hub_errors(source: str) -> Iterator[None]:
+    """Turn what the hub's client raises into ConfigError with the way out."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise ConfigError(
+            f"model {source!r} is neither a local folder nor the form of a hub id"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"model {source!r} is gated: accept its licence on the hub, then `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model {source!r} is neither a local folder nor a model on the hub"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            raise _unreachable(source) from error
+        raise ConfigError(f"model {source!r} on the hub has no config.json") from error
+    except OSError as error:
+        raise _unreachable(source) from error
+
+
+def _unreachable(source: str) -> UnreachableError:
+    return UnreachableError(
+        f"model {source!r} is no folder here and not in the local hub cache, and "
+        "the hub cannot be reached; pass a local folder, or pre-download it where there is a "
+        f"network: hf download {source}"
+    )
+
+
+def fetch_folder(
+    uri: str,
+    *,
+    what: str = "model",
+    patterns: Sequence[str] = _PATTERNS,
+    needed: str = "config.json",
+) -> Path:
+    """Copy the folder at `uri` into the cache once; it appears complete.
+
+    Args:
+        uri: of the folder.
+        what: lies there, in the words of errors.
+        patterns: of the names of its files.
+        needed: name of the file without which it is no such folder.
+
+    Raises:
+        ConfigError: it cannot be read, or lacks that file.
+    """
+    try:
+        filesystem, root = fsspec.core.url_to_fs(uri)
+        if "file" in filesystem.protocol:
+            return Path(root)
+        listing = filesystem.ls(root, detail=True)
+    except Exception as error:  # each file system has errors of its own
+        raise UnreachableError(f"{what} {uri!r} cannot be read: {error_text(error)}") from error
+    wanted = {
+        PurePosixPath(entry["name"]).name: entry
+        for entry in listing
+        if entry["type"] == "file"
+        and any(PurePosixPath(entry["name"]).match(pattern) for pattern in patterns)
+    }
+    if needed not in wanted:
+        raise ConfigError(f"{what} {uri!r} has no {needed}; pass the folder that holds it")
+    digest = hashlib.sha256(uri.rstrip("/").encode())
+    for name, entry in sorted(wanted.items()):
+        digest.update(f"\0{name}\0{entry['size']}\0{_version_of(entry)}".encode())
+    target = cache_dir() / "models" / f"{PurePosixPath(root).name}-{digest.hexdigest()[:16]}"
+    if not target.is_dir():
+        try:
+            _copy(filesystem, {name: entry["name"] for name, entry in wanted.items()}, target)
+        except Exception as error:  # each file system has errors of its own
+            raise UnreachableError(
+                f"{what} {uri!r} cannot be downloaded: {error_text(error)}"
+            ) from error
+    return target
+
+
+def _copy(filesystem: Any, sources: dict[str, str], target: Path) -> None:  # noqa: ANN401
+    """Copy files into the new folder `target`, which appears complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=target.parent, suffix=".tmp"))
+    try:
+        for name, source in sources.items():
+            filesystem.get_file(source, str(temporary / name))
+        os.replace(temporary, target)
+    except OSError:
+        # another process was faster where the target stands complete
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _version_of(entry: dict[str, Any]) -> str:
+    """Return what a file system tells about the content: a checksum, else a time of change."""
+    for key in ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created"):
+        if entry.get(key) is not None:
+            return str(entry[key])
+    return ""
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a name of the model's content that is the same on every host and path.
+
+    It covers config.json in full and the weights: all bytes of a small model; of a large one the
+    list of tensors, the sizes, and 1,024 pieces per file spread evenly.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    files = weight_files(path)
+    is_small = sum(file.stat().st_size for file in files) <= _FULL_HASH_BYTES
+    for weights in files:
+        size = weights.stat().st_size
+        digest.update(f"\0{weights.name}\0{size}\0".encode())
+        with weights.open("rb") as file:
+            if is_small:
+                digest.update(file.read())
+                continue
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, size)))
+            for i in range(_SAMPLES):
+                file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,211 @@
+"""The rows of a source with a plan that lies below the sink, read piece by piece."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.durable import journal
+from raybatch.inputs.source import Source
+from raybatch.planning.movable import as_movable
+from raybatch.planning.planned import PlannedRun
+from raybatch.planning.shards import rows_in_stretches
+from raybatch.planning.store import StoredPlan, read_shards, read_units
+from raybatch.rows.plan_columns import (
+    RANK,
+    place_columns,
+    places,
+    plan_columns,
+    rank_of,
+    with_columns,
+)
+
+__all__ = ["ordered_dataset", "pieces_of", "planned_tables", "with_places", "without_groups"]
+
+# blocks of the shuffle: a feeder holds some of them, and every pair of blocks is an object
+_ROWS_PER_BLOCK = 1 << 14
+_BYTES_PER_BLOCK = 64 << 20
+_MAX_BLOCK_PAIRS = 1 << 20
+
+
+def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
+
+    Args:
+        job: to run.
+        stored: what `plan.json` says.
+        todo: bool [units], rows of the others are left out.
+    """
+    import ray  # slow to load, and a local run does without
+
+    # what travels to the tasks
+    reader, wanted = _PieceReader.of(job, stored), ray.put(todo)
+
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        is_todo = ray.get(wanted)
+        for task in batch.to_pylist():
+            slices = range(task["start"], task["stop"])
+            yield from reader.read(slices, task["first_row"], is_todo)
+
+    pieces = pieces_of(job.source)
+    tasks = [
+        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
+        for slices, first_row in pieces
+    ]
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+    if not stored.is_reordered:
+        return rows
+    num_bytes = sum(part.num_bytes for part in job.source.slices)
+    starts = _block_starts(stored, todo, num_bytes, len(tasks))
+    return rows.sort(RANK, boundaries=rank_of(starts).tolist())
+
+
+def planned_tables(
+    job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]
+) -> Iterator[pa.Table]:
+    """Yield the rows of a plan in tables of whole units, read as they are asked for.
+
+    A plan in another order than that of the input is held in memory as a whole.
+
+    Args:
+        job: to run.
+        stored: what `plan.json` says.
+        todo: bool [units], rows of the others are left out.
+    """
+    reader = _PieceReader.of(job, stored)
+    pieces = (reader.read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
+    if stored.is_reordered:
+        yield pa.concat_tables(table for piece in pieces for table in piece).sort_by(RANK)
+        return
+    # no unit lies in two pieces
+    for piece in pieces:
+        yield from _whole_units(piece)
+
+
+def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield rows whose units follow each other so that no unit lies in two tables."""
+    rest: list[pa.Table] = []
+    for table in tables:
+        if not table.num_rows:
+            continue
+        table = pa.concat_tables([*rest, table])
+        units, _ = places(table)
+        start = int(np.searchsorted(units, units[-1]))
+        if start:
+            yield table.slice(0, start)
+        rest = [table.slice(start)]
+    yield from rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PieceReader:
+    """Reads rows of a source with what a plan says of them."""
+
+    source: Source
+    sink: str
+    row_id_column: str | None
+    stored: StoredPlan
+
+    @classmethod
+    def of(cls, job: PlannedRun, stored: StoredPlan) -> "_PieceReader":
+        return cls(source=job.source, sink=job.sink, row_id_column=job.row_id_column, stored=stored)
+
+    def read(
+        self, slices: range, first_row: int, is_todo: npt.NDArray[np.bool_]
+    ) -> Iterator[pa.Table]:
+        num_rows = sum(part.num_rows for part in self.source.slices[slices.start : slices.stop])
+        shard = read_shards(self.sink, self.stored, first_row, first_row + num_rows)
+        is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
+        if not is_wanted.any():
+            return
+        for table in self.source.read(slices, row_id_column=self.row_id_column):
+            here = slice(place, place + table.num_rows)
+            planned = _with_plan(
+                as_movable(table), shard.slice(place, table.num_rows), first_row + place
+            )
+            place += table.num_rows
+            yield planned.filter(is_wanted[here])
+
+
+def _block_starts(
+    stored: StoredPlan, todo: npt.NDArray[np.bool_], num_bytes: int, num_tasks: int
+) -> npt.NDArray[np.int64]:
+    """Return the units at which blocks of the shuffle begin, without the first.
+
+    Blocks hold a bounded number of rows and of bytes; whole units lie in each.
+    """
+    units = np.flatnonzero(todo)
+    share = len(units) / max(1, stored.num_units)
+    least = max(stored.num_rows / _ROWS_PER_BLOCK, num_bytes / _BYTES_PER_BLOCK) * share
+    num_blocks = max(1, min(int(np.ceil(least)), _MAX_BLOCK_PAIRS // num_tasks, len(units)))
+    bounds = np.linspace(0, len(units), num_blocks + 1).astype(np.int64)[1:-1]
+    return np.unique(units[bounds])
+
+
+def with_places(
+    sink: str, stored: StoredPlan, finished: pa.Table
+) -> tuple[npt.NDArray[np.int64], pa.Table]:
+    """Return the units of finished rows in a plan that was made later, and the rows.
+
+    Args:
+        sink: of the job.
+        stored: the plan.
+        finished: rows as the journal has them, but for their positions.
+    """
+    finished = finished.sort_by(journal.ROW)
+    rows = finished.column(journal.ROW).to_numpy()
+    if stored.shards:
+        firsts = [first for _, first in stored.shards]
+        bounds = np.searchsorted(rows, [*firsts, stored.num_rows]).tolist()
+        said = pa.concat_tables(
+            read_shards(sink, stored, first, end).take(rows[start:stop] - first)
+            for first, end, start, stop in zip(
+                firsts, [*firsts[1:], stored.num_rows], bounds[:-1], bounds[1:], strict=True
+            )
+            if start < stop
+        )
+    else:
+        said = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
+    positions = said.column("pos").cast(pa.int64())
+    place = finished.column_names.index(journal.POS)
+    units = said.column("unit").to_numpy().astype(np.int64)
+    return units, finished.set_column(place, journal.POS, positions)
+
+
+def without_groups(table: pa.Table) -> pa.Table:
+    """Return rows that know their numbers with the columns of a plan that says nothing yet."""
+    nothing = np.zeros(table.num_rows, np.int32)
+    alone, unknown = np.full(table.num_rows, -1), np.full(table.num_rows, np.nan)
+    rank = {RANK: pa.array(np.zeros(table.num_rows, np.int64))}
+    return with_columns(table, rank | plan_columns(alone, nothing, unknown))
+
+
+def _with_plan(table: pa.Table, shard: pa.Table, first_row: int) -> pa.Table:
+    expected = pc.cast(shard.column("expected_len"), pa.float64()).to_numpy()
+    columns = {
+        **place_columns(
+            shard.column("unit").to_numpy(),
+            shard.column("pos").to_numpy(),
+            np.arange(first_row, first_row + table.num_rows),
+        ),
+        **plan_columns(
+            shard.column("group_id").fill_null(-1).to_numpy(),
+            shard.column("prefix_len").to_numpy(),
+            expected,
+        ),
+    }
+    return with_columns(table, columns)
+
+
+def pieces_of(source: Source) -> list[tuple[range, int]]:
+    """Return the slices of each piece of the source, and the number of its first row."""
+    pieces, first_row = [], 0
+    for slices in source.tasks():
+        pieces.append((slices, first_row))
+        first_row += sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+    return pieces

@@ -1,0 +1,320 @@
+"""What decides the answers of a job, as named texts that a later run can be compared with.
+
+Settings that decide only the order or the speed of a run (plan, pool, KV memory, replicas) are no
+part of it: what is stored of them holds on resume.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+
+from raybatch.backends.kinds import facts_of
+from raybatch.backends.options import answering_options
+from raybatch.config import WaveConfig
+from raybatch.durable.storage import told_as
+from raybatch.errors import ConfigError, encodable
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.source import Source
+from raybatch.models.source import model_fingerprint
+from raybatch.records.pooling import Pooling
+from raybatch.rows.options import StageConfig
+from raybatch.rows.schema import OutputSchema
+from raybatch.rows.stage_model import find_model
+
+__all__ = [
+    "InputFile",
+    "backend_kind",
+    "check_same",
+    "compare_files",
+    "fingerprint",
+    "fingerprint_digest",
+    "input_files",
+    "output_columns",
+    "output_schema",
+]
+
+PROTOCOL = "2"
+# of the engine's options, those that decide results
+_ENGINE_OPTIONS = ("dtype", "max_model_len")
+# options that change no result, or that have a field of their own
+_NO_RESULT = (
+    "model",
+    "dedup",
+    "on_error",
+    "pool",
+    "engine",
+    "sampling",
+    "backend",
+    "id_column",
+    "row_logprobs",
+)
+# options that outputs of earlier versions do not name
+_ONLY_IF_SET = (
+    "query",
+    "document",
+    "pooling",
+    "pooling_column",
+    "lora_column",
+    "lora_path",
+    "tools",
+    "images",
+    "conventional_images",
+)
+# of a checkpoint: what makes tokens of a prompt, and what ends an output
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
+_MAX_TEXT = 200
+_TAIL_BYTES = 64 << 10
+_THREADS = 16
+
+# name, rows, and a digest of size and end
+InputFile = tuple[str, int, str]
+
+
+def fingerprint(
+    config: StageConfig,
+    schema: pa.Schema,
+    *,
+    partition_by: Sequence[str] = (),
+    waves: Sequence[WaveConfig] = (),
+) -> dict[str, str]:
+    """Return what decides the answers beside the input files, name to text.
+
+    Long texts and functions are there as digests.
+
+    Args:
+        config: of the stage, with a backend that is decided.
+        schema: of the output.
+        partition_by: columns by which it is laid out.
+        waves: rules by which rows are asked again.
+    """
+    assert config.backend.is_decided, "what answers is not decided yet"
+    found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_left_out = field.name in _ONLY_IF_SET and value in (None, Pooling())
+        if field.name not in _NO_RESULT and not is_left_out:
+            found[field.name] = value
+    if config.task != "generate":
+        found["task"] = config.task
+    for field in dataclasses.fields(config.sampling):
+        found[f"sampling.{field.name}"] = getattr(config.sampling, field.name)
+    for name in _ENGINE_OPTIONS:
+        found[f"engine.{name}"] = getattr(config.engine, name)
+    # outputs of earlier versions do not name it
+    if config.engine.quantization is not None:
+        found["engine.quantization"] = config.engine.quantization
+    if config.engine.kv_cache_dtype != "auto":
+        found["engine.kv_cache_dtype"] = config.engine.kv_cache_dtype
+    found["id_column"] = config.id_column
+    found["backend"] = answering_options(config.backend, config.model)
+    if parsed := config.output.parsed:
+        found["parsed"] = list(parsed)
+    found["waves"] = [dataclasses.asdict(wave) for wave in waves]
+    found["partition_by"] = list(partition_by)
+    found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
+    return {name: _as_text(value) for name, value in found.items()}
+
+
+def backend_kind(fingerprint: Mapping[str, str]) -> str | None:
+    """Return the kind of the backend in what decides the answers of a job; None for a pipeline."""
+    # the text of long options ends in a digest, and is no JSON then
+    found = re.match(r'\{"kind": "(\w+)"', fingerprint.get("backend", ""))
+    return None if found is None else found[1]
+
+
+def _model(config: StageConfig) -> dict[str, str]:
+    """Return digests of the model's files: under another name it is the same model."""
+    folder = find_model(config)
+    if folder is None:
+        return {"model.tokenizer": "of the endpoint"}
+    digest = hashlib.blake2b(digest_size=8)
+    for name in _TEXT_FILES:
+        if (path := folder / name).is_file():
+            digest.update(f"\0{name}\0".encode() + path.read_bytes())
+    found = {"model.tokenizer": digest.hexdigest()}
+    if facts_of(config.backend).has_weights:
+        found["model.weights"] = model_fingerprint(folder)
+    return found
+
+
+def _as_text(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=_describe)
+    if len(text) <= _MAX_TEXT:
+        return encodable(text)
+    digest = hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+    return f"{encodable(text[: _MAX_TEXT // 2])}... ({len(text)} characters, {digest})"
+
+
+def _describe(value: object) -> object:
+    if callable(value):
+        return f"function {getattr(value, '__qualname__', type(value).__name__)} {_source(value)}"
+    if isinstance(value, Mapping):
+        return dict(value)
+    return repr(value)
+
+
+def _source(function: Callable[..., object]) -> str:
+    """Return a digest of a function's source, or of its code where there is no source."""
+    try:
+        content = inspect.getsource(function).encode()
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        content = b"" if code is None else code.co_code + repr(code.co_consts).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def output_schema(source: pa.Schema, config: StageConfig) -> pa.Schema:
+    """Return the one schema of every part: the user's columns, then those of the stage."""
+    output = config.output
+    kept = [field for field in source if field.name != output.prefix + "row_id"]
+    return pa.schema([*kept, *output.arrow()], metadata=source.metadata)
+
+
+def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema | None:
+    """Return the columns that the stage of a job adds, from what decides its answers.
+
+    None where it says nothing of them, as for pipelines of the user's own.
+    """
+    if "output_prefix" not in fingerprint:
+        return None
+    return OutputSchema(
+        num_samples=json.loads(fingerprint["sampling.n"]),
+        has_logprobs=json.loads(fingerprint["sampling.logprobs"]) is not None,
+        prefix=json.loads(fingerprint["output_prefix"]),
+        task=json.loads(fingerprint.get("task", '"generate"')),
+        parsed=tuple(json.loads(fingerprint.get("parsed", "[]"))),
+    )
+
+
+def input_files(source: Source) -> tuple[InputFile, ...]:
+    """Return every file of a source with its rows, and a digest of its size and its end.
+
+    Parquet has sizes, places and statistics of all pages at its end. Times of change are no part
+    of it: a copy of the input is the same input.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    rows: dict[tuple[str, str], int] = {}
+    for part in source.slices:
+        rows[part.name, part.path] = rows.get((part.name, part.path), 0) + part.num_rows
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = pool.map(_digest, [path for _, path in rows])
+        return tuple(
+            (name, num_rows, digest)
+            for ((name, _), num_rows), digest in zip(rows.items(), digests, strict=True)
+        )
+
+
+def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
+    """Return the names of files that have changed, and of those that cannot be read.
+
+    Args:
+        root: folder that their names are relative to.
+        files: as they once were.
+    """
+
+    def state(file: InputFile) -> str:
+        name, _, digest = file
+        try:
+            return "same" if _digest(f"{root}/{name}") == digest else "changed"
+        except ConfigError:
+            return "unreadable"
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        states = list(pool.map(state, files))
+    found = [(name, said) for (name, _, _), said in zip(files, states, strict=True)]
+    return (
+        [name for name, said in found if said == "changed"],
+        [name for name, said in found if said == "unreadable"],
+    )
+
+
+def _digest(path: str) -> str:
+    with told_as(f"source file {safe_text(path)} cannot be read"):
+        fs, name = fsspec.core.url_to_fs(path)
+        size = fs.size(name)
+        tail = fs.cat_file(name, start=max(0, size - _TAIL_BYTES), end=size)
+    return hashlib.blake2b(tail, digest_size=8, salt=int(size).to_bytes(8, "little")).hexdigest()
+
+
+def fingerprint_digest(found: Mapping[str, str]) -> str:
+    """Return a short name of a fingerprint, for logs."""
+    text = json.dumps(dict(found), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def check_same(
+    sink: str,
+    *,
+    stored: Mapping[str, str],
+    stored_files: Sequence[InputFile],
+    now: Mapping[str, str],
+    files: Sequence[InputFile],
+    may_grow: bool = False,
+    can_extend: bool = True,
+) -> None:
+    """Raise ConfigError where the output below a sink was begun by a job with other answers.
+
+    The error names what is different: options, and files of the input; new ones may have come
+    where the input may grow.
+
+    Args:
+        sink: of the output.
+        stored: what decided its answers.
+        stored_files: its input.
+        now: what decides the answers of this job.
+        files: input of this job.
+        may_grow: files that are new are no difference.
+        can_extend: whoever asks has an option `extend`.
+    """
+    different = [
+        f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
+        for name in sorted({*stored, *now})
+        if stored.get(name) != now.get(name)
+    ]
+    # where nothing but new files is different
+    would_extend = not different and not _different_files(stored_files, files, may_grow=True)
+    different += _different_files(stored_files, files, may_grow)
+    more = ""
+    if would_extend and can_extend:
+        more = ", set extend=True (--extend in a shell) to add new files"
+    if different:
+        raise ConfigError(
+            f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
+            f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "
+            "shell) to begin again"
+        )
+
+
+def _different_files(
+    stored: Sequence[InputFile], files: Sequence[InputFile], may_grow: bool
+) -> list[str]:
+    before, after = ({name: rest for name, *rest in found} for found in (stored, files))
+    said = []
+    for what, names in (
+        ("is missing", sorted(before.keys() - after.keys())),
+        ("is new", [] if may_grow else sorted(after.keys() - before.keys())),
+        ("has changed", sorted(n for n in before.keys() & after.keys() if before[n] != after[n])),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            said.append(f"the input file {names[0]}{more} {what}")
+    order = [name for name, *_ in files if name in before]
+    if not said and [name for name, *_ in stored] != order:
+        said.append("the input files are read in another order")
+    return said

@@ -1,0 +1,283 @@
+"""Drives the tasks that plan a large source, and hands out its rows in the order of the plan."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayTaskError
+
+from raybatch.actors.ray_errors import own_cause
+from raybatch.config import PlanConfig
+from raybatch.durable.fault_points import reach
+from raybatch.durable.units import Uint64s
+from raybatch.planning import parts, pieces
+from raybatch.planning.checks.layout_lint import can_change_layout
+from raybatch.planning.dataset import (
+    ordered_dataset,
+    pieces_of,
+    with_places,
+    without_groups,
+)
+from raybatch.planning.planned import PlannedRun
+from raybatch.planning.probe import generated_lengths, log_probe
+from raybatch.planning.records import (
+    ArrangeJob,
+    LargePlan,
+    PartSummary,
+    PieceSummary,
+    ProbedRows,
+)
+from raybatch.planning.shards import even_stretch, even_units, stretches
+from raybatch.planning.store import StoredPlan, log_plan, write_plan, write_shard
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.forecast import OrderForecast, merge_forecasts
+from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
+from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.partition import choose_parts, cut_values
+
+__all__ = ["forecast_large", "plan_large", "run_large", "run_stored"]
+
+# a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
+ROWS_PER_PART = 1 << 21
+KEYS_PER_PART = 1 << 26
+# rows of one part that follow each other in the order of the whole
+ROWS_PER_STRETCH = 1 << 16
+_MAX_STRETCHES = 64
+_SAMPLE_ROWS = 1 << 16
+# arrays that one task adds up
+_FAN_IN = 16
+
+
+_Ref = Any  # Ray has no types
+
+
+def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
+    """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
+
+    Args:
+        job: to run.
+        stored: the plan that lies below the sink, which is followed; None where there is none.
+
+    Returns:
+        The plan, or None where one was there already.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    large = None
+    if stored is None:
+        began, probe_s, probed = time.monotonic(), 0.0, None
+        large = plan_large(job)
+        if any(len(part.probe) for part in large.parts):
+            probe_began = time.monotonic()
+            large, probed = _after_probe(job, large)
+            probe_s = time.monotonic() - probe_began
+        stored = store_large_plan(job, large)
+        seconds = time.monotonic() - began - probe_s
+        log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
+        # what is known of the rows would fill the object store beside the rows themselves
+        large = replace(large, tables=(), rows=(), arranged=())
+        if probed is not None:
+            job.runner.keep(stored, *with_places(job.sink, stored, probed))
+    run_stored(job, stored)
+    return large
+
+
+def run_stored(job: PlannedRun, stored: StoredPlan) -> None:
+    """Generate the rows of the units that are still to be written."""
+    todo = job.runner.todo(stored)
+    if todo.any():
+        job.runner.run(stored, ordered_dataset(job, stored, todo))
+
+
+def plan_large(job: PlannedRun) -> LargePlan:
+    """Describe and arrange a source by Ray tasks."""
+    options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
+    every = -(-job.source.num_rows // _SAMPLE_ROWS)
+    describe = ray.remote(num_returns=2)(pieces.describe)
+    described = [
+        describe.remote(options, source, slices, first_row, every, job.row_id_column)
+        for slices, first_row in pieces_of(job.source)
+    ]
+    summaries: list[PieceSummary] = _get([summary for summary, _ in described])
+    tables = [table for _, table in described]
+    num_keys = sum(piece.num_keys for piece in summaries)
+    num_parts = max(-(-job.source.num_rows // ROWS_PER_PART), -(-num_keys // KEYS_PER_PART))
+    by_part: list[Sequence[_Ref]] = [tables]
+    if num_parts > 1:
+        sample = BlockKeys.concat([piece.sample for piece in summaries])
+        rule = ray.put(choose_parts(sample, num_parts))
+        split = ray.remote(num_returns=num_parts)(pieces.split)
+        by_part = list(zip(*(split.remote(table, rule) for table in tables), strict=True))
+    nothing = ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0))
+    return LargePlan(
+        pieces=summaries,
+        tables=tables,
+        rows=by_part,
+        probed=nothing,
+        **_arrange(job, by_part, probed=None),
+    )
+
+
+def _arrange(
+    job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
+) -> dict[str, Any]:
+    arrange = ray.remote(num_returns=2)(parts.arrange)
+    what = _arrange_job(job, len(by_part))
+    arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
+    return {
+        "parts": _get([summary for summary, _ in arranged]),
+        "arranged": [part for _, part in arranged],
+    }
+
+
+def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
+    return ArrangeJob(
+        plan=job.plan,
+        dedup=job.config.dedup,
+        num_rows=job.source.num_rows,
+        num_parts=num_parts,
+    )
+
+
+def forecast_large(
+    job: PlannedRun, large: LargePlan, size: CacheSize, *, max_rows: int
+) -> tuple[OrderForecast, ...]:
+    """Forecast what orders compute: the input's from stretches of it, the others part by part.
+
+    Args:
+        job: that was planned.
+        large: its plan.
+        size: of the cache of one engine.
+        max_rows: rows to simulate for each order.
+    """
+    forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
+    what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
+    is_reordered = large.is_reordered(job.plan)
+    share = max(share, NUM_WINDOWS)
+    by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
+    if is_whole := large.num_rows <= max_rows:
+        windows = [hits.remote(size, max_rows, True, *large.tables)]
+    else:
+        num_windows = min(NUM_WINDOWS, len(large.tables))
+        chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
+        each = max_rows // num_windows
+        windows = [hits.remote(size, each, False, large.tables[i]) for i in chosen]
+    return merge_forecasts(_get(by_part), _get(windows), is_whole=is_whole)
+
+
+def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
+    """Generate the rows of a probe, and arrange the others with the lengths."""
+    rows = np.sort(np.concatenate([part.probe for part in large.parts]))
+    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(pieces.chosen_rows)
+    tables = [
+        chosen.remote(source, slices, first_row, wanted, job.row_id_column)
+        for slices, first_row in pieces_of(job.source)
+    ]
+    table = pa.concat_tables(_get(tables)).combine_chunks()
+    blocks = [
+        without_groups(table.slice(start, job.plan.unit_rows))
+        for start in range(0, table.num_rows, job.plan.unit_rows)
+    ]
+    finished = job.runner.collect(blocks)
+    lengths = generated_lengths(rows, finished, job.config.output)
+    log_probe(lengths)
+    probed = ProbedRows(row=rows, lengths=lengths)
+    return replace(large, probed=probed, **_arrange(job, large.rows, probed)), finished
+
+
+def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
+    """Rank the parts, write the shards below the sink, and return what `plan.json` says.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    plan, is_reordered = job.plan, large.is_reordered(job.plan)
+    shards: list[tuple[_Ref, _Ref]] = []
+    if is_reordered:
+        shards, unit_rows = _ranked(large, plan)
+    else:
+        unit_rows = even_units([piece.num_rows for piece in large.pieces], plan)
+    digests = _get([digest for digest, _ in shards])
+    name = job.subject.hash_of(digests, [piece.contents for piece in large.pieces])
+    firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
+    units = stretches(name, unit_rows)
+    if shards:
+        units = replace(units, row_sums=_sums(tables, firsts, len(unit_rows)))
+    write = ray.remote(write_shard)
+    reach("before_shards")
+    written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
+    stored = job.subject.stored(
+        hash=name,
+        num_rows=large.num_rows,
+        num_units=len(unit_rows),
+        num_groups=large.profile.num_groups if is_reordered else 0,
+        is_reordered=is_reordered,
+        logical_tokens=large.logical_tokens,
+        computed_tokens=large.computed_tokens,
+        block_size=large.block_size,
+        shards=tuple(zip(written, firsts, strict=False)),
+    )
+    return write_plan(job.sink, stored, units)
+
+
+def _sums(tables: Sequence[_Ref], firsts: Sequence[int], num_units: int) -> Uint64s:
+    """Add up the sums of all pieces in tasks; the driver sees one array."""
+    sums_of, added = ray.remote(pieces.sums_of), ray.remote(pieces.added)
+    sums = [sums_of.remote(t, first, num_units) for t, first in zip(tables, firsts, strict=True)]
+    while len(sums) > 1:
+        sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
+    return np.array(_get(sums)[0])
+
+
+def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
+    """Return digest and shard of each piece, and the rows of each unit."""
+    head = even_stretch(len(large.probed.row), plan)
+    cuts = _stretches(large.parts)
+    unit_sizes = ray.remote(parts.unit_sizes)
+    sizes = _get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
+    # stretch by stretch, and in each of them part by part
+    counts = np.array([[len(stretch) for stretch in part] for part in sizes])
+    by_stretch = counts.T.reshape(-1)
+    before = (np.cumsum(by_stretch) - by_stretch).reshape(counts.T.shape).T
+    first_units = before + len(head)
+    middle = [part[stretch] for stretch in range(counts.shape[1]) for part in sizes]
+    unit_rows = np.concatenate([head, *middle])
+    first_groups = np.cumsum([0, *(part.profile.num_groups for part in large.parts)]).tolist()
+    piece_rows, num_pieces = ray.put(large.piece_rows), len(large.pieces)
+    rank = ray.remote(num_returns=num_pieces)(parts.rank)
+    ranked = [
+        rank.remote(part, cuts, plan, units.tolist(), first_group, piece_rows)
+        for part, units, first_group in zip(large.arranged, first_units, first_groups, strict=False)
+    ]
+    by_part = [[part] if num_pieces == 1 else part for part in ranked]
+    shard, probe = ray.remote(num_returns=2)(pieces.shard), ray.put(large.probed.row)
+    num_unasked, shards = 0, []
+    for i, piece in enumerate(large.pieces):
+        where = (int(large.piece_rows[i]), piece.num_rows, num_unasked, len(unit_rows))
+        of_piece = [part[i] for part in by_part]
+        shards.append(shard.remote(*where, plan.unit_rows, probe, *of_piece))
+        num_unasked += piece.unasked.total()
+    return shards, np.concatenate([unit_rows, even_stretch(num_unasked, plan)])
+
+
+def _stretches(summaries: Sequence[PartSummary]) -> Floats:
+    """Return the values at which stretches begin: parts take turns, a stretch at a time."""
+    values = np.concatenate([part.values for part in summaries])
+    weights = np.concatenate([part.weights for part in summaries])
+    num_stretches = int(weights.sum()) // (len(summaries) * ROWS_PER_STRETCH)
+    return cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
+
+
+def _get(refs: Sequence[_Ref]) -> list[Any]:
+    """Return what tasks made; an error of this library is raised as it was."""
+    try:
+        found: list[Any] = ray.get(list(refs))
+    except RayTaskError as error:
+        raise own_cause(error) or error from None
+    return found

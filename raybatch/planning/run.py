@@ -1,0 +1,108 @@
+"""Plans a source in the driver or by Ray tasks, whichever suits its size, and runs the plan."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from raybatch.config import PlanConfig
+from raybatch.inputs.source import Source
+from raybatch.planning.dataset import pieces_of, planned_tables
+from raybatch.planning.planned import PlannedInput, PlannedRun
+from raybatch.planning.records import LargePlan
+from raybatch.planning.shards import even_units, stretches
+from raybatch.planning.small import run_small
+from raybatch.planning.store import PlanSubject, StoredPlan, write_plan
+
+__all__ = ["fit_units", "is_small", "run_planned", "store_input_order", "store_stretches"]
+
+# what a unit may hold in memory, prompts included
+_MAX_UNIT_BYTES = 64 << 20
+
+
+def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | LargePlan | None:
+    """Plan a source, write the plan, generate the rows in its order, and return the plan.
+
+    Args:
+        job: to run.
+        stored: the plan that lies below the sink, which is followed; None where there is none.
+
+    Returns:
+        The plan; None where it is not known beyond what lies below the sink.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    job = replace(job, plan=fit_units(job.plan, job.source))
+    if job.plan.mode == "off":
+        _run_without_plan(job, stored or store_input_order(job))
+        return None
+    if is_small(job.source, job.plan):
+        return run_small(job, stored)
+    from raybatch.planning.large import run_large  # Ray is slow to load
+
+    return run_large(job, stored)
+
+
+def _run_without_plan(job: PlannedRun, stored: StoredPlan) -> None:
+    """Generate the rows of the units that are still to be written, as they are read."""
+    if not job.runner.is_local:
+        from raybatch.planning.large import run_stored  # Ray is slow to load
+
+        run_stored(job, stored)
+        return
+    todo = job.runner.todo(stored)
+    if todo.any():
+        job.runner.run(stored, planned_tables(job, stored, todo))
+
+
+def store_input_order(job: PlannedRun) -> StoredPlan:
+    """Write a plan that reads no row: units are stretches of the input, one after the other."""
+    return store_stretches(job.source, job.sink, job.subject)
+
+
+def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPlan:
+    """Write such a plan of a source, and return the one that holds.
+
+    Args:
+        source: to be read.
+        sink: folder of the output.
+        subject: what the plan is of.
+    """
+    rows = [
+        sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+        for slices, _ in pieces_of(source)
+    ]
+    # an input without rows has one part, so that readers find the columns
+    unit_rows = even_units(rows, subject.options) if rows else np.zeros(1, np.int64)
+    name = subject.hash_of([], [])
+    stored = subject.stored(
+        hash=name,
+        num_rows=source.num_rows,
+        num_units=len(unit_rows),
+        num_groups=0,
+        is_reordered=False,
+        logical_tokens=0,
+        computed_tokens=0,
+        block_size=0,
+        shards=(),
+    )
+    return write_plan(sink, stored, stretches(name, unit_rows))
+
+
+def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
+    """Return options whose units stay small in memory, whatever the size of a row."""
+    most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
+    return replace(
+        plan,
+        unit_rows=min(plan.unit_rows, most),
+        max_unit_rows=min(plan.max_unit_rows, most),
+    )
+
+
+def is_small(source: Source, plan: PlanConfig) -> bool:
+    """Return whether the driver gathers and plans the source by itself."""
+    return _num_bytes(source) <= plan.max_driver_bytes
+
+
+def _num_bytes(source: Source) -> int:
+    return sum(part.num_bytes for part in source.slices)

@@ -1,0 +1,255 @@
+"""The plan of a source that fits the driver's memory: rows in their order, ready to be run.
+
+Prompts are rendered and tokenized once, here, and travel with their rows to the feeders. What is
+larger is planned by `raybatch.planning.large`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.config import PlanConfig
+from raybatch.durable.fault_points import reach
+from raybatch.durable.units import UnitPlan, row_sums
+from raybatch.planning.checks.layout_lint import can_change_layout
+from raybatch.planning.dataset import with_places
+from raybatch.planning.movable import as_movable
+from raybatch.planning.planned import PlannedInput, PlannedRun
+from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
+from raybatch.planning.shards import contents_digest, digest_of, shard_of
+from raybatch.planning.sidecar import Sidecar, describe_rows
+from raybatch.planning.store import StoredPlan, log_plan, read_shards, write_plan, write_shard
+from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
+from raybatch.rows.options import StageConfig
+from raybatch.rows.plan_columns import (
+    place_columns,
+    plan_columns,
+    prompt_columns,
+    with_columns,
+)
+from raybatch.rows.prepare import Prepared, prepare
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.render import PromptReader
+from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
+
+__all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small"]
+
+
+class RowDescriber:
+    """Renders, tokenizes and describes tables of a source; loads the tokenizer once.
+
+    Args:
+        config: of the stage, with the id column of the run.
+        plan: options of the plan.
+    """
+
+    def __init__(self, config: StageConfig, plan: PlanConfig) -> None:
+        model_dir = find_model(config)
+        # copies are found by the plan, and are rows like others to it
+        self._config = replace(config, dedup=False)
+        self._plan = plan
+        self._reader = PromptReader(config, load_tokenizer(config, model_dir))
+        self._max_model_len = max_model_len(config, model_dir)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether rows may name adapters."""
+        return self._config.lora_column is not None
+
+    def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
+        """Return the prompts of a table and what planning needs of them."""
+        prepared = prepare(
+            table,
+            config=self._config,
+            reader=self._reader,
+            max_model_len=self._max_model_len,
+        )
+        return prepared, describe_rows(
+            table,
+            prepared,
+            block_size=self._config.engine.block_size_tokens,
+            expected_column=self._plan.expected_tokens_column,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GatheredRows:
+    """All rows of a source in memory, in input order.
+
+    Args:
+        table: the user's columns, and the ids where the job makes them.
+        prompts: of every row, errors included.
+        sidecar: what planning knows of them.
+    """
+
+    table: pa.Table
+    prompts: Sequence[Prompt]
+    sidecar: Sidecar
+
+
+def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
+    """Plan a source in this process, write the plan, generate the rows, and return the plan.
+
+    Args:
+        job: to run.
+        stored: the plan that lies below the sink, which is followed; None where there is none.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    began, probe_s, probed = time.monotonic(), 0.0, None
+    rows = gather(job)
+    planned = plan_gathered(rows, job.config, job.plan)
+    if stored is None:
+        if job.plan.lengths == "probe" and len(planned.asked):
+            probe_began = time.monotonic()
+            rows, planned, probed = _after_probe(job, rows, planned)
+            probe_s = time.monotonic() - probe_began
+        stored = store_plan(job, planned, _expected(job, rows))
+        seconds = time.monotonic() - began - probe_s
+        log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
+    shard = read_shards(job.sink, stored, 0, stored.num_rows)
+    if probed is not None:
+        job.runner.keep(stored, *with_places(job.sink, stored, probed))
+    unit = shard.column("unit").to_numpy()
+    order = np.lexsort((shard.column("pos").to_numpy(), unit))
+    bounds = np.searchsorted(unit[order], np.arange(stored.num_units + 1))
+    todo = np.flatnonzero(job.runner.todo(stored))
+    blocks = [_block(rows, shard, order[bounds[u] : bounds[u + 1]]) for u in todo.tolist()]
+    if blocks:
+        job.runner.run(stored, blocks)
+    return planned
+
+
+def _expected(job: PlannedRun, rows: GatheredRows) -> npt.NDArray[np.float64]:
+    """Return the output to expect of each row of the source; NaN where nothing is known."""
+    expected = np.full(rows.sidecar.num_rows, np.nan)
+    if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
+        expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
+    return expected
+
+
+def gather(job: PlannedRun) -> GatheredRows:
+    """Read, render and tokenize a whole source in this process."""
+    describer = RowDescriber(job.config, job.plan)
+    tables = [
+        as_movable(table)
+        for task in job.source.tasks()
+        for table in job.source.read(task, row_id_column=job.row_id_column)
+    ]
+    described = [describer(table) for table in tables]
+    return GatheredRows(
+        table=pa.concat_tables(tables).combine_chunks(),
+        prompts=[prompt for prepared, _ in described for prompt in prepared.prompts],
+        sidecar=Sidecar.concat([sidecar for _, sidecar in described]),
+    )
+
+
+def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
+    """Plan rows that are in memory."""
+    sidecar = rows.sidecar
+    plan_of_asked, found = plan_rows(
+        PlanRows(
+            keys=sidecar.keys,
+            expected_tokens=sidecar.expected_tokens,
+            adapters=sidecar.adapters if len(np.unique(sidecar.adapters)) > 1 else None,
+        ),
+        plan,
+        dedup=config.dedup,
+    )
+    return PlannedInput(
+        keys=sidecar.keys,
+        asked=sidecar.asked,
+        num_rows=sidecar.num_rows,
+        max_tokens=sidecar.max_tokens,
+        expected_tokens=sidecar.expected_tokens,
+        unasked=sidecar.unasked,
+        plan=plan_of_asked,
+        whole=with_unasked(plan_of_asked, sidecar.is_asked, plan),
+        found=found,
+        prompts=[p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None],
+    )
+
+
+def store_plan(
+    job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
+) -> StoredPlan:
+    """Write a plan below the sink, once; return what `plan.json` says, whoever has written it.
+
+    Args:
+        job: that was planned.
+        planned: its plan.
+        expected: float64 [rows of the source], output to expect; NaN where nothing is known.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    whole = planned.whole
+    shard = shard_of(whole, expected)
+    reach("before_shards")
+    name = job.subject.hash_of([digest_of(shard)], [contents_digest(planned.keys)])
+    stored = job.subject.stored(
+        hash=name,
+        num_rows=whole.num_rows,
+        num_units=whole.num_units,
+        num_groups=planned.found.groups.num_groups if whole.is_reordered else 0,
+        is_reordered=whole.is_reordered,
+        logical_tokens=planned.found.stats.logical_tokens,
+        computed_tokens=planned.found.computed_tokens,
+        block_size=planned.keys.block_size,
+        shards=((write_shard(job.sink, name, 0, shard), 0),),
+    )
+    sums = row_sums(shard.column("unit").to_numpy(), np.arange(whole.num_rows), whole.num_units)
+    units = UnitPlan(hash=name, unit_rows=np.diff(whole.unit_starts), row_sums=sums)
+    return write_plan(job.sink, stored, units)
+
+
+def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
+    """Return some rows with their prompts, their places and what the plan says of them.
+
+    Args:
+        rows: in memory.
+        shard: what the plan says of all of them, in input order.
+        chosen: int64 [n], rows in the order in which they run.
+    """
+    said = shard.take(chosen)
+    columns = {
+        **place_columns(said.column("unit").to_numpy(), said.column("pos").to_numpy(), chosen),
+        **plan_columns(
+            said.column("group_id").fill_null(-1).to_numpy(),
+            said.column("prefix_len").to_numpy(),
+            pc.cast(said.column("expected_len"), pa.float64()).to_numpy(),
+        ),
+        **prompt_columns([rows.prompts[row] for row in chosen.tolist()]),
+    }
+    # neighbours are not copied
+    is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
+    table = rows.table.slice(chosen[0], len(chosen)) if is_slice else rows.table.take(chosen)
+    return with_columns(table, columns)
+
+
+def _after_probe(
+    job: PlannedRun, rows: GatheredRows, planned: PlannedInput
+) -> tuple[GatheredRows, PlannedInput, pa.Table]:
+    """Generate the rows of a probe; return rows and plan with the lengths, and the results."""
+    group_id = planned.found.groups.group_id
+    probe = probe_rows(group_id, planned.max_tokens, job.plan)
+    chosen = planned.asked[probe]
+    before = shard_of(planned.whole, np.full(rows.sidecar.num_rows, np.nan))
+    cuts = np.arange(0, len(chosen), job.plan.unit_rows)[1:]
+    parts = [_block(rows, before, part) for part in np.split(chosen, cuts)]
+    finished = job.runner.collect(parts)
+    lengths = generated_lengths(chosen, finished, job.config.output)
+    log_probe(lengths)
+    expected = estimate(probe, lengths, group_id, planned.max_tokens)
+    rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
+    planned = plan_gathered(rows, job.config, job.plan)
+    ordered = put_first(planned.plan, probe, job.plan)
+    whole = with_unasked(ordered, rows.sidecar.is_asked, job.plan)
+    planned = replace(planned, plan=ordered, whole=whole, is_probed=True)
+    return rows, planned, finished

@@ -1,0 +1,264 @@
+"""The plan below the sink: written once, before the first row runs.
+
+    _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len, expected_len
+    _raybatch/plan/<hash>/units.arrow              rows of each unit, and a sum that tells which
+    _raybatch/plan.json                            created last; it alone says which plan holds
+
+Rows are numbered in the order of files and positions. Shards lie in a folder named by the hash of
+the whole plan, so that two drivers with different plans never mix theirs.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.config import PlanConfig
+from raybatch.durable.layout import plan_name
+from raybatch.durable.opening import open_plan
+from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.units import UnitPlan, join_plans
+from raybatch.errors import ConfigError
+from raybatch.planning.fingerprint import InputFile
+from raybatch.planning.shards import SHARD_SCHEMA, rows_in_stretches
+from raybatch.planning.stored import StoredPlan, parse_plan
+
+__all__ = [
+    "PlanSubject",
+    "StoredPlan",
+    "log_plan",
+    "read_all_units",
+    "read_plan",
+    "read_plans",
+    "read_shards",
+    "read_units",
+    "shard_name",
+    "write_plan",
+    "write_shard",
+]
+
+logger = logging.getLogger(__name__)
+
+Ints32 = npt.NDArray[np.int32]
+
+# what becomes of an output whose plan is damaged
+_DAMAGED = (
+    "cannot be read, and without it the output cannot be gone on with; bring it back from a copy, "
+    "or choose another folder"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSubject:
+    """What a plan is of, whoever makes it; the fields are those of `StoredPlan`.
+
+    Args:
+        options: of the plan.
+        files: name, rows and digest of each file of the source, in order.
+        fingerprint: what decides the answers.
+        source: folder that the names of the files are relative to.
+        model: as the user named it.
+        partition_by: columns of the source by which the output is laid out.
+        number: of the plan among those of the output.
+        first_unit: number in the output of its first unit.
+        partition_types: of the columns `partition_by`, as Arrow names them.
+        skipped: name and reason of files of the source that were left out.
+    """
+
+    options: PlanConfig
+    files: Sequence[InputFile]
+    fingerprint: Mapping[str, str]
+    source: str = ""
+    model: str = ""
+    partition_by: tuple[str, ...] = ()
+    number: int = 1
+    first_unit: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
+
+    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
+        """Return the hash of a whole plan.
+
+        Args:
+            shards: digest of each shard.
+            contents: digest of all that decides the results of the rows of each piece: prompts,
+                options and seeds, see `contents_digest`.
+        """
+        options = dataclasses.asdict(self.options)
+        parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def stored(self, **found: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
+        """Return what `plan.json` says of a plan, given the fields that were found by planning."""
+        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        own |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
+        return StoredPlan(**own, **found)
+
+
+def shard_name(stored: StoredPlan, name: str) -> str:
+    """Return the name below the sink of a shard of a plan."""
+    return f"_raybatch/plan/{stored.hash}/{name}"
+
+
+def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
+    """Write one shard and return its name; the same shard may be written again.
+
+    Args:
+        sink: of the job.
+        plan: hash of the plan.
+        first_row: number of the shard's first row in the source.
+        shard: of `SHARD_SCHEMA`.
+    """
+    name = f"rows-{first_row:012d}.arrow"
+    _create(sink, f"_raybatch/plan/{plan}/{name}", _as_bytes(shard))
+    return name
+
+
+def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
+    """Write what is left of a plan whose shards lie there, and return the plan that holds.
+
+    `plan.json` comes last. Where another driver was faster, its plan is returned.
+
+    Args:
+        sink: of the job.
+        stored: what `plan.json` will say.
+        units: of the plan.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    table = pa.table({"num_rows": units.unit_rows, "row_sum": units.row_sums})
+    _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
+    text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
+    name = plan_name(stored.number)
+    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+        said = open_plan(store_of(sink), text.encode, name=name)
+    found = parse_plan(said, f"{sink.rstrip('/')}/{name}")
+    if (found.files, found.fingerprint) != (stored.files, stored.fingerprint):
+        raise ConfigError(
+            f"another run was faster to plan {sink}, and for other input files or options; run the "
+            "job again"
+        )
+    if found.hash != stored.hash:
+        logger.info("another run was faster to plan %s; its plan is followed", sink)
+    return found
+
+
+def read_plan(sink: str, number: int = 1) -> StoredPlan:
+    """Return what `plan.json` below the sink says, or a later plan of that number.
+
+    Raises:
+        ConfigError: there is none, or it is not one of this version.
+    """
+    name = plan_name(number)
+    path = f"{sink.rstrip('/')}/{name}"
+    with told_as(f"{path} cannot be read"):
+        return parse_plan(store_of(sink).read(name), path)
+
+
+def read_plans(sink: str) -> tuple[StoredPlan, ...]:
+    """Return all plans of an output in the order in which they were made; none before the first."""
+    store, plans = store_of(sink), list[StoredPlan]()
+    while store.size(plan_name(len(plans) + 1)) is not None:
+        plans.append(read_plan(sink, len(plans) + 1))
+    return tuple(plans)
+
+
+def read_all_units(sink: str, plans: Sequence[StoredPlan]) -> UnitPlan:
+    """Return rows and sums of the units of all plans of an output."""
+    return join_plans([read_units(sink, stored) for stored in plans])
+
+
+def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
+    """Return rows and sums of the units of a plan that lies below the sink."""
+    name = f"_raybatch/plan/{stored.hash}/units.arrow"
+    path = f"{sink.rstrip('/')}/{name}"
+    with told_as(f"{path} {_DAMAGED}"):
+        table = _read_table(sink, name)
+        units = UnitPlan(
+            hash=stored.hash,
+            unit_rows=table.column("num_rows").to_numpy(),
+            row_sums=table.column("row_sum").to_numpy(),
+            is_partitioned=bool(stored.partition_by),
+            first_unit=stored.first_unit,
+        )
+        if (units.num_units, units.num_rows) != (stored.num_units, stored.num_rows):
+            raise ValueError(
+                f"it has {units.num_units} units and {units.num_rows} rows, the plan says "
+                f"{stored.num_units} and {stored.num_rows}"
+            )
+        return units
+
+
+def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
+    """Return what the plan says of rows `start` to `stop` of the source, in input order."""
+    if not stored.shards:
+        return rows_in_stretches(read_units(sink, stored).unit_rows, np.arange(start, stop))
+    firsts = [first for _, first in stored.shards] + [stored.num_rows]
+    parts = []
+    for (name, first), end in zip(stored.shards, firsts[1:], strict=True):
+        if first < stop and start < end:
+            shard = _read_shard(sink, stored, name, end - first)
+            parts.append(shard.slice(max(start - first, 0), min(stop, end) - max(start, first)))
+    return pa.concat_tables([SHARD_SCHEMA.empty_table(), *parts])
+
+
+def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.Table:
+    path = shard_name(stored, name)
+    with told_as(f"{sink.rstrip('/')}/{path} {_DAMAGED}"):
+        shard = _read_table(sink, path)
+        if shard.schema != SHARD_SCHEMA or shard.num_rows != num_rows:
+            raise ValueError(f"it has {shard.num_rows} rows, the plan says {num_rows}")
+        unit, pos = (shard.column(column).to_numpy() for column in ("unit", "pos"))
+        if num_rows and (min(unit.min(), pos.min()) < 0 or unit.max() >= stored.num_units):
+            raise ValueError("it names units that the plan does not have")
+        return shard
+
+
+def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
+    """Say in the log what was planned.
+
+    Args:
+        stored: the plan.
+        seconds: that it took.
+        can_change_layout: the fields of the template could stand in another order.
+    """
+    order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
+    saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
+    logger.info(
+        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed",
+        stored.num_rows,
+        seconds,
+        order,
+        100 * saved,
+        stored.logical_tokens,
+    )
+    if can_change_layout and not stored.is_reordered:
+        logger.info(
+            "sharing saves too little to reorder rows; `raybatch explain` says whether another "
+            "order of the template's fields would share more"
+        )
+
+
+def _create(sink: str, name: str, data: bytes) -> bool:
+    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+        return store_of(sink).create(name, data)
+
+
+def _read_table(sink: str, name: str) -> pa.Table:
+    return pa.ipc.open_file(pa.py_buffer(store_of(sink).read(name))).read_all()
+
+
+def _as_bytes(table: pa.Table) -> bytes:
+    buffer = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(buffer, table.schema, options=options) as out:
+        out.write_table(table)
+    return bytes(buffer.getvalue())

@@ -1,0 +1,101 @@
+"""What `plan.json` says, as a record; a file that says something else is refused by field."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from raybatch.durable.storage import told_as
+from raybatch.errors import ConfigError
+from raybatch.planning.fingerprint import InputFile
+
+__all__ = ["StoredPlan", "parse_plan"]
+
+_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPlan:
+    """What `plan.json` says.
+
+    Args:
+        hash: of all shards.
+        num_rows: of the source.
+        num_units: units of commit.
+        num_groups: prefix groups.
+        is_reordered: rows run in another order than that of the input.
+        logical_tokens: prompt tokens of the rows that engines see.
+        computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
+        block_size: tokens of a KV block.
+        options: of the plan.
+        files: name, rows and digest of each file of the source, in order.
+        shards: name and first row of each shard, in order; none where units are stretches of the
+            input and `units.arrow` says all.
+        fingerprint: what decides the answers, see `raybatch.planning.fingerprint`.
+        partition_by: columns of the source by which the output is laid out.
+        partition_types: of these columns, as Arrow names them.
+        skipped: name and reason of files of the source that were left out as unreadable.
+        source: folder that the names of the files are relative to, when the plan was made; for
+            people and for looking whether the files are still the same.
+        model: as the user named it; for people.
+        number: of the plan among those of the output; above 1 it is of input that came later.
+        first_unit: number in the output of its first unit.
+    """
+
+    hash: str
+    num_rows: int
+    num_units: int
+    num_groups: int
+    is_reordered: bool
+    logical_tokens: int
+    computed_tokens: int
+    block_size: int
+    options: dict[str, Any]
+    files: tuple[InputFile, ...]
+    shards: tuple[tuple[str, int], ...]
+    fingerprint: Mapping[str, str]
+    partition_by: tuple[str, ...] = ()
+    source: str = ""
+    model: str = ""
+    number: int = 1
+    first_unit: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
+    version: int = _VERSION
+
+
+def parse_plan(said: bytes, path: str) -> StoredPlan:
+    """Return what the file of a plan says.
+
+    Args:
+        said: the whole file.
+        path: of it, for people.
+
+    Raises:
+        ConfigError: it is no plan, or one of another version.
+    """
+    way_out = "bring it back from a copy, or choose another folder"
+    with told_as(f"{path} is not a plan of this version of raybatch; {way_out}"):
+        values = json.loads(said)
+        version = values.get("version", _VERSION)
+        if version != _VERSION:
+            raise ConfigError(f"{path} has version {version}; this is {_VERSION}; {way_out}")
+        kinds = get_type_hints(StoredPlan)
+        return StoredPlan(
+            **{name: _typed(name, value, kinds.get(name)) for name, value in values.items()}
+        )
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a file
+    """Return a value as a field of type `kind` holds it; ValueError where it is of another."""
+    kinds = get_args(kind)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        if Ellipsis in kinds:
+            kinds = (kinds[0],) * len(value)
+        return tuple(_typed(name, one, k) for one, k in zip(value, kinds, strict=True))
+    if get_origin(kind) in (dict, Mapping) and isinstance(value, dict):
+        return {key: _typed(name, one, kinds[1]) for key, one in value.items()}
+    is_number = kind is int and type(value) is int and value >= 0
+    if kind is Any or is_number or (kind in (str, bool) and type(value) is kind):
+        return value
+    raise ValueError(f"{name} is {value!r}")

@@ -1,0 +1,91 @@
+"""What finished rows came to: statuses, errors and tokens, counted once, when they are written."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.durable.units import ErrorCount, UnitCounts
+from raybatch.prefix.histogram import Histogram
+from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class, row_status
+
+__all__ = ["counted_columns", "row_statuses", "unit_counts"]
+
+
+def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
+    """Count the rows of a unit.
+
+    Args:
+        finished: with the columns of the stage.
+        output: these columns.
+    """
+    table = counted_columns(finished, output)
+    asked = table.filter(pc.greater(table.column("attempts"), 0))
+    generated = _per_sample(table, output)
+    copied = pc.equal(asked.column("num_cached_tokens"), asked.column("num_input_tokens"))
+    return UnitCounts(
+        num_rows=table.num_rows,
+        statuses=_statuses(table),
+        errors=_errors(table),
+        prompt_tokens=_sum(asked.column("num_input_tokens")),
+        cached_tokens=_sum(asked.column("num_cached_tokens")),
+        generated_tokens=_sum(generated),
+        num_asked=asked.num_rows,
+        num_copies=_sum(copied),
+        prompt_lengths=_bins(asked.column("num_input_tokens")),
+        output_lengths=() if output.task != "generate" else _bins(_per_sample(asked, output)),
+    )
+
+
+def _per_sample(table: pa.Table, output: OutputSchema) -> pa.ChunkedArray:
+    generated = table.column("num_generated_tokens")
+    return pc.list_flatten(generated) if output.num_samples > 1 else generated
+
+
+def _bins(lengths: pa.ChunkedArray) -> tuple[int, ...]:
+    known = lengths.drop_null()
+    return Histogram.of(known.to_numpy().astype(np.int64)).counts
+
+
+def row_statuses(finished: pa.Table, output: OutputSchema) -> list[Status]:
+    """Return the status of each finished row."""
+    table = counted_columns(finished, output)
+    reasons, errors = (table.column(n).to_pylist() for n in ("finish_reason", ERROR_COLUMN))
+    return [row_status(r or "", e or "") for r, e in zip(reasons, errors, strict=True)]
+
+
+def _statuses(table: pa.Table) -> dict[str, int]:
+    statuses: dict[str, int] = {}
+    keys = table.select(["finish_reason", ERROR_COLUMN])
+    for group in keys.group_by(keys.column_names).aggregate([([], "count_all")]).to_pylist():
+        status = row_status(group["finish_reason"] or "", group[ERROR_COLUMN] or "")
+        statuses[status] = statuses.get(status, 0) + group["count_all"]
+    return statuses
+
+
+def _errors(table: pa.Table) -> dict[str, ErrorCount]:
+    errors: dict[str, ErrorCount] = {}
+    failed = table.select(["row_id", ERROR_COLUMN])
+    failed = failed.filter(pc.not_equal(failed.column(ERROR_COLUMN), ""))
+    for row in failed.to_pylist():
+        name = error_class(row[ERROR_COLUMN])
+        one = ErrorCount(num_rows=1, row_ids=(str(row["row_id"]),), message=row[ERROR_COLUMN])
+        errors[name] = errors[name] + one if name in errors else one
+    return errors
+
+
+def counted_columns(table: pa.Table, output: OutputSchema) -> pa.Table:
+    """Return the counted columns of finished rows under their plain names, one reason per row."""
+    names = ["row_id", "finish_reason", ERROR_COLUMN, "num_input_tokens", "num_cached_tokens"]
+    names += ["attempts", *(["num_generated_tokens"] if output.task == "generate" else [])]
+    table = table.select([output.prefix + name for name in names]).rename_columns(names)
+    if output.task != "generate":
+        nothing = np.zeros(table.num_rows, np.int32)
+        table = table.append_column("num_generated_tokens", pa.array(nothing))
+    if output.num_samples > 1:
+        reasons = pc.list_element(table.column("finish_reason"), 0)
+        table = table.set_column(1, "finish_reason", reasons)
+    return table
+
+
+def _sum(column: pa.ChunkedArray) -> int:
+    return int(pc.sum(column).as_py() or 0)

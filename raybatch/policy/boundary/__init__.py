@@ -1,0 +1,1 @@
+"""The page boundary: who ends, yields, grows, is loaded or prefilled."""

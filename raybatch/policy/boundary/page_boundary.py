@@ -1,0 +1,301 @@
+"""Who ends, yields, grows and is loaded at a page boundary: one pure policy over a snapshot.
+
+Every `interval` pages of tokens an engine stops, lets host memory catch up with the device, and
+asks for a plan. The snapshot alone decides; sequences are compared by total orders whose last key
+is the id, so all ranks that see one snapshot make one plan.
+"""
+
+from collections.abc import Callable, Iterable
+
+from raybatch.policy.boundary.checks import apply_plan, check_snapshot
+from raybatch.policy.boundary.records import (
+    BoundaryOptions,
+    BoundaryPlan,
+    BoundarySnapshot,
+    PageGrant,
+    SequencePages,
+)
+
+__all__ = ["plan_boundary"]
+
+_VICTIM_KEYS: dict[str, Callable[[SequencePages], tuple[int, ...]]] = {
+    "least": lambda sequence: (sequence.priority, sequence.progress_tokens, -sequence.id),
+    "most": lambda sequence: (sequence.priority, -sequence.progress_tokens, -sequence.id),
+    "lifo": lambda sequence: (sequence.priority, -sequence.id),
+}
+
+
+def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> BoundaryPlan:
+    """Decide what happens at a page boundary, in the order release, evict, suspend, extend, load.
+
+    Until the next boundary every active sequence can decode `interval` pages of tokens, or all
+    that it may still get, within the pages that it then has on the device and in host memory.
+    Where the device has too few for that, victims are suspended; where host memory has, they are
+    evicted. One that fills all memory that a sequence alone can have ends with "capacity", so
+    nothing comes back for ever.
+
+    Candidates are loaded first come, first served; one that does not fit is passed over, but
+    once it has waited `max_wait` boundaries nobody who has waited less is loaded before it. So a
+    candidate waits for at most as many boundaries that load anything as there were candidates
+    before it, and `max_wait` more. The same holds for prefilling.
+
+    Prompts are computed in rounds, while all that decode are suspended: when nothing is left to
+    load, the device has room, and a round is worth it (`refill_ratio`). A round goes on until
+    `max_active` sequences are in store or host memory is full but for the growth of
+    `lookahead` boundaries; so none of them is evicted for want of host pages before those are
+    over, and no further round begins, however many sequences arrive.
+
+    Sorting takes O(n log n) time in the sequences of the snapshot.
+
+    Args:
+        snapshot: read only.
+        options: of the policy.
+
+    Raises:
+        RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
+            `raybatch.policy.boundary.checks`.
+
+    Source:
+        BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages granted
+        ahead and the rules for prefill rounds are this library's.
+    """
+    check_snapshot(snapshot)
+    boundary = _Boundary(snapshot, options)
+    boundary.end()
+    boundary.evict()
+    boundary.suspend()
+    boundary.extend()
+    boundary.load()
+    boundary.prefill()
+    plan = boundary.plan()
+    apply_plan(snapshot, plan)
+    return plan
+
+
+class _Boundary:
+    """The free pages and the sequences of each kind while one plan is made."""
+
+    def __init__(self, snapshot: BoundarySnapshot, options: BoundaryOptions) -> None:
+        self._snapshot, self._options = snapshot, options
+        self._device_free, self._host_free = snapshot.device_free, snapshot.host_free
+        # what one sequence can have at most, with nobody else there
+        capacity_pages = min(
+            snapshot.device_pages - options.headroom_pages,
+            snapshot.host_pages - options.host_reserve,
+        )
+        self._limit_tokens = max(0, capacity_pages) * snapshot.page_tokens
+        self._victim_key = _VICTIM_KEYS[options.victims]
+        self._active: dict[int, SequencePages] = {}
+        # suspended and prefilled ones, but for those that are suspended now
+        self._stored: dict[int, SequencePages] = {}
+        self._pending: list[SequencePages] = []
+        self._released: list[SequencePages] = []
+        self._over_capacity: list[SequencePages] = []
+        self._evicted: list[SequencePages] = []
+        self._suspended: list[SequencePages] = []
+        self._extended: dict[int, int] = {}
+        self._grown: dict[int, int] = {}
+        self._loaded: dict[int, int] = {}
+        self._prefilled: dict[int, int] = {}
+
+    def _remaining(self, sequence: SequencePages) -> int:
+        return min(sequence.remaining_tokens, self._limit_tokens - sequence.context_tokens)
+
+    def _can_go_on(self, sequence: SequencePages) -> bool:
+        """Return whether a sequence can get another token, with nobody else there."""
+        # a prefill gives one, which needs no place yet
+        least = 0 if sequence.is_pending and sequence.context_tokens else 1
+        return self._remaining(sequence) >= least
+
+    def _pages_after(self, sequence: SequencePages, tokens: int) -> int:
+        """Return the pages of a sequence that has decoded so many tokens more, if it may."""
+        tokens = min(tokens, self._remaining(sequence))
+        return self._snapshot.pages(sequence.context_tokens + tokens)
+
+    def _most_pages(self, sequence: SequencePages) -> int:
+        return self._pages_after(sequence, sequence.remaining_tokens)
+
+    def _host_growth(self, sequence: SequencePages, boundaries: int = 1) -> int:
+        """Return the host pages that a sequence lacks for decoding until a later boundary."""
+        tokens = boundaries * self._options.interval * self._snapshot.page_tokens
+        return max(0, self._pages_after(sequence, tokens) - sequence.host_pages)
+
+    def _extension(self, sequence: SequencePages) -> int:
+        """Return the device pages that an active sequence gets, 0 while its own will do."""
+        tokens = self._options.interval * self._snapshot.page_tokens
+        if self._pages_after(sequence, tokens) <= sequence.device_pages:
+            return 0
+        return min(self._options.extension, self._most_pages(sequence) - sequence.device_pages)
+
+    def _load_pages(self, sequence: SequencePages) -> int:
+        wanted = self._snapshot.pages(sequence.context_tokens) + self._options.initial
+        return min(wanted, self._most_pages(sequence))
+
+    def _by_wait(self, sequence: SequencePages) -> tuple[bool, int, bool, int, int]:
+        """Order candidates: those that have waited too long, priority, recomputed ones, wait."""
+        if self._is_overdue(sequence):
+            return (False, 0, False, -sequence.waited, sequence.id)
+        is_new = sequence.status == "waiting"
+        return (True, -sequence.priority, is_new, -sequence.waited, sequence.id)
+
+    def _is_overdue(self, sequence: SequencePages) -> bool:
+        return sequence.waited >= self._options.max_wait
+
+    def end(self) -> None:
+        """Sort sequences by kind; those that have ended give their pages back."""
+        for sequence in self._snapshot.sequences:
+            if sequence.remaining_tokens == 0:
+                self._released.append(sequence)
+            elif not self._can_go_on(sequence):
+                self._over_capacity.append(sequence)
+            elif sequence.is_pending:
+                self._pending.append(sequence)
+            elif sequence.status == "active":
+                self._active[sequence.id] = sequence
+            else:
+                self._stored[sequence.id] = sequence
+        for sequence in (*self._released, *self._over_capacity):
+            self._device_free += sequence.device_pages
+            self._host_free += sequence.host_pages
+
+    def evict(self) -> None:
+        """Evict until host memory has room for what active sequences grow by."""
+        options = self._options
+        growth = sum(self._host_growth(sequence) for sequence in self._active.values())
+        victims = self._victims((*self._active.values(), *self._stored.values()))
+        while len(victims) > 1 and self._host_free < max(
+            options.watermark_pages, growth + options.margin_pages
+        ):
+            victim = victims.pop()
+            if victim.status == "active":
+                growth -= self._host_growth(victim)
+            self._evict(victim)
+
+    def _victims(self, sequences: Iterable[SequencePages]) -> list[SequencePages]:
+        """Return the sequences in the order in which they stay; the last one yields first."""
+        return sorted(sequences, key=self._victim_key, reverse=True)
+
+    def _evict(self, victim: SequencePages) -> None:
+        (self._active if victim.status == "active" else self._stored).pop(victim.id)
+        self._device_free += victim.device_pages
+        self._host_free += victim.host_pages
+        self._evicted.append(victim)
+
+    def suspend(self) -> None:
+        """Suspend until the device has the extensions of all that stay."""
+        needed = sum(self._extension(sequence) for sequence in self._active.values())
+        victims = self._victims(self._active.values())
+        while needed > self._device_free or len(victims) > self._snapshot.max_active:
+            victim = victims.pop()
+            needed -= self._extension(victim)
+            self._device_free += victim.device_pages
+            self._suspended.append(self._active.pop(victim.id))
+
+    def extend(self) -> None:
+        """Grant active sequences what they lack until the next boundary."""
+        for sequence in self._active.values():
+            self._grant(self._extended, sequence, self._extension(sequence))
+            self._grow(sequence)
+
+    def _grant(self, grants: dict[int, int], sequence: SequencePages, num_pages: int) -> None:
+        if num_pages:
+            grants[sequence.id] = num_pages
+            self._device_free -= num_pages
+
+    def _grow(self, sequence: SequencePages) -> None:
+        growth = self._host_growth(sequence)
+        if growth:
+            self._grown[sequence.id] = growth
+            self._host_free -= growth
+
+    def load(self) -> None:
+        """Load candidates, first come, first served; somebody is active afterwards, if any can."""
+        candidates = sorted(self._stored.values(), key=self._by_wait)
+        if candidates and not self._active:
+            self._make_room(candidates[0])
+            candidates = [sequence for sequence in candidates if sequence.id in self._stored]
+        for sequence in candidates:
+            if len(self._active) == self._snapshot.max_active:
+                return
+            if self._fits(sequence):
+                self._grant(self._loaded, sequence, self._load_pages(sequence))
+                self._grow(sequence)
+                self._active[sequence.id] = self._stored.pop(sequence.id)
+            elif self._is_overdue(sequence):
+                return
+
+    def _fits(self, sequence: SequencePages) -> bool:
+        spare = max(0, self._host_free - self._options.margin_pages)
+        has_host = self._host_growth(sequence) <= spare
+        return has_host and self._load_pages(sequence) <= self._device_free
+
+    def _make_room(self, first: SequencePages) -> None:
+        """Evict stored sequences until `first` can be loaded; the device is empty."""
+        victims = self._victims(s for s in self._stored.values() if s.id != first.id)
+        while victims and not self._fits(first):
+            self._evict(victims.pop())
+
+    def prefill(self) -> None:
+        """Turn the boundary into a prefill round, where one is due and worth it."""
+        num_decodable = len(self._active) + len(self._stored) + len(self._suspended)
+        if not self._is_prefill_due(num_decodable):
+            return
+        chosen = self._choose_round()
+        if len(chosen) < max(1, self._options.refill_ratio * num_decodable):
+            return
+        self._suspended += [s for s in self._active.values() if s.id not in self._loaded]
+        self._extended, self._grown, self._loaded = {}, {}, {}
+        self._prefilled = chosen
+
+    def _is_prefill_due(self, num_decodable: int) -> bool:
+        if not self._pending or self._evicted or self._stored or self._suspended:
+            return False
+        if num_decodable == 0:
+            return True
+        first = min(self._pending, key=self._by_wait)
+        has_room = (
+            len(self._active) < self._snapshot.max_active
+            and self._load_pages(first) <= self._device_free
+        )
+        return has_room and self._snapshot.boundaries_since_prefill >= self._options.lookahead
+
+    def _choose_round(self) -> dict[int, int]:
+        """Return the host pages of each sequence that a round would prefill."""
+        ahead = self._options.lookahead
+        growth = sum(self._host_growth(sequence, ahead) for sequence in self._active.values())
+        # nothing grows while prompts are computed
+        free = self._host_free + sum(self._grown.values()) - self._options.host_reserve - growth
+        ahead_tokens = ahead * self._options.interval * self._snapshot.page_tokens
+        tokens = max(self._snapshot.host_chunk_tokens, ahead_tokens)
+        chosen: dict[int, int] = {}
+        for sequence in sorted(self._pending, key=self._by_wait):
+            num_pages = self._pages_after(sequence, tokens)
+            if len(chosen) == self._snapshot.max_active:
+                break
+            if num_pages <= free:
+                chosen[sequence.id] = num_pages
+                free -= num_pages
+            elif self._is_overdue(sequence):
+                break
+        return chosen
+
+    def plan(self) -> BoundaryPlan:
+        """Return what was decided."""
+        return BoundaryPlan(
+            release=_ids(self._released),
+            over_capacity=_ids(self._over_capacity),
+            evict=_ids(self._evicted),
+            suspend=_ids(self._suspended),
+            extend=_grants(self._extended),
+            grow=_grants(self._grown),
+            load=_grants(self._loaded),
+            prefill=_grants(self._prefilled),
+        )
+
+
+def _ids(sequences: Iterable[SequencePages]) -> tuple[int, ...]:
+    return tuple(sorted(sequence.id for sequence in sequences))
+
+
+def _grants(grants: dict[int, int]) -> tuple[PageGrant, ...]:
+    return tuple(PageGrant(id=id, num_pages=pages) for id, pages in sorted(grants.items()))

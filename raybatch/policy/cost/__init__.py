@@ -1,0 +1,1 @@
+"""What work costs: rooflines, measured models, forecasts of steps."""

@@ -1,0 +1,170 @@
+"""What one step of an engine costs, by what it computes; fitted to measured steps.
+
+A step costs a fixed time, a time for the tokens of its forward batch, and times for sampled rows
+and for attention. The time of tokens bends: a few share the reading of the weights, many do not,
+and a mixture of experts reads more of them with each. So it is a chain of slopes between knots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.errors import ConfigError
+from raybatch.policy.cost.nonnegative import solve_nonnegative
+
+__all__ = ["TOKEN_KNOTS", "CostModel", "EngineLimits", "MeasuredStep", "fit"]
+
+Floats = npt.NDArray[np.float64]
+
+# batch sizes at which the slope of the time per token may change
+TOKEN_KNOTS = (4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
+_OTHER_COSTS = ("row_s", "pair_s", "context_s", "shared_pair_s", "shared_read_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLimits:
+    """What bounds the batch of one engine.
+
+    Args:
+        kv_tokens: tokens of KV cache.
+        max_num_seqs: sequences that run at once.
+        block_size: tokens of one cache block.
+        max_batched_tokens: token budget of one step; None where a backend has none.
+    """
+
+    kv_tokens: int
+    max_num_seqs: int
+    block_size: int
+    max_batched_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """Counts of one step, and the seconds that it took.
+
+    Args:
+        seconds: of the step.
+        tokens: of the forward batch: prompt tokens and one per decoding sequence.
+        rows: sequences that got a token.
+        pairs: prompt tokens times the tokens that each attends to.
+        context_reads: KV tokens that decoding sequences read for themselves.
+        shared_pairs: decoding sequences times KV tokens that they share with others.
+        shared_reads: shared KV tokens, counted once for all that share them.
+    """
+
+    seconds: float
+    tokens: float
+    rows: float
+    pairs: float = 0.0
+    context_reads: float = 0.0
+    shared_pairs: float = 0.0
+    shared_reads: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Seconds of everything that a step does, and what bounds the batch.
+
+    Args:
+        step_s: of a step, whatever it computes.
+        knots: tokens at which the slope changes, ascending.
+        token_s: per token of the forward batch, one slope below each knot and one above the last.
+        row_s: per token that is sampled.
+        pair_s: per prompt token and token that it attends to.
+        context_s: per KV token that a decoding sequence reads for itself.
+        shared_pair_s: per decoding sequence and KV token that others read as well.
+        shared_read_s: per shared KV token and step.
+        fit_error: root mean square of the relative errors over the measured steps.
+        limits: of the engine.
+
+    Raises:
+        ConfigError: a cost is negative or not finite, or there is not one slope more than knots.
+    """
+
+    step_s: float
+    knots: tuple[float, ...]
+    token_s: tuple[float, ...]
+    row_s: float
+    pair_s: float
+    context_s: float
+    shared_pair_s: float
+    shared_read_s: float
+    fit_error: float
+    limits: EngineLimits
+
+    def __post_init__(self) -> None:
+        if len(self.token_s) != len(self.knots) + 1:
+            raise ConfigError(
+                f"a cost model with {len(self.knots)} knots has {len(self.token_s)} slopes; it "
+                "needs one more than knots"
+            )
+        others = [getattr(self, name) for name in _OTHER_COSTS]
+        for cost in (self.step_s, *self.token_s, *others, self.fit_error):
+            if not 0 <= cost < float("inf"):
+                raise ConfigError(f"a cost model has a cost of {cost}")
+
+    def tokens_s(self, tokens: npt.ArrayLike) -> Floats:
+        """Return the seconds that forward batches of so many tokens take, without `step_s`."""
+        seconds: Floats = _segments(np.asarray(tokens, float), self.knots) @ np.array(self.token_s)
+        return seconds
+
+    def predict(self, step: MeasuredStep) -> float:
+        """Return the seconds of one step with these counts."""
+        return float((_features([step], self.knots) @ self._coefficients())[0])
+
+    def _coefficients(self) -> Floats:
+        others = [getattr(self, name) for name in _OTHER_COSTS]
+        return np.array([self.step_s, *self.token_s, *others])
+
+
+def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
+    """Fit costs to measured steps, with the same weight for the relative error of each.
+
+    A knot is left out where nothing was measured between it and the one before, or beyond it.
+
+    Raises:
+        ConfigError: there is no step, or one took no time.
+    """
+    if not steps:
+        raise ConfigError("a cost model needs measured steps, got none")
+    seconds = np.array([step.seconds for step in steps])
+    if not (seconds > 0).all():
+        raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
+    # a step of a prefix group would have to tell the slope and the cost of sharing at once
+    knots = _measured_knots({step.tokens for step in steps if not step.shared_pairs})
+    features = _features(steps, knots)
+    costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))
+    error = features @ costs / seconds - 1.0
+    num_slopes = len(knots) + 1
+    return CostModel(
+        step_s=float(costs[0]),
+        knots=knots,
+        token_s=tuple(costs[1 : 1 + num_slopes].tolist()),
+        **dict(zip(_OTHER_COSTS, costs[1 + num_slopes :].tolist(), strict=True)),
+        fit_error=float(np.sqrt(np.mean(error**2))),
+        limits=limits,
+    )
+
+
+def _measured_knots(tokens: set[float]) -> tuple[float, ...]:
+    knots = [0.0]
+    for knot in TOKEN_KNOTS:
+        if any(knots[-1] < n <= knot for n in tokens) and knot < max(tokens):
+            knots.append(knot)
+    return tuple(knots[1:])
+
+
+def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats:
+    tokens = np.array([step.tokens for step in steps], float)
+    others = [(s.rows, s.pairs, s.context_reads, s.shared_pairs, s.shared_reads) for s in steps]
+    return np.column_stack((np.ones(len(steps)), _segments(tokens, knots), np.array(others, float)))
+
+
+def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:
+    """Return [..., K + 1]: how many of the tokens lie between neighbouring knots."""
+    lower = np.array((0.0, *knots))
+    upper = np.array((*knots, np.inf))
+    between: Floats = np.clip(tokens[..., None], lower, upper) - lower
+    return between

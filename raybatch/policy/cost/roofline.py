@@ -1,0 +1,208 @@
+"""What one module of a layer costs, by what it computes and moves; fitted to measured runs.
+
+These costs answer what no step can: what attention and experts would take at batch sizes of their
+own, with their data on the device or not. The seconds of whole steps, and with them every estimate
+of a job, stay with `raybatch.policy.cost.cost_model.CostModel`, the library's one cost model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.errors import ConfigError, told_range
+from raybatch.policy.cost.nonnegative import solve_nonnegative
+
+__all__ = [
+    "MeasuredWork",
+    "Roofline",
+    "Work",
+    "fit_roofline",
+    "held_out_error",
+    "link",
+    "relative_error",
+]
+
+Floats = npt.NDArray[np.float64]
+
+# shares of the shorter of computing and moving that may come on top of the longer one
+SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# a later candidate must be better by so much: rounding alone decides nothing
+_BETTER_BY = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a module does in one run.
+
+    Args:
+        operations: floating-point operations.
+        moved_bytes: read from and written to the memory that the module works on.
+    """
+
+    operations: float
+    moved_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredWork:
+    """One run of a module, and the seconds that it took.
+
+    Args:
+        tokens: of the batch, for whoever reads the measurement.
+        work: of the run.
+        seconds: of the run.
+    """
+
+    tokens: int
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """Seconds of a module: a fixed time, then the longer of computing and moving its bytes.
+
+    Args:
+        fixed_s: of every run.
+        operation_s: per operation.
+        byte_s: per byte; 0 where moving bound no measured run.
+        serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
+            textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
+        fit_error: root mean square of the relative errors over the measured runs.
+
+    Raises:
+        ConfigError: a cost is negative or not finite, or `serial_fraction` is not within 0..1.
+    """
+
+    fixed_s: float
+    operation_s: float
+    byte_s: float
+    serial_fraction: float = 0.0
+    fit_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):
+            if not 0 <= cost < float("inf"):
+                told = told_range("at least 0", cost)
+                raise ConfigError(f"a module has a cost of {cost}; it must be {told}")
+        if not 0 <= self.serial_fraction <= 1:
+            raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of one run."""
+        compute_s, move_s = self._sides(work)
+        shorter, longer = sorted((compute_s, move_s))
+        return self.fixed_s + longer + self.serial_fraction * shorter
+
+    def is_compute_bound(self, work: Work) -> bool:
+        """Return whether computing takes at least as long as moving the bytes."""
+        compute_s, move_s = self._sides(work)
+        return compute_s >= move_s
+
+    def _sides(self, work: Work) -> tuple[float, float]:
+        return self.operation_s * work.operations, self.byte_s * work.moved_bytes
+
+
+def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
+    """Return the cost of copies between two memories.
+
+    Args:
+        bytes_per_s: of a large copy.
+        fixed_s: of every copy, whatever its size.
+
+    Raises:
+        ConfigError: `bytes_per_s` is not above 0.
+    """
+    if not bytes_per_s > 0:
+        raise ConfigError(f"bytes_per_s of a link is {bytes_per_s}; it must be above 0")
+    return Roofline(fixed_s=fixed_s, operation_s=0.0, byte_s=1.0 / bytes_per_s)
+
+
+def fit_roofline(
+    points: Sequence[MeasuredWork], *, serial_fractions: Sequence[float] = SERIAL_FRACTIONS
+) -> Roofline:
+    """Fit a roofline to measured runs, with the same weight for the relative error of each.
+
+    Whether a run is bound by computing depends on its operations per byte alone. So runs are sorted
+    by these, every place to cut them into bound by bytes and bound by computing is tried, and each
+    cut is a linear problem without negative costs. O(N) problems of N rows for each of the
+    `serial_fractions`, of which the first wins a tie. Among cuts, the one with the most runs bound
+    by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
+
+    Args:
+        points: measured runs, in any order.
+        serial_fractions: values of `Roofline.serial_fraction` to try.
+
+    Raises:
+        ConfigError: there are no points, or a run took no time or did nothing.
+    """
+    if not points:
+        raise ConfigError("the cost of a module needs measured runs, got none")
+    for point in points:
+        if not point.seconds > 0:
+            raise ConfigError(f"a measured run took {point.seconds} s; every run takes time")
+        if not (point.work.operations > 0 or point.work.moved_bytes > 0):
+            raise ConfigError(f"a measured run of {point.tokens} tokens did nothing")
+    ordered = sorted(points, key=_intensity)
+    counts = np.array([(p.work.operations, p.work.moved_bytes) for p in ordered], float)
+    seconds = np.array([p.seconds for p in ordered])
+    best: Roofline | None = None
+    for serial_fraction in serial_fractions:
+        for cut in range(len(ordered) + 1):
+            found = _fit_cut(counts, seconds, cut, serial_fraction)
+            if best is None or found.fit_error < best.fit_error - _BETTER_BY:
+                best = found
+            if serial_fraction == 1:
+                # a sum is the same wherever it is cut
+                break
+    assert best is not None, "at least one serial_fraction"
+    return best
+
+
+def relative_error(cost: Roofline, points: Sequence[MeasuredWork]) -> float:
+    """Return the root mean square of the relative errors over runs, such as ones left out."""
+    errors = [cost.seconds(p.work) / p.seconds - 1.0 for p in points]
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def held_out_error(points: Sequence[MeasuredWork]) -> float | None:
+    """Return the error on runs that the fit has not seen, each left out once.
+
+    The runs with the fewest and the most operations stay in: without them, the fit would be asked
+    about sizes that nobody measured. None where fewer than three runs leave nothing between them.
+    """
+    ordered = sorted(points, key=lambda p: p.work.operations)
+    squares = [
+        relative_error(fit_roofline([*ordered[:i], *ordered[i + 1 :]]), [ordered[i]]) ** 2
+        for i in range(1, len(ordered) - 1)
+    ]
+    return float(np.sqrt(np.mean(squares))) if squares else None
+
+
+def _intensity(point: MeasuredWork) -> float:
+    """Return operations per byte."""
+    work = point.work
+    return work.operations / work.moved_bytes if work.moved_bytes else float("inf")
+
+
+def _fit_cut(counts: Floats, seconds: Floats, cut: int, serial_fraction: float) -> Roofline:
+    """Fit with the first `cut` runs bound by bytes; the error is that of the roofline itself."""
+    weights = np.full(counts.shape, serial_fraction)
+    weights[:cut, 1] = 1.0
+    weights[cut:, 0] = 1.0
+    features = np.column_stack((np.ones(len(counts)), counts * weights))
+    fixed_s, operation_s, byte_s = solve_nonnegative(
+        features / seconds[:, None], np.ones(len(seconds))
+    ).tolist()
+    sides = counts * np.array([operation_s, byte_s])
+    predicted = fixed_s + sides.max(axis=1) + serial_fraction * sides.min(axis=1)
+    error = float(np.sqrt(np.mean((predicted / seconds - 1.0) ** 2)))
+    return Roofline(
+        fixed_s=fixed_s,
+        operation_s=operation_s,
+        byte_s=byte_s,
+        serial_fraction=serial_fraction,
+        fit_error=error,
+    )

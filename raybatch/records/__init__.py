@@ -1,0 +1,1 @@
+"""Records that everybody knows: requests, completions, counts. No Ray, no torch."""

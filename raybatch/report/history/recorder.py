@@ -1,0 +1,248 @@
+"""Records a run while it runs: its log, its heartbeat, and how far its units are."""
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from raybatch.durable.heartbeat import BEAT_EVERY_S, beat, end_beat, live_runs
+from raybatch.durable.run_log import RunLog
+from raybatch.durable.stores.protocols import Store
+from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
+from raybatch.planning.store import StoredPlan
+from raybatch.records.types import PoolStats
+from raybatch.report.history.records import STOPPED
+from raybatch.report.history.sampling import Sampler
+from raybatch.stages.receipts import UnitReceipt
+
+__all__ = ["RunRecorder", "UnitsSoFar", "new_run_id"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+# their messages name options, files and engines, never the text of a row
+_TELLABLE = (ConfigError, ReplicaError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitsSoFar:
+    """How far the units of a run are.
+
+    Args:
+        total: units of all plans; 0 while there is none.
+        done: units that are written, those of earlier runs among them.
+        resumed: units that earlier runs had written.
+        rows_resumed: rows of these.
+        planned_hit_rate: share of the prompt tokens that the plan does not compute; None where it
+            has none.
+    """
+
+    total: int
+    done: int
+    resumed: int
+    rows_resumed: int
+    planned_hit_rate: float | None = None
+
+
+def new_run_id(now_s: float) -> str:
+    """Return a name for a run that began at `now_s`; the names of runs sort by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now_s))}-{uuid.uuid4().hex[:8]}"
+
+
+class RunRecorder:
+    """Writes what happens in one run; use as a context manager, which the run happens in.
+
+    Nothing of it decides about rows or units, and a store that fails ends the log, not the run.
+
+    Args:
+        store: of the sink.
+        run_id: name of the run.
+        about: what the first line says of the job; secrets in it are hidden.
+        clock: seconds since 1970.
+
+    Attributes:
+        run_id: name of the run.
+        units: how far they are; none of them are known while there is no plan.
+        rows_written: of units that this run has written, or found written.
+        rows_failed: error rows among these.
+        limit: or signal that ended the run early; None where none did.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        about: Mapping[str, Any],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self.run_id = run_id
+        self._about = about
+        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=self.rows_resumed)
+        self._clock = clock
+        self._log = RunLog(store, run_id, clock)
+        self._began_s = clock()
+        self._next_beat_s = self._began_s
+        self._sampler = Sampler()
+        self._num_receipts = self._done_before = 0
+        self.rows_written = self.rows_failed = 0
+        self._end = "finished"
+        self.limit: str | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="raybatch-run-log", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._began_s = self._clock()
+        self._warn_of_others()
+        host, pid = socket.gethostname(), os.getpid()
+        self._log.write("run_started", host=host, pid=pid, **self._about)
+        self._log.flush()
+        self._beat_if_due()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        if (last := self._sampler.rest(self._elapsed_s())) is not None:
+            self._log.write("sample", **last)
+        reason = self._end if error is None else _reason(error)
+        level = "info" if reason == "finished" else "error"
+        self._log.write("run_ended", level=level, reason=reason, seconds=self._elapsed_s())
+        self._log.flush()
+        try:
+            end_beat(self._store, self.run_id)
+        except Exception as failure:  # it is stale soon
+            logger.info("the heartbeat is left behind: %s", error_text(failure))
+
+    @property
+    def rows_resumed(self) -> int:
+        """Rows that earlier runs had written."""
+        return int(self._about.get("rows_resumed", 0))
+
+    def stopping(self, limit: str) -> None:
+        """Hear that no further unit starts, and of the limit or the signal that is why."""
+        self.limit = limit
+        self._log.write("stopping", level="warning", limit=limit)
+
+    def incomplete(self) -> None:
+        """Say that the run has ended without all of its rows."""
+        self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
+
+    def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
+        """Hear of the plan that runs next, and which units of the whole output are written."""
+        done, is_first = int(np.count_nonzero(is_done)), self.units.total == 0
+        resumed = done if is_first else self.units.resumed
+        logical, computed = stored.logical_tokens, stored.computed_tokens
+        self._done_before = done
+        self.units = UnitsSoFar(
+            total=len(is_done),
+            done=done,
+            resumed=resumed,
+            rows_resumed=self.rows_resumed,
+            planned_hit_rate=1 - computed / logical if logical else None,
+        )
+        self._log.write(
+            "planned",
+            plan=stored.hash,
+            rows=stored.num_rows,
+            units=len(is_done),
+            units_resumed=resumed,
+            prompt_tokens=logical,
+            computed_tokens=computed,
+        )
+
+    def unit_done(self, receipt: UnitReceipt) -> None:
+        """Hear of a unit that is written."""
+        self._num_receipts += 1
+        self.rows_written += receipt.num_rows
+        self.rows_failed += receipt.num_errors
+        self._note_done(self.units.resumed + self._num_receipts)
+        self._log.write(
+            "unit_done",
+            unit=receipt.unit,
+            rows=receipt.num_rows,
+            won=receipt.won,
+            errors=receipt.num_errors,
+            prompt_tokens=receipt.prompt_tokens,
+            cached_tokens=receipt.cached_tokens,
+            generated_tokens=receipt.generated_tokens,
+            start_s=receipt.started - self._began_s,
+            seconds=receipt.ended - receipt.started,
+            host=receipt.host,
+            pid=receipt.pid,
+        )
+
+    def observe(self, stats: PoolStats, *, cost: float = 0.0) -> None:
+        """Take a state of the pool; a sample of it is written when it is due.
+
+        Args:
+            stats: of the pool.
+            cost: of all answers of the run so far.
+        """
+        # receipts come with the last unit of a block; a pool counts for each plan anew
+        self._note_done(self._done_before + stats.num_units_written)
+        found = self._sampler.observe(self._elapsed_s(), stats, cost)
+        for event in found.events:
+            level = "info" if event["state"] == "ready" else "warning"
+            self._log.write("replica", level=level, **event)
+        if found.sample is not None:
+            self._log.write("sample", **found.sample)
+
+    def _note_done(self, done: int) -> None:
+        done = min(max(done, self.units.done), self.units.total)
+        self.units = replace(self.units, done=done)
+
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._began_s
+
+    def _tick(self) -> None:
+        while not self._is_over.wait(_TICK_S):
+            self._beat_if_due()
+            self._log.flush_if_due()
+
+    def _beat_if_due(self) -> None:
+        now_s = self._clock()
+        if now_s < self._next_beat_s:
+            return
+        self._next_beat_s = now_s + BEAT_EVERY_S
+        try:
+            beat(self._store, self.run_id, now_s)
+        except Exception as error:  # nothing depends on it
+            logger.info("the heartbeat could not be written: %s", error_text(error))
+
+    def _warn_of_others(self) -> None:
+        try:
+            others = live_runs(self._store, self._began_s)
+        except Exception as error:  # a warning less
+            logger.info("the heartbeats of other runs cannot be read: %s", error_text(error))
+            return
+        for other in others:
+            logger.warning(
+                "another run is active, or died just now: %s. Where both go on, each unit is "
+                "written once all the same, but its rows may be generated twice",
+                other,
+            )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt | RunStopped):
+        return "interrupted"
+    if isinstance(error, _TELLABLE):
+        return f"failed: {error_text(error)}"
+    return f"failed: {type(error).__name__}"

@@ -1,0 +1,1 @@
+"""Images of rows: columns, files, values, and the tokens that they take."""

@@ -1,0 +1,172 @@
+"""The columns by which the plan of a job travels with its rows, as far as the feeders.
+
+They are put on beside the user's columns and taken off by whoever reads them; none is written.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.errors import ConfigError
+from raybatch.records.types import TokenIds
+from raybatch.rows.prompt import Prompt
+
+__all__ = [
+    "RANK",
+    "ROW",
+    "PlannedRows",
+    "check_names",
+    "place_columns",
+    "places",
+    "plan_columns",
+    "prompt_columns",
+    "rank_of",
+    "take_groups",
+    "take_off",
+    "with_columns",
+]
+
+_MARK = "__rb_plan_"
+# unit and position in it as one number, and the number of the row in the source
+RANK = f"{_MARK}rank"
+ROW = f"{_MARK}row"
+_POSITION_BITS = 32
+_GROUP = f"{_MARK}group"
+_PREFIX_LEN = f"{_MARK}prefix_len"
+_EXPECTED = f"{_MARK}expected"
+_PROMPT = f"{_MARK}prompt"
+_ERROR = f"{_MARK}error"
+_FILTERED = f"{_MARK}filtered"
+_SPECIAL = f"{_MARK}special"
+_PAYLOAD = f"{_MARK}payload"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRows:
+    """What a plan says of the rows of a batch.
+
+    Args:
+        group_ids: prefix group of each row, None for a row that is alone.
+        prefix_lens: int32 [rows], tokens that the row's group shares.
+        expected_lens: tokens that each row is likely to generate, None where nothing is known.
+        prompts: of each row, where the plan has kept them; None renders them again.
+    """
+
+    group_ids: Sequence[int | None]
+    prefix_lens: npt.NDArray[np.int32]
+    expected_lens: Sequence[int | None]
+    prompts: Sequence[Prompt] | None = None
+
+
+def check_names(schema: pa.Schema) -> None:
+    """Raise ConfigError where a column of the user has a name of ours."""
+    taken = [name for name in schema.names if name.startswith(_MARK)]
+    if taken:
+        raise ConfigError(
+            f"the source has columns whose names begin with {_MARK!r}, which are kept for plans: "
+            f"{', '.join(taken)}; rename them"
+        )
+
+
+def plan_columns(
+    group_ids: npt.NDArray[np.int64],
+    prefix_lens: npt.NDArray[np.int32],
+    expected_lens: npt.NDArray[np.float64],
+) -> dict[str, pa.Array]:
+    """Return columns of a plan; a negative group and an expected length of NaN become null."""
+    is_known = ~np.isnan(expected_lens)
+    whole = np.where(is_known, np.ceil(np.nan_to_num(expected_lens)), 0).astype(np.int32)
+    return {
+        _GROUP: pa.array(group_ids, mask=group_ids < 0),
+        _PREFIX_LEN: pa.array(prefix_lens, pa.int32()),
+        _EXPECTED: pa.array(whole, mask=~is_known),
+    }
+
+
+def place_columns(
+    units: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
+) -> dict[str, pa.Array]:
+    """Return columns that say where rows stand in the output, and in the source."""
+    return {RANK: pa.array(rank_of(units) + positions), ROW: pa.array(rows)}
+
+
+def rank_of(units: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the rank of the first row of each unit."""
+    return units.astype(np.int64) << _POSITION_BITS
+
+
+def places(table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return unit and position of each row."""
+    rank = table.column(RANK).to_numpy()
+    return rank >> _POSITION_BITS, rank & ((1 << _POSITION_BITS) - 1)
+
+
+def take_groups(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the prefix group of each row, -1 for a row that is alone."""
+    return table.column(_GROUP).fill_null(-1).to_numpy()  # type: ignore[no-any-return]
+
+
+def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
+    """Return columns of prompts that need not be rendered again."""
+    return {
+        _PROMPT: _token_lists([prompt.token_ids for prompt in prompts]),
+        _ERROR: pa.array([prompt.error for prompt in prompts], pa.large_string()),
+        _FILTERED: pa.array([prompt.is_filtered for prompt in prompts], pa.bool_()),
+        _SPECIAL: pa.array([prompt.num_special for prompt in prompts], pa.int64()),
+        _PAYLOAD: pa.array([prompt.payload for prompt in prompts], pa.large_string()),
+    }
+
+
+def with_columns(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
+    """Return the table with columns behind its own."""
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table
+
+
+def take_off(table: pa.Table) -> tuple[pa.Table, PlannedRows | None]:
+    """Return the table without columns of a plan, and what they say; None where there are none."""
+    names = [name for name in table.column_names if name.startswith(_MARK)]
+    if not names:
+        return table, None
+    return table.drop_columns(names), PlannedRows(
+        group_ids=table.column(_GROUP).to_pylist(),
+        prefix_lens=table.column(_PREFIX_LEN).to_numpy(),
+        expected_lens=table.column(_EXPECTED).to_pylist(),
+        prompts=_prompts(table) if _PROMPT in names else None,
+    )
+
+
+def _prompts(table: pa.Table) -> list[Prompt]:
+    lists = table.column(_PROMPT)
+    lists = lists.chunk(0) if lists.num_chunks == 1 else lists.combine_chunks()
+    tokens, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
+    is_null = lists.is_null().to_numpy(zero_copy_only=False)
+    errors = table.column(_ERROR).to_pylist()
+    filtered = table.column(_FILTERED).to_pylist()
+    special = table.column(_SPECIAL).to_pylist()
+    payloads = table.column(_PAYLOAD).to_pylist()
+    return [
+        Prompt(
+            None if is_null[row] else tokens[offsets[row] : offsets[row + 1]],
+            errors[row],
+            filtered[row],
+            special[row],
+            payloads[row],
+        )
+        for row in range(table.num_rows)
+    ]
+
+
+def _token_lists(prompts: Sequence[TokenIds | None]) -> pa.LargeListArray:
+    lengths = [0 if ids is None else len(ids) for ids in prompts]
+    given = [ids for ids in prompts if ids is not None]
+    return pa.LargeListArray.from_arrays(
+        pa.array(np.cumsum([0, *lengths], dtype=np.int64)),
+        pa.array(np.concatenate([np.zeros(0, np.int32), *given])),
+        mask=pa.array([ids is None for ids in prompts], pa.bool_()),
+    )

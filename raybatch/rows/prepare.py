@@ -1,0 +1,240 @@
+"""From a row batch to what the pool is asked: ids, prompts, options and the request table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.actors.wire.columns import request_table
+from raybatch.records.types import Sampling
+from raybatch.rows.identity import column_row_ids, content_row_ids, row_seed
+from raybatch.rows.large_rows import large_rows
+from raybatch.rows.options import StageConfig
+from raybatch.rows.overrides import row_samplings
+from raybatch.rows.plan_columns import PlannedRows
+from raybatch.rows.pooled_rows import POOLED, fit_pooled
+from raybatch.rows.prompt import Prompt, fit_prompt
+from raybatch.rows.prompt_inputs import column_of
+from raybatch.rows.render import PromptReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A row batch, ready for the pool.
+
+    Args:
+        row_ids: of every row.
+        prompts: of every row, errors included.
+        rows: position in the row batch of each request.
+        copies: rows that are not asked because an earlier one is identical, to that one.
+        requests: one row per request.
+        samplings: the different options, which the request table points into.
+        request_samplings: of each request.
+    """
+
+    row_ids: Sequence[str]
+    prompts: Sequence[Prompt]
+    rows: Sequence[int]
+    copies: Mapping[int, int]
+    requests: pa.Table
+    samplings: Sequence[Sampling]
+    request_samplings: Sequence[Sampling]
+
+
+def prepare(
+    table: pa.Table,
+    *,
+    config: StageConfig,
+    reader: PromptReader,
+    max_model_len: int | None,
+    input_errors: Sequence[str] | None = None,
+    planned: PlannedRows | None = None,
+    changes: Mapping[str, Any] | None = None,
+    refused: Mapping[int, str] | None = None,
+) -> Prepared:
+    """Render, tokenize and check every row; what is wrong with a row is in its prompt.
+
+    Args:
+        table: read only.
+        config: of the stage.
+        reader: of the prompts.
+        max_model_len: longest prompt plus output; None knows no limit.
+        input_errors: per row what went wrong before this stage, "" for nothing.
+        planned: what the plan of a job says of the rows.
+        changes: sampling options that win over all others.
+        refused: rows that are not to be asked, each with its error.
+
+    Raises:
+        ConfigError: a column that the stage reads is not there.
+    """
+    prompts = None if planned is None else planned.prompts
+    if prompts is None:
+        prompts = _read(table, reader, _errors_before(table, config, input_errors))
+    samplings = _samplings(table, config)
+    if changes is not None:
+        samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
+    prompts = [
+        _checked(prompt, sampling, config, max_model_len)
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    row_ids, prompts = _identify(table, config, prompts)
+    for row, error in (refused or {}).items():
+        prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
+    rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
+    asked = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
+    copies = find_copies(rows, prompts, asked) if config.dedup else {}
+    asked = [sampling for row, sampling in zip(rows, asked, strict=True) if row not in copies]
+    rows = [row for row in rows if row not in copies]
+    distinct = list(dict.fromkeys(asked))
+    index = {sampling: i for i, sampling in enumerate(distinct)}
+    return Prepared(
+        row_ids=row_ids,
+        prompts=prompts,
+        rows=rows,
+        copies=copies,
+        samplings=distinct,
+        request_samplings=asked,
+        requests=request_table(
+            [row_ids[row] for row in rows],
+            [ids for row in rows if (ids := prompts[row].token_ids) is not None],
+            seeds=_seeds(asked, [row_ids[row] for row in rows]),
+            sampling=np.array([index[s] for s in asked], np.int32),
+            payloads=[prompts[row].payload for row in rows],
+            **({} if planned is None else _planned_columns(planned, rows, asked)),
+        ),
+    )
+
+
+def _planned_columns(
+    planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
+) -> dict[str, Any]:
+    """Return what the plan says of each row that is asked, as `request_table` takes it."""
+    totals = [planned.expected_lens[row] for row in rows]
+    return {
+        "group_ids": [planned.group_ids[row] for row in rows],
+        "prefix_lens": planned.prefix_lens[rows],
+        # a plan expects of all samples together, an engine of each
+        "expected_lens": [
+            None if total is None else -(-total // sampling.n)
+            for total, sampling in zip(totals, samplings, strict=True)
+        ],
+    }
+
+
+def find_copies(
+    rows: Sequence[int], prompts: Sequence[Prompt], samplings: Sequence[Sampling]
+) -> dict[int, int]:
+    """Return the rows whose result is that of an earlier row, to that row.
+
+    Only where neither chance nor the row's id takes part in the result.
+
+    Args:
+        rows: positions that are asked.
+        prompts: of all rows.
+        samplings: of each of `rows`.
+    """
+    first: dict[tuple[Sampling, bytes, str | None], int] = {}
+    copies = {}
+    for row, sampling in zip(rows, samplings, strict=True):
+        token_ids, payload = prompts[row].token_ids, prompts[row].payload
+        if is_deterministic(sampling) and token_ids is not None:
+            original = first.setdefault((sampling, token_ids.tobytes(), payload), row)
+            if original != row:
+                copies[row] = original
+    return copies
+
+
+def is_deterministic(sampling: Sampling) -> bool:
+    """Return whether equal prompts have equal results with these options."""
+    return sampling.temperature == 0
+
+
+def _samplings(table: pa.Table, config: StageConfig) -> list[Sampling | str]:
+    if config.task != "generate":
+        return [POOLED] * table.num_rows
+    return row_samplings(
+        table,
+        config.sampling,
+        overrides=config.overrides,
+        sampling_column=config.sampling_column,
+        fixed=config.fixed_options,
+    )
+
+
+def _read(
+    table: pa.Table, reader: PromptReader, input_errors: Sequence[str] | None
+) -> Sequence[Prompt]:
+    if input_errors is None:
+        return reader.read(table)
+    if all(input_errors):
+        # nothing says which columns the rows would have had
+        return [Prompt(None, error) for error in input_errors]
+    good = [table.slice(row, 1) for row, error in enumerate(input_errors) if not error]
+    prompts = iter(reader.read(table if len(good) == table.num_rows else pa.concat_tables(good)))
+    return [Prompt(None, error) if error else next(prompts) for error in input_errors]
+
+
+def _errors_before(
+    table: pa.Table, config: StageConfig, input_errors: Sequence[str] | None
+) -> Sequence[str] | None:
+    """Return per row what keeps it from being read, "" for nothing; None where nothing does."""
+    large = large_rows(table, max_bytes=config.max_row_bytes)
+    if not large:
+        return input_errors
+    errors = [""] * table.num_rows if input_errors is None else list(input_errors)
+    for row, num_bytes in large.items():
+        errors[row] = errors[row] or (
+            f"RowTooLarge: the columns of the row take {num_bytes:,} bytes, and max_row_bytes is "
+            f"{config.max_row_bytes:,}"
+        )
+    return errors
+
+
+def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.uint64]:
+    seeds = [row_seed(s.seed, row_id) for s, row_id in zip(asked, row_ids, strict=True)]
+    return np.array(seeds, np.uint64)
+
+
+def _checked(
+    prompt: Prompt, sampling: Sampling | str, config: StageConfig, max_model_len: int | None
+) -> Prompt:
+    if isinstance(sampling, str):
+        return prompt if prompt.error else prompt._replace(error=sampling)
+    if config.task != "generate":
+        return fit_pooled(prompt, max_len=max_model_len, on_too_long=config.on_too_long)
+    return fit_prompt(
+        prompt,
+        max_tokens=sampling.max_tokens,
+        max_model_len=max_model_len,
+        on_too_long=config.on_too_long,
+    )
+
+
+def _identify(
+    table: pa.Table, config: StageConfig, prompts: Sequence[Prompt]
+) -> tuple[list[str], list[Prompt]]:
+    contents = content_row_ids([p.token_ids for p in prompts], [p.error for p in prompts])
+    if config.id_column is None:
+        return contents, list(prompts)
+    ids, errors = column_row_ids(column_of(table, config.id_column))
+    row_ids = [
+        content if found is None else found for found, content in zip(ids, contents, strict=True)
+    ]
+    return row_ids, [
+        prompt._replace(error=error) if error and not prompt.error else prompt
+        for prompt, error in zip(prompts, errors, strict=True)
+    ]
+
+
+def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
+    """Bound the output by the context, so that every backend ends such a row as "length"."""
+    assert isinstance(sampling, Sampling), "a row with bad options is not asked"
+    if max_model_len is None or prompt.token_ids is None or sampling is POOLED:
+        return sampling
+    room = max_model_len - len(prompt.token_ids)
+    if sampling.max_tokens <= room:
+        return sampling
+    return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

@@ -1,0 +1,107 @@
+"""The prompt of a row: what makes it, and how it fits the context."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from raybatch.errors import ConfigError, error_text
+from raybatch.records.types import TokenIds
+from raybatch.rows.options import OnTooLong
+from raybatch.rows.schema import describe_error
+from raybatch.text.prompt_errors import InvalidPrompt, PromptError, RenderError
+from raybatch.text.tokenizer import Encoded
+
+__all__ = ["Prompt", "fit_prompt", "make_prompts"]
+
+
+class Prompt(NamedTuple):
+    """The prompt of one row, or why there is none.
+
+    Args:
+        token_ids: int32; also given where the prompt is too long.
+        error: "" or "Type: message".
+        is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
+        num_special: special tokens of the model in the texts of the row.
+        payload: what the backend is sent beside the ids, or in their place, JSON; None sends the
+            ids alone.
+        cuttable: tokens that may be cut where the prompt is too long, from and to; None cuts any.
+        num_images: that stand among the ids.
+        asked_ids: that an engine is given where stand-ins for images are among the ids; None gives
+            those.
+    """
+
+    token_ids: TokenIds | None
+    error: str = ""
+    is_filtered: bool = False
+    num_special: int = 0
+    payload: str | None = None
+    cuttable: tuple[int, int] | None = None
+    num_images: int = 0
+    asked_ids: TokenIds | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the row goes to an engine."""
+        return not self.error and not self.is_filtered
+
+
+def fit_prompt(
+    prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
+) -> Prompt:
+    """Return the prompt as it fits the context, cut or refused as the stage asks.
+
+    A prompt fits if one token can follow it; a cut one leaves room for `max_tokens` where the
+    context is longer than that.
+    """
+    ids = prompt.token_ids
+    if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
+        return prompt
+    if on_too_long == "drop":
+        return prompt._replace(is_filtered=True)
+    if on_too_long == "error" or prompt.num_images:
+        way_out = "set on_too_long to cut or drop such rows, or cut them before"
+        if prompt.num_images:
+            way_out = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
+        error = (
+            f"PromptTooLong: {len(ids)} prompt tokens leave no room in a context of "
+            f"{max_model_len}; {way_out}"
+        )
+        return prompt._replace(error=error)
+    room = max_model_len - max_tokens if max_tokens < max_model_len else 1
+    cut = ids[-room:] if on_too_long == "truncate_left" else ids[:room]
+    return prompt._replace(token_ids=cut)
+
+
+def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
+    """Make a prompt of each value; what a row or a user's function raises is the row's error.
+
+    Args:
+        values: of each row; an exception is the row's error.
+        make: of a value.
+
+    Raises:
+        ConfigError: of `make`, which no row can go on with.
+    """
+    prompts: list[Prompt] = []
+    for value in values:
+        try:
+            if isinstance(value, Exception):
+                raise InvalidPrompt(str(value))
+            found = make(value)
+            prompts.append(
+                Prompt(
+                    found.token_ids,
+                    num_special=found.num_special,
+                    payload=found.payload,
+                    cuttable=found.cuttable,
+                    num_images=found.num_images,
+                    asked_ids=found.asked_ids,
+                )
+            )
+        except PromptError as error:
+            prompts.append(Prompt(None, error_text(error)))
+        except ConfigError:
+            raise
+        except Exception as error:  # the messages function is the user's
+            cause = describe_error(RenderError.__name__, error_text(error))
+            prompts.append(Prompt(None, cause))
+    return prompts

@@ -1,0 +1,163 @@
+"""The columns that a stage adds: one fixed Arrow schema, also where all rows failed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+
+from raybatch.actors.wire.columns import LOGPROBS_TYPE
+from raybatch.errors import ConfigError, encodable
+from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
+from raybatch.records.types import Task
+
+ERROR_COLUMN = "__inference_error__"
+ROW_ID = "row_id"
+
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+_TOOL_CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)])
+# what is told beside the text of a sample, where it is asked for
+PARSED_COLUMNS: Mapping[str, pa.DataType] = {
+    REASONING: pa.string(),
+    TOOL_CALLS: pa.list_(_TOOL_CALL),
+    PARSE_ERROR: pa.string(),
+}
+
+Status = Literal["ok", "truncated", "filtered", "too_long", "invalid", "error", "crashed"]
+
+# of the tasks that generate nothing: the column of the numbers, and its type
+NUMBERS: Mapping[str, tuple[str, pa.DataType]] = {
+    "embed": ("embeddings", pa.list_(pa.float32())),
+    "classify": ("embeddings", pa.list_(pa.float32())),
+    "score": ("score", pa.float32()),
+}
+
+GOOD_STATUSES: tuple[Status, ...] = ("ok", "truncated", "filtered")
+
+_STATUS_OF_ERROR: Mapping[str, Status] = {
+    "PromptTooLong": "too_long",
+    "CapacityError": "too_long",
+    "InvalidPrompt": "invalid",
+    "InvalidSampling": "invalid",
+    "InvalidPooling": "invalid",
+    "UnknownAdapter": "invalid",
+    "InvalidRowId": "invalid",
+    "RowTooLarge": "invalid",
+    "RenderError": "invalid",
+    "TokenizeError": "invalid",
+    "ReplicaCrash": "crashed",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSchema:
+    """Names and types of the columns that one stage adds.
+
+    Args:
+        num_samples: samples per row; above 1 the columns of a sample become lists.
+        has_logprobs: add the column `logprobs`.
+        prefix: put before every name, for a second stage over the same rows.
+        task: of the stage; where nothing is generated, the columns of generated text make room for
+            the numbers.
+        parsed: which of `PARSED_COLUMNS` to add.
+    """
+
+    num_samples: int = 1
+    has_logprobs: bool = False
+    prefix: str = ""
+    task: Task = "generate"
+    parsed: tuple[str, ...] = ()
+
+    def arrow(self) -> pa.Schema:
+        """Return the added columns in their order."""
+
+        def per_sample(kind: pa.DataType) -> pa.DataType:
+            return kind if self.num_samples == 1 else pa.list_(kind)
+
+        if self.task == "generate":
+            answer = {
+                "generated_text": per_sample(pa.string()),
+                "generated_tokens": per_sample(pa.list_(pa.int32())),
+            }
+            counted = {"num_generated_tokens": per_sample(pa.int32())}
+        else:
+            name, kind = NUMBERS[self.task]
+            answer, counted = {name: kind}, {}
+        columns = {
+            ROW_ID: pa.string(),
+            **answer,
+            "num_input_tokens": pa.int32(),
+            **counted,
+            "num_cached_tokens": pa.int32(),
+            "finish_reason": per_sample(pa.string()),
+            "group_id": pa.int64(),
+            "attempts": pa.int32(),
+        }
+        if self.has_logprobs:
+            columns["logprobs"] = per_sample(LOGPROBS_TYPE)
+        columns |= {name: per_sample(PARSED_COLUMNS[name]) for name in self.parsed}
+        columns[ERROR_COLUMN] = pa.string()
+        return pa.schema([(self.prefix + name, kind) for name, kind in columns.items()])
+
+    def attach(self, user: pa.Table, columns: Mapping[str, Iterable[object]]) -> pa.Table:
+        """Return the user's columns, untouched, followed by the added ones.
+
+        A user column named as the row id is replaced by it: only the column that the stage reads
+        the ids from can have that name (see `check_collisions`).
+
+        Args:
+            user: read only.
+            columns: every name of `arrow()` without the prefix, to one value per row.
+        """
+        row_id = self.prefix + ROW_ID
+        table = user.drop_columns([row_id]) if row_id in user.column_names else user
+        for field in self.arrow():
+            values = columns[field.name.removeprefix(self.prefix)]
+            array = values if isinstance(values, pa.Array) else pa.array(values, type=field.type)
+            table = table.append_column(field, array)
+        return table
+
+    def check_collisions(self, user: pa.Schema, *, id_column: str | None) -> None:
+        """Raise ConfigError where the user's columns have a name that the stage writes."""
+        for name in self.arrow().names:
+            if name not in user.names:
+                continue
+            if name == id_column and name == self.prefix + ROW_ID:
+                if user.field(name).type == pa.string():
+                    continue
+                raise ConfigError(
+                    f"the id column {name!r} is {user.field(name).type} and the output column of "
+                    "that name is a string; rename it, or set output_prefix"
+                )
+            raise ConfigError(
+                f"the input already has a column {name!r}, which the stage writes; rename it "
+                f"(ds.rename_columns), or set output_prefix where the stage has that option (for "
+                f"example LLMStage(..., output_prefix='answer_'))"
+            )
+
+
+def row_status(finish_reason: str | None, error: str) -> Status:
+    """Return the status of a row (or of one of its samples) from its two columns.
+
+    Example:
+        >>> row_status("length", "")
+        'truncated'
+    """
+    if error:
+        return _STATUS_OF_ERROR.get(error_class(error), "error")
+    if finish_reason == "length":
+        return "truncated"
+    if finish_reason == "capacity":
+        return "too_long"
+    return "filtered" if finish_reason == "filtered" else "ok"
+
+
+def error_class(error: str) -> str:
+    """Return the part of "Type: message" that names the class of the error."""
+    return error.partition(":")[0]
+
+
+def describe_error(kind: str, cause: BaseException | str) -> str:
+    """Return the text of an error column, "Type: message" on one line."""
+    message = str(cause) or type(cause).__name__
+    return encodable(f"{kind}: {' '.join(message.split())[:2000]}")

@@ -1,0 +1,272 @@
+"""Prompt templates with named fields from columns; a value of a row is never a template.
+
+The syntax is that of `str.format` without attributes, indices, conversions and nested fields, so
+that a template can name columns and nothing else.
+"""
+
+import datetime
+import decimal
+import math
+import re
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.errors import ConfigError, did_you_mean, error_text
+from raybatch.rows.batches import UNREADABLE, python_values
+from raybatch.text.prompt_errors import InvalidPrompt, PromptError
+
+_CONVERTIBLE = (
+    str,
+    bool,
+    int,
+    float,
+    decimal.Decimal,
+    datetime.datetime,
+    datetime.date,
+    datetime.time,
+)
+
+# what a number or a text may ask for: fill, align, sign, width, grouping, precision, type
+_FORMAT_SPEC = re.compile(
+    r"(?:.?[<>=^])?[-+ ]?#?0?(?P<width>\d*)[,_]?(?:\.(?P<precision>\d+))?"
+    r"[bcdeEfFgGnosxX%]?"
+)
+_MAX_FORMAT_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Literal text, then a field unless this is the end of the template."""
+
+    literal: str
+    field: str | None
+    format_spec: str
+
+
+class PromptTemplate:
+    """A prompt with fields, such as `PromptTemplate("{document} Q: {question}")`.
+
+    Two braces stand for one. A format spec after a colon works on numbers and strings.
+
+    Args:
+        text: the template.
+
+    Raises:
+        ConfigError: the template is malformed or asks for more than a column's value.
+
+    Example:
+        >>> PromptTemplate("{name}: {score:.1f}").render({"name": "a", "score": 0.25})
+        'a: 0.2'
+    """
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise ConfigError(f"prompt template must be a string, got {type(text).__name__}")
+        self.text = text
+        self._pieces = _parse(text)
+        self.fields = tuple(dict.fromkeys(piece.field for piece in self._pieces if piece.field))
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise ConfigError if a field is no column of the dataset."""
+        known = list(columns)
+        for name in self.fields:
+            if name not in known:
+                raise ConfigError(
+                    f"prompt template: no column {name!r}{did_you_mean(name, known)}; "
+                    f"the dataset has {', '.join(known) or 'no columns'}"
+                )
+
+    def render(self, row: Mapping[str, object]) -> str:
+        """Return the prompt of one row.
+
+        Raises:
+            ConfigError: the row has no such column.
+            InvalidPrompt: a value is null, not valid UTF-8, or of a type that is no text.
+        """
+        values = {}
+        for name in self.fields:
+            if name not in row:
+                self.check(row)
+            values[name] = _check_value(name, row[name])
+        return self._fill(values)
+
+    def render_column(self, table: pa.Table) -> tuple[list[str | None], list[str]]:
+        """Render every row of a table.
+
+        Returns:
+            The prompts, None for a bad row; and the errors, "" for a good one.
+
+        Raises:
+            ConfigError: the table lacks a column.
+        """
+        self.check(table.column_names)
+        columns = [_read_column(table[name]) for name in self.fields]
+        prompts: list[str | None] = []
+        errors: list[str] = []
+        for idx in range(table.num_rows):
+            try:
+                values = {
+                    name: _check_value(name, column[idx])
+                    for name, column in zip(self.fields, columns, strict=True)
+                }
+                prompts.append(self._fill(values))
+                errors.append("")
+            except PromptError as error:
+                prompts.append(None)
+                errors.append(error_text(error))
+        return prompts, errors
+
+    @property
+    def layout(self) -> tuple[tuple[str, str | None], ...]:
+        """The text before each field with the field's name; the text at the end with None."""
+        ends = () if not self._pieces or self._pieces[-1].field is None else (("", None),)
+        return tuple((piece.literal, piece.field) for piece in self._pieces) + ends
+
+    def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
+        """Yield the text of each of `fields` for every row of a table; None for a bad row.
+
+        Raises:
+            ConfigError: the table lacks a column.
+        """
+        self.check(table.column_names)
+        columns = [_read_column(table[name]) for name in self.fields]
+        formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
+        # without fields the zip would have no rows
+        for row in zip(*columns, strict=True) if columns else [()] * table.num_rows:
+            try:
+                yield tuple(
+                    _format(name, _check_value(name, value), formats[name])
+                    for name, value in zip(self.fields, row, strict=True)
+                )
+            except PromptError:
+                yield None
+
+    def _fill(self, values: Mapping[str, object]) -> str:
+        parts = []
+        for piece in self._pieces:
+            parts.append(piece.literal)
+            if piece.field is not None:
+                parts.append(_format(piece.field, values[piece.field], piece.format_spec))
+        return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Stands for a value of a type that is never decoded."""
+
+    type_name: str
+
+
+def _read_column(column: pa.ChunkedArray) -> list[object]:
+    """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
+
+    A date that Python cannot hold, or whose time zone it does not know, comes back as its
+    exception.
+    Only plain types are decoded: decoding a value of an extension type can run code.
+    """
+    if pa.types.is_dictionary(column.type) and is_text_like(column.type.value_type):
+        column = column.cast(column.type.value_type)
+    if not is_text_like(column.type):
+        unread = _Unread(str(column.type))
+        return [unread if is_valid else None for is_valid in column.is_valid().to_pylist()]
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        return [_text_or_bytes(raw) for raw in column.cast(pa.large_binary()).to_pylist()]
+    except UNREADABLE:
+        return python_values(column)
+
+
+def is_text_like(arrow_type: pa.DataType) -> bool:
+    """Return whether values of this type can be filled into a prompt."""
+    return not isinstance(arrow_type, pa.BaseExtensionType) and any(
+        is_kind(arrow_type)
+        for is_kind in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_string_view,
+            pa.types.is_integer,
+            pa.types.is_floating,
+            pa.types.is_boolean,
+            pa.types.is_decimal,
+            pa.types.is_date,
+            pa.types.is_time,
+            pa.types.is_timestamp,
+            pa.types.is_null,
+        )
+    )
+
+
+def _text_or_bytes(raw: bytes | None) -> str | bytes | None:
+    if raw is None:
+        return None
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def _check_value(name: str, value: object) -> object:
+    if value is None:
+        raise InvalidPrompt(f"column {name!r} is null")
+    if isinstance(value, Exception):
+        raise InvalidPrompt(f"column {name!r} cannot be read: {value}")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and math.isnan(value):
+        # what a numpy or pandas batch makes of a null
+        raise InvalidPrompt(f"column {name!r} is null (NaN)")
+    if isinstance(value, bytes) and not isinstance(_text_or_bytes(value), str):
+        raise InvalidPrompt(f"column {name!r} is not valid UTF-8")
+    if not isinstance(value, _CONVERTIBLE):
+        kind = value.type_name if isinstance(value, _Unread) else type(value).__name__
+        raise InvalidPrompt(
+            f"column {name!r} holds a {kind}; a prompt takes text, numbers and "
+            "dates: convert it before this stage"
+        )
+    return value
+
+
+def _format(name: str, value: object, format_spec: str) -> str:
+    if not format_spec:
+        return str(value)
+    try:
+        return format(value, format_spec)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidPrompt(
+            f"column {name!r}: cannot format a {type(value).__name__} with {format_spec!r}: {error}"
+        ) from error
+
+
+def _parse(text: str) -> tuple[_Piece, ...]:
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ConfigError(
+            f"prompt template {text!r}: {error}; write {{{{ and }}}} for braces in the text"
+        ) from error
+    pieces = []
+    for literal, field, format_spec, conversion in parsed:
+        if field is not None:
+            _check_field(text, field, format_spec or "", conversion)
+        pieces.append(_Piece(literal, field, format_spec or ""))
+    return tuple(pieces)
+
+
+def _check_field(text: str, field: str, format_spec: str, conversion: str | None) -> None:
+    where = f"prompt template {text!r}: field {field!r}"
+    if not field or field.isdigit():
+        raise ConfigError(f"{where} must be the name of a column; write {{{{ }}}} for braces")
+    if "." in field or "[" in field or conversion:
+        raise ConfigError(
+            f"{where} may only name a column; attributes, indices and conversions are not allowed"
+        )
+    match = _FORMAT_SPEC.fullmatch(format_spec)
+    if match is None:
+        raise ConfigError(f"{where} has the format {format_spec!r}, which is not understood")
+    if any(len(digits or "") > _MAX_FORMAT_DIGITS for digits in match.groups()):
+        raise ConfigError(f"{where} has the format {format_spec!r}, which is too wide")

@@ -1,1 +1,0 @@
-"""The plan of a job: made from its whole input, written below the sink, and followed."""

@@ -1,0 +1,1 @@
+"""From text to tokens and back: tokenizer, chat templates, stop strings."""

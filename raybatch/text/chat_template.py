@@ -1,0 +1,214 @@
+"""Renders chat templates: jinja2 in a sandbox, with an end to what one rendering may do.
+
+Templates see what transformers shows them. What differs: loops, values and time are limited (see
+`raybatch.text.template_limits`), and a few filters for web pages are not there.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from raybatch.text.template_guards import SPEND, STEP, guarded
+from raybatch.text.template_limits import (
+    MAX_CHARS,
+    Budget,
+    TemplateLimitError,
+    check_call,
+    check_operator,
+    checked_filters,
+)
+
+__all__ = ["ChatTemplate"]
+
+_MAX_INDENT = 32
+# stands at the end of a message that is to be continued; no filter changes its letters
+_END = "\ue004\ue005 "
+
+
+class ChatTemplate:
+    """A chat template, parsed once.
+
+    Args:
+        text: of the template.
+
+    Raises:
+        TemplateError: it is no template.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        environment = _Environment()
+        code = environment.compile(guarded(environment.parse(text), environment))
+        self._budget = environment.budget
+        self._template = Template.from_code(
+            environment, code, environment.make_globals(None), uptodate=None
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool | str = False,
+        **variables: Any,  # noqa: ANN401 - of the template
+    ) -> str:
+        """Return the text of messages.
+
+        Args:
+            messages: of one row.
+            add_generation_prompt: end with the begin of a new message.
+            continue_final_message: end inside the last message; a text names its field, which is
+                "content" else.
+            **variables: that the template may read.
+
+        Raises:
+            TemplateLimitError: the template does too much.
+            Exception: whatever else a template raises.
+        """
+        last: str | None = None
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("a message is continued or a new one begun, not both")
+        if continue_final_message:
+            field = "content" if continue_final_message is True else str(continue_final_message)
+            messages, last = self._marked(messages, field)
+        rendered = self._run(
+            messages=messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+        return rendered if last is None else _cut_at_end(rendered, last)
+
+    def _run(self, **variables: Any) -> str:  # noqa: ANN401
+        pieces, chars = [], 0
+        with self._budget.renewed():
+            for piece in self._template.generate(**{"tools": None, "documents": None, **variables}):
+                chars += len(piece)
+                if chars > MAX_CHARS:
+                    raise TemplateLimitError(f"it writes more than {MAX_CHARS:,} characters")
+                pieces.append(piece)
+        return "".join(pieces)
+
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], field: str
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Return the messages with a mark at the end of the last one, and what that one says."""
+        marked = deepcopy([dict(message) for message in messages])
+        value = marked[-1].get(field)
+        if value is None or field not in self._text:
+            raise ValueError(f"the last message has no {field!r} to continue, or it is not shown")
+        if isinstance(value, str):
+            marked[-1][field] = value + _END
+            return marked, value
+        for part in reversed(value):
+            if "text" in part:
+                said = str(part["text"])
+                part["text"] = said + _END
+                return marked, said
+        raise ValueError("the last message has no text to continue")
+
+
+def _cut_at_end(rendered: str, last: str) -> str:
+    """Return what stands before the mark; blanks before it go where the template trims."""
+    place = rendered.rfind(_END.strip())
+    if place < 0 or last.strip() not in rendered:
+        raise ValueError("the template does not show the message that is to be continued")
+    before = rendered[:place]
+    return before if rendered.startswith(_END, place) else before.rstrip()
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model has said, which is for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _QuietNamespace(Namespace):
+    """Shows nothing of what it holds: shown inside itself it would be endless."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            # nothing of a template runs before its budget is there
+            optimized=False,
+            extensions=[_Generation, loopcontrols],
+        )
+        self.budget = Budget()
+        self.filters = checked_filters(self.filters)
+        self.filters |= {"tojson": _to_json, **_counting(self.budget)}
+        self.globals |= {
+            "namespace": _QuietNamespace,
+            "raise_exception": _raise,
+            "strftime_now": strftime_now,
+        }
+        del self.globals["lipsum"]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
+        check_operator(operator, left, right)
+        return self.budget.spend(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, N805
+        # names that no keyword of a template can have
+        check_call(__obj, args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _counting(budget: Budget) -> dict[str, Callable[..., Any]]:
+    """Return the filters that count; one that wants the context is never run while compiling."""
+
+    @pass_context
+    def step(_context: Context, value: Any) -> Any:  # noqa: ANN401
+        budget.step()
+        return value
+
+    @pass_context
+    def spend(_context: Context, value: Any) -> Any:  # noqa: ANN401
+        return budget.spend(value)
+
+    return {STEP: step, SPEND: spend}
+
+
+def strftime_now(format: str) -> str:
+    """Return the time of now in a format, for templates that say the date."""
+    return datetime.now().astimezone().strftime(format)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,  # noqa: ANN401
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if isinstance(indent, str) or (indent is not None and not 0 <= indent <= _MAX_INDENT):
+        raise TemplateLimitError(f"tojson takes an indent up to {_MAX_INDENT}")
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

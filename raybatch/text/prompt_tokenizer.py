@@ -1,0 +1,60 @@
+"""What the stages need of a tokenizer: that of a model, or the stand-in for an endpoint's."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from raybatch.config import SpecialTokens
+from raybatch.records.types import TokenIds
+from raybatch.text.tokenizer import Encoded
+
+__all__ = ["PromptTokenizer"]
+
+
+class PromptTokenizer(Protocol):
+    """Turns prompts into tokens and tokens into text; `raybatch.text.tokenizer` says more."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be asked."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def frame(self) -> tuple[int, int]:
+        """How many tokens stand before and behind a plain text."""
+
+    def count_special(self, text: str) -> int:
+        """Return how many special tokens stand in `text` as plain characters."""
+
+    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
+        """Return whether messages can be asked with an option of that name."""
+
+    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
+        """Return the ids of a plain prompt."""
+
+    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Encoded:
+        """Return a plain prompt."""
+
+    def read_chat(
+        self,
+        messages: object,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        row_options: Mapping[str, Any] | None = None,
+        special_tokens: SpecialTokens = "escape",
+        has_images: bool = False,
+    ) -> Encoded:
+        """Return a prompt of messages."""
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+    def decode_batch(
+        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of many lists of token ids."""

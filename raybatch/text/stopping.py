@@ -1,0 +1,160 @@
+"""Stop strings: found while tokens arrive, cut off when the text is made.
+
+The engine asks a `StopChecker` after every token; whoever makes the text calls `visible_token_ids`
+and `truncate_at_stop`.
+"""
+
+from typing import Protocol
+
+import numpy.typing as npt
+
+from raybatch.records.types import Completion, Sampling, TokenIds
+
+# a character has at most four bytes; after so many tokens a broken one will not become whole
+_MAX_HELD_TOKENS = 8
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+
+class StopChecker:
+    """Watches the text of sequences that have stop strings; others cost nothing.
+
+    Text is made from a short window of tokens, so a token costs the same at any length. A match
+    that ends within the first `min_tokens` tokens does not count, as in vLLM.
+
+    Args:
+        tokenizer: turns token ids into text.
+    """
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._watches: dict[int, _Watch] = {}
+
+    def add(self, slot: int, sampling: Sampling, generated: npt.ArrayLike = ()) -> None:
+        """Watch a slot.
+
+        Args:
+            slot: any; what it held is replaced.
+            sampling: options.
+            generated: tokens made before, by a preempted or migrated sequence.
+        """
+        self.remove(slot)
+        if sampling.stop:
+            watch = _Watch(self._tokenizer, sampling)
+            for token_id in generated:  # type: ignore[union-attr]
+                watch.append(int(token_id))  # type: ignore[arg-type]
+            self._watches[slot] = watch
+
+    def remove(self, slot: int) -> None:
+        """Forget a slot; forgetting a free one does nothing."""
+        self._watches.pop(slot, None)
+
+    def check(self, slot: int, token_id: int) -> str | None:
+        """Take in the next token and return the stop string that it completed, if any."""
+        watch = self._watches.get(slot)
+        return watch.append(token_id) if watch is not None else None
+
+
+class _Watch:
+    """Text of one sequence, as far back as a stop string can reach."""
+
+    def __init__(self, tokenizer: Decoder, sampling: Sampling) -> None:
+        self._tokenizer = tokenizer
+        self._stop = sampling.stop
+        self._skip_special_tokens = sampling.skip_special_tokens
+        self._min_tokens = sampling.min_tokens
+        self._reach = max(map(len, sampling.stop)) - 1
+        self._num_tokens = 0
+        self._window: list[int] = []  # tokens whose text is out, then tokens held back
+        self._num_out = 0
+        self._out_text = ""  # text of the first _num_out tokens of the window
+        self._tail = ""
+
+    def append(self, token_id: int) -> str | None:
+        self._num_tokens += 1
+        new = self._decode_next(token_id)
+        text = self._tail + new
+        found = None
+        if new and self._num_tokens > self._min_tokens:
+            found = find_stop(text, self._stop, end_after=len(self._tail))
+        self._tail = text[-self._reach :] if self._reach else ""
+        return found
+
+    def _decode_next(self, token_id: int) -> str:
+        """Return the text that this token adds; empty while a character is incomplete."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        num_held = len(self._window) - self._num_out
+        if text.endswith("\ufffd") and num_held < _MAX_HELD_TOKENS:
+            return ""
+        new = text[len(self._out_text) :]
+        # the tokens just put out stay as left neighbours: some tokenizers drop the first space of
+        # a text; skipped special tokens have no text and cannot stand for a neighbour
+        newest = self._window[self._num_out :]
+        newest_text = self._tokenizer.decode(newest, self._skip_special_tokens)
+        if newest_text or len(self._window) > _MAX_HELD_TOKENS:
+            self._window, text = newest, newest_text
+        self._num_out = len(self._window)
+        self._out_text = text
+        return new
+
+
+def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | None:
+    """Return the stop string that begins first in `text`; of equals the first listed.
+
+    Args:
+        text: to search.
+        stop: strings to look for.
+        end_after: matches that end at or before this character do not count.
+    """
+    found: list[tuple[int, int]] = []
+    for idx, candidate in enumerate(stop):
+        position = text.find(candidate, max(0, end_after - len(candidate) + 1))
+        if position >= 0:
+            found.append((position, idx))
+    return stop[min(found)[1]] if found else None
+
+
+def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> str:
+    """Cut `text` at the stop string that ended it.
+
+    Args:
+        text: of the whole completion.
+        stop: the string that was found.
+        include: keep the stop string itself.
+        start: character from which to look.
+    """
+    position = text.find(stop, start)
+    if position < 0:
+        return text
+    return text[: position + len(stop)] if include else text[:position]
+
+
+def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
+    """Return the tokens that belong to the text: without the stop token that ended it."""
+    is_ended_by_token = completion.finish_reason == "stop" and not isinstance(
+        completion.stop_reason, str
+    )
+    if is_ended_by_token and not sampling.include_stop_str_in_output:
+        return completion.token_ids[:-1]
+    return completion.token_ids
+
+
+def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decoder) -> str:
+    """Return the text of a completion as the user sees it."""
+    skip = sampling.skip_special_tokens
+    text = tokenizer.decode(visible_token_ids(completion, sampling), skip)
+    stop = completion.stop_reason
+    if not isinstance(stop, str):
+        return text
+    start = 0
+    if sampling.min_tokens:
+        # an earlier match may lie among the first min_tokens tokens; the last token ended it
+        before = tokenizer.decode(completion.token_ids[:-1], skip).rstrip("\ufffd")
+        start = max(0, len(before) - len(stop) + 1)
+    return truncate_at_stop(text, stop, sampling.include_stop_str_in_output, start=start)

@@ -1,0 +1,113 @@
+"""The files of a checkpoint that make tokens of a prompt, read without loading a tokenizer."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as FastTokenizer
+
+from raybatch.errors import ConfigError
+from raybatch.models.json_files import read_json
+from raybatch.text.chat_template import ChatTemplate
+
+__all__ = ["TemplateText", "check_template", "check_tokenizer", "template_of"]
+
+_CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
+# what transformers may make a fast tokenizer of, where it has no tokenizer.json
+_VOCABULARIES = ("*.model", "*.spm", "*.tiktoken", "*.txt", "*.codes", "*vocab*", "tekken.json")
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+class TemplateText(NamedTuple):
+    """A chat template and the file that has it."""
+
+    file: Path
+    text: str
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse a folder whose tokenizer is not there or damaged, as far as its files tell.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    read_json(folder / _CONFIG)
+    fast = folder / _FAST
+    if fast.is_file():
+        try:
+            FastTokenizer.from_file(str(fast))
+        except Exception as error:  # the library raises bare exceptions
+            raise ConfigError(
+                f"{fast} is no tokenizer ({error}); download it again, in a clone with "
+                "`git lfs pull`"
+            ) from error
+    elif not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise ConfigError(
+            f"{folder} has no {_FAST}, so no prompt can be tokenized; put the tokenizer of the "
+            "model beside its weights (save_pretrained of a fast tokenizer in transformers)"
+        )
+
+
+def check_template(folder: Path, *, has_tools: bool) -> None:
+    """Refuse a checkpoint whose chat template cannot be parsed.
+
+    Args:
+        folder: of the checkpoint; one without a template is fine.
+        has_tools: rows are rendered with tools, for which it may have a template of its own.
+
+    Raises:
+        ConfigError: names the file and the place in it.
+    """
+    found = template_of(folder, has_tools=has_tools)
+    if found is None:
+        return
+    try:
+        ChatTemplate(found.text)
+    except (TemplateError, ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        where = f", line {line}" if line else ""
+        raise ConfigError(
+            f"{found.file}{where}: the chat template cannot be parsed: {error}; mend it, give "
+            "another as chat_template, or ask plain text with chat=False"
+        ) from error
+
+
+def template_of(folder: Path, *, has_tools: bool) -> TemplateText | None:
+    """Return the template with which a checkpoint renders messages; None where it has none.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    found = _templates_in_files(folder) or _templates_in_config(folder)
+    if has_tools and _WITH_TOOLS in found:
+        return found[_WITH_TOOLS]
+    return found.get(_DEFAULT)
+
+
+def _templates_in_files(folder: Path) -> dict[str, TemplateText]:
+    """Return the templates that have files of their own, by name; they win over the config's."""
+    paths = {path.stem: path for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / _TEMPLATE).is_file():
+        paths = {_DEFAULT: folder / _TEMPLATE, **paths}
+    return {name: TemplateText(path, _read(path)) for name, path in paths.items()}
+
+
+def _templates_in_config(folder: Path) -> dict[str, TemplateText]:
+    path = folder / _CONFIG
+    told = (read_json(path) or {}).get("chat_template")
+    if isinstance(told, str):
+        return {_DEFAULT: TemplateText(path, told)}
+    listed = told if isinstance(told, list) else []
+    return {
+        str(one["name"]): TemplateText(path, str(one["template"]))
+        for one in listed
+        if isinstance(one, dict) and {"name", "template"} <= set(one)
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error

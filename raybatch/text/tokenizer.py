@@ -1,0 +1,364 @@
+"""Text to token ids and back: one rendering, one tokenization, no control tokens from data.
+
+Wraps the tokenizer of a checkpoint. A value of a row is never a template.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as FastTokenizer
+
+from raybatch.config import SpecialTokens as SpecialTokensMode
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.records.types import TokenIds
+from raybatch.text.chat import Message, check_messages, join_parts, map_texts, texts
+from raybatch.text.chat_template import ChatTemplate
+from raybatch.text.prompt_errors import InvalidPrompt, RenderError, TokenizeError
+from raybatch.text.special_tokens import SpecialTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# a tokenizer of these classes is what its tokenizer.json says, without code of a model family
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+_RESERVED_OPTIONS = (
+    "conversation",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+    "return_assistant_tokens_mask",
+    "chat_template",
+)
+
+
+class Encoded(NamedTuple):
+    """A prompt in tokens.
+
+    Args:
+        token_ids: int32.
+        num_special: special tokens that were found in its texts.
+        payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
+        cuttable: first place of the tokens that may be cut, and the one behind; None cuts any.
+        num_images: that stand among its tokens.
+        asked_ids: `token_ids` before stand-ins for images were put among them; None where equal.
+    """
+
+    token_ids: TokenIds
+    num_special: int = 0
+    payload: str | None = None
+    cuttable: tuple[int, int] | None = None
+    num_images: int = 0
+    asked_ids: TokenIds | None = None
+
+    def without(self, num_special: int) -> Self:
+        """Return the same tokens where so many special ones were put into the texts on purpose."""
+        return self._replace(num_special=max(0, self.num_special - num_special))
+
+
+class Tokenizer:
+    """The tokenizer of one model; build it with `Tokenizer.load`.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers; owned by this object.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise ConfigError(
+                f"{type(tokenizer).__name__} has no tokenizer.json; convert it with transformers "
+                "(save_pretrained of a fast tokenizer) and try again"
+            )
+        fast.no_truncation()
+        fast.no_padding()
+        self._tokenizer = tokenizer
+        self._fast = fast
+        names = _special_names(tokenizer, fast)
+        self.special_ids = frozenset(names.values())
+        self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
+        self._special = SpecialTokens(fast, names)
+        self._takes_parts: dict[str | None, bool] = {}
+        self._templates: dict[str, ChatTemplate] = {}
+        self._cleans_up = (
+            bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+            and type(fast.model).__name__ != "BPE"
+        )
+
+    @classmethod
+    def load(cls, model_path: str | os.PathLike[str]) -> "Tokenizer":
+        """Load the tokenizer of a checkpoint directory or hub id; never runs its code.
+
+        Raises:
+            ConfigError: there is no tokenizer that can be used.
+            MissingDependency: transformers is not installed.
+        """
+        try:
+            loader = _loader(Path(model_path))
+        except ImportError as error:
+            raise MissingDependency(
+                "tokenizers need transformers: pip install 'raybatch[cpu]'"
+            ) from error
+        try:
+            tokenizer = loader.from_pretrained(os.fspath(model_path), trust_remote_code=False)
+        except Exception as error:  # a damaged file raises a bare exception in the library
+            raise ConfigError(f"no usable tokenizer in {model_path}: {error}") from error
+        return cls(tokenizer)
+
+    @property
+    def hugging_face(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer of transformers; it may not be changed."""
+        return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
+        """Return whether the chat template says `name` anywhere, as it must to read an option."""
+        if chat_template is None and not self.has_chat_template:
+            return False
+        tools: list[dict[str, Any]] | None = [{}] if name == "tools" else None
+        return name in str(self._tokenizer.get_chat_template(chat_template, tools))
+
+    @cached_property
+    def frame(self) -> tuple[int, int]:
+        """How many tokens the tokenizer puts before and behind a plain text."""
+        places = self._fast.encode("a").sequence_ids
+        own = [i for i, sequence in enumerate(places) if sequence is not None]
+        return (own[0], len(places) - 1 - own[-1]) if own else (0, 0)
+
+    @property
+    def has_types(self) -> bool:
+        """Whether the model is told which of two texts a token is of."""
+        return "token_type_ids" in self._tokenizer.model_input_names
+
+    def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> tuple[FastTokenizer, int]:
+        """Return what tokenizes a text with its special tokens, and how many these are."""
+        found = self._special.count(text)
+        is_escaped = special_tokens == "escape" and found > 0
+        return (self._special.escaping if is_escaped else self._fast), found
+
+    def count_special(self, text: str) -> int:
+        """Return how many special tokens stand in `text` as plain characters."""
+        return self._special.count(text)
+
+    def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds:
+        """Return the ids of a plain prompt, see `read`."""
+        return self.read(text, special_tokens=special_tokens).token_ids
+
+    def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded:
+        """Return a plain prompt in tokens, with the begin token where the model wants one.
+
+        Args:
+            text: the prompt.
+            special_tokens: "escape" makes special tokens in `text` ordinary text; "allow" lets
+                them be control tokens, and a begin token at the start of `text` is not doubled.
+
+        Raises:
+            InvalidPrompt: not a string, or no tokens.
+            TokenizeError: the tokenizer failed.
+        """
+        if not isinstance(text, str):
+            raise InvalidPrompt(f"prompt must be a string, got {type(text).__name__}")
+        found = self._special.count(text)
+        if special_tokens == "escape" and found:
+            return Encoded(_encode(self._special.escaping, text, add_special_tokens=True), found)
+        ids = _encode(self._fast, text, add_special_tokens=True)
+        bos_id = self._tokenizer.bos_token_id
+        if bos_id is not None and len(ids) > 1 and ids[0] == bos_id == ids[1]:
+            ids = ids[1:]
+        return Encoded(ids, found)
+
+    def apply_chat(self, messages: object, **options: Any) -> TokenIds:  # noqa: ANN401
+        """Return the ids of rendered messages, see `read_chat`."""
+        return self.read_chat(messages, **options).token_ids
+
+    def read_chat(
+        self,
+        messages: object,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        row_options: Mapping[str, Any] | None = None,
+        special_tokens: SpecialTokensMode = "escape",
+        has_images: bool = False,
+    ) -> Encoded:
+        """Render messages with the chat template and tokenize the result once.
+
+        The model is asked for a new message, or to go on with the last one if that is the
+        assistant's.
+
+        Args:
+            messages: of one row, in the form of OpenAI's chat API, text only.
+            chat_template: in place of the model's own; part of the job, never of a row.
+            chat_template_kwargs: options of the template, such as `enable_thinking`.
+            row_options: such options that come with the row, such as its tools; they win, and
+                their texts are read as those of messages.
+            special_tokens: "escape" keeps control tokens to the template.
+            has_images: parts of the type "image" are places of images.
+
+        Raises:
+            ConfigError: no template, or an option that is not the template's.
+            InvalidPrompt: the messages are malformed.
+            RenderError: the template refused them.
+            TokenizeError: the tokenizer failed.
+        """
+        if chat_template is None and not self.has_chat_template:
+            raise ConfigError(
+                "the model has no chat template; give chat_template or use prompt= for plain text"
+            )
+        options = dict(chat_template_kwargs or {})
+        for name in _RESERVED_OPTIONS:
+            if name in options:
+                raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
+            if name in (row_options or {}):
+                raise InvalidPrompt(f"{name!r} is not an option of a chat template")
+        checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
+        if not self._can_take_parts(chat_template, checked):
+            if has_images:
+                raise InvalidPrompt("the chat template has no place for images")
+            checked = join_parts(checked)
+        # last, as a message, so that nothing is done with the one that is not with the other
+        checked = [*checked, {"role": "", **(row_options or {})}]
+        fast = self._fast
+        is_escaped = special_tokens == "escape"
+        found = self._count_special(checked, may_spread=not is_escaped)
+        is_escaped = is_escaped and found > 0
+        if is_escaped:
+            fast = self._special.escaping
+            checked = map_texts(checked, self._special.mark)
+        *checked, of_row = checked
+        options |= {name: value for name, value in of_row.items() if name != "role"}
+        rendered = self._render(checked, chat_template, options)
+        if is_escaped:
+            rendered = self._special.protect(rendered)
+        return Encoded(_encode(fast, rendered, add_special_tokens=False), found)
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        text = self._fast.decode(_as_list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._clean(text)
+
+    def decode_batch(
+        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of many lists of token ids."""
+        found = self._fast.decode_batch(
+            [_as_list(token_ids) for token_ids in batch], skip_special_tokens=skip_special_tokens
+        )
+        return [self._clean(text) for text in found]
+
+    def _clean(self, text: str) -> str:
+        return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
+
+    def _count_special(self, messages: list[Message], *, may_spread: bool) -> int:
+        """Return how many special tokens the texts hold.
+
+        Raises:
+            InvalidPrompt: a special token is spread over neighbouring texts, where a template
+                that joins them would make it whole.
+        """
+        found = texts(messages)
+        apart = sum(map(self._special.count, found))
+        if not may_spread and self._special.count("".join(found)) > apart:
+            raise InvalidPrompt("a special token of the model is spread over several messages")
+        return apart
+
+    def _render(
+        self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
+    ) -> str:
+        is_continued = messages[-1]["role"] == "assistant"
+        if "continue_final_message" not in options:
+            is_continued = is_continued and not options.get("add_generation_prompt", False)
+            options["continue_final_message"] = is_continued
+        options.setdefault("add_generation_prompt", not options["continue_final_message"])
+        options = {**self._tokenizer.special_tokens_map, **options}
+        try:
+            if options.get("tools"):
+                options["tools"] = [_tool_schema(tool) for tool in options["tools"]]
+            rendered = self._template(chat_template, options).render(messages, **options)
+        except Exception as error:  # a template is a program and may raise anything
+            raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
+        return rendered
+
+    def _template(self, chat_template: str | None, options: dict[str, Any]) -> ChatTemplate:
+        """Return a template, parsed; the one of that name where the model has several."""
+        text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
+        if text not in self._templates:
+            self._templates[text] = ChatTemplate(text)
+        return self._templates[text]
+
+    def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
+        """Return whether the template understands contents that are lists of parts."""
+        if not any(isinstance(message["content"], list) for message in messages):
+            return True
+        if chat_template not in self._takes_parts:
+            parts = [{"type": "text", "text": "probe"}]
+            try:
+                probe = self._render([{"role": "user", "content": parts}], chat_template, {})
+            except RenderError:
+                probe = "'type'"
+            self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
+        return self._takes_parts[chat_template]
+
+
+def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function
+    """Return what a template is shown of a tool."""
+    if not callable(tool):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers
+    """Return the class that loads this tokenizer; the general one imports all of torch."""
+    config = model_path / "tokenizer_config.json"
+    try:
+        name = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    if name in _PLAIN_CLASSES and (model_path / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _special_names(tokenizer: "PreTrainedTokenizerFast", fast: FastTokenizer) -> dict[str, int]:
+    names = {
+        token.content: int(token_id)
+        for token_id, token in fast.get_added_tokens_decoder().items()
+        if token.special
+    }
+    for name, token_id in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
+        names[str(name)] = int(token_id)
+    return names
+
+
+def _encode(fast: FastTokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
+    try:
+        ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
+    except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
+        raise TokenizeError(f"{type(error).__name__}: {error}") from error
+    if not ids:
+        raise InvalidPrompt("prompt is empty")
+    return np.asarray(ids, np.int32)
+
+
+def _as_list(token_ids: npt.ArrayLike) -> list[int]:
+    return np.asarray(token_ids, np.int64).tolist()  # type: ignore[no-any-return]
