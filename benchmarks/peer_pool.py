@@ -16,8 +16,9 @@ from peer_raybatch import PACKAGES, engine_config, plan_config
 from planning import Plan, plan_requests
 from workloads_e2e import TokenRequest
 
-from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import decode_completions, request_table
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, PoolConfig
 from raybatch.records.types import Completion, Sampling
 

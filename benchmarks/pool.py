@@ -16,8 +16,9 @@ import psutil
 import pyarrow as pa
 import ray
 
-from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import request_table
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Sampling
 

@@ -10,26 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = [
-    "MARKER",
-    "Write",
-    "arrow_bytes",
-    "columns_of",
-    "file_of",
-    "foreign_output",
-    "hostile_names",
-    "link_to_nowhere",
-    "message",
-    "noisy_pages",
-    "parquet_bytes",
-    "pickles",
-    "rows_of",
-    "texts_of",
-    "two_schemas",
-    "unknown_type",
-    "wild_offsets",
-]
-
 # a payload that runs makes a file of this name in the folder of the case
 MARKER = "marker"
 GOOD = pa.table({"text": ["a", "b", "c"], "id": ["1", "2", "3"]})

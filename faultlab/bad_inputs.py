@@ -27,8 +27,6 @@ from faultlab.bad_files import (
     wild_offsets,
 )
 
-__all__ = ["CORPUS", "BadInput"]
-
 _POISON = 7
 _NOT_UTF8 = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
 

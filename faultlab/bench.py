@@ -22,8 +22,6 @@ from faultlab.soak import soak
 from faultlab.sweep import baseline, sweep
 from raybatch.report import installed_versions
 
-__all__ = ["measure_faults"]
-
 # a planted bug that so many schedules do not find counts as missed
 _MUTATION_SCHEDULES = 20_000
 

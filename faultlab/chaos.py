@@ -15,8 +15,6 @@ from faultlab.kills import KILLS, Kills
 from faultlab.places import Place, Places
 from faultlab.rig import NUM_UNITS, Answers, Checked, Rig
 
-__all__ = ["KINDS", "Planned", "RoundResult", "plan_round", "run_round"]
-
 _TWO = "two drivers"
 _FAULTS_PER_ROUND = 3
 _MAX_DRIVERS = 12

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["SmallDisk", "can_mount", "small_disk"]
-
 _SIZE_BYTES = 32 << 20
 _CHUNK_BYTES = 64 << 10
 _NUM_TRIES = 200

@@ -14,8 +14,6 @@ import ray
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
 
-__all__ = ["main", "start_ray"]
-
 # more than the host may have: the engines of these jobs wait, they do not compute
 _NUM_CPUS = 4
 _OBJECT_STORE_BYTES = 100 << 20

@@ -16,8 +16,6 @@ import psutil
 
 from raybatch.durable.fault_points import REACHED
 
-__all__ = ["Driver", "kill_family", "wait_until"]
-
 _POLL_S = 0.05
 
 

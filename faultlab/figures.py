@@ -15,8 +15,6 @@ from faultlab.simulate import SimulationReport
 from faultlab.soak import SoakOptions, SoakResult
 from faultlab.sweep import SWEPT, Baseline, PointResult
 
-__all__ = ["FaultFigures", "FaultOptions"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOptions:

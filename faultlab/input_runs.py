@@ -20,8 +20,6 @@ from raybatch.errors import RaybatchError, error_text
 from raybatch.job.job import Job
 from raybatch.outputs.verify import verify
 
-__all__ = ["InputResult", "run_input", "try_inputs"]
-
 Outcome = Literal["refused", "rows", "crashed", "hung"]
 
 _HANG_S = 120.0

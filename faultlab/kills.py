@@ -11,8 +11,6 @@ import psutil
 
 from faultlab.drivers import Driver
 
-__all__ = ["KILLS", "Kills"]
-
 # kinds that need nothing but the processes below a driver
 KILLS = ("replica", "feeder", "driver", "tree", "stop")
 _STOP_S = 3.0

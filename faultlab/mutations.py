@@ -16,8 +16,6 @@ from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 
-__all__ = ["MUTATIONS"]
-
 
 def _commit_unchecked(store: Store, unit: Unit, *args: Any, **options: Any) -> Receipt:  # noqa: ANN401
     """Commit whatever rows have arrived."""

@@ -13,8 +13,6 @@ import psutil
 
 from faultlab.drivers import kill_family
 
-__all__ = ["Nodes", "ray_nodes"]
-
 _NUM_WORKERS = 2
 _OBJECT_STORE_BYTES = 100 << 20
 # a lost node is noticed after some seconds, not after half a minute

@@ -8,8 +8,6 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["Oracle"]
-
 
 class Oracle:
     """Watches every change of the files below a sink.

@@ -18,8 +18,6 @@ import pyarrow.parquet as pq
 from faultlab.drivers import Driver, wait_until
 from faultlab.rig import NUM_ROWS, NUM_UNITS, Rig
 
-__all__ = ["OURS", "PEERS", "Compared", "compare"]
-
 OURS = "raybatch"
 PEERS = (OURS, "append", "checkpoint")
 

@@ -19,8 +19,6 @@ from faultlab.rig import Rig
 from faultlab.s3_proxy import Asked, HttpFault, s3_proxy
 from faultlab.s3_server import has_moto, s3_server, s3_variables
 
-__all__ = ["ErrorBurst", "Place", "Places"]
-
 _HTTP_FAULTS = tuple(
     HttpFault(status=status, is_after=is_after, hang_s=4.0 if status is None else 0.0)
     for status in (500, 503, 409, None)

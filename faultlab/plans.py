@@ -10,8 +10,6 @@ import numpy as np
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
 
-__all__ = ["LATER_ROWS", "NUM_ROWS", "PLANS", "Opened", "joined", "make_plan", "read_shard"]
-
 # rows of each unit, in their order, as different planners might cut one input
 PLANS = (
     ((0, 1, 2), (3, 4)),

@@ -19,16 +19,8 @@ from raybatch.durable.layout import plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.stores.repeating import Repeating
-from raybatch.durable.units import UnitCounts, UnitPlan, row_sum
+from raybatch.durable.units import Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
-
-__all__ = [
-    "REAL",
-    "Player",
-    "Steps",
-    "drive",
-    "foreign_part",
-]
 
 Ints = npt.NDArray[np.int64]
 
@@ -162,7 +154,7 @@ def _feed(
         _commit(player, store, unit, rows, said, plan_hash=plan.hash, attempt=attempt)
 
 
-def _is_committed(player: Player, store: Store, unit: commit.Unit, plan_hash: str) -> bool:
+def _is_committed(player: Player, store: Store, unit: Unit, plan_hash: str) -> bool:
     if player.is_partitioned:
         return partitioned.partitioned_receipt_of(store, unit, plan_hash) is not None
     return player.steps.receipt_of(store, unit, plan_hash, FORMAT) is not None
@@ -171,7 +163,7 @@ def _is_committed(player: Player, store: Store, unit: commit.Unit, plan_hash: st
 def _commit(
     player: Player,
     store: Store,
-    unit: commit.Unit,
+    unit: Unit,
     rows: Sequence[int],
     said: Mapping[int, str],
     **names: str,
@@ -195,7 +187,7 @@ def _count(table: pa.Table) -> UnitCounts:
 
 
 def _with_journal(
-    store: Store, unit: commit.Unit, plan_hash: str, rows: Sequence[int], attempt: str
+    store: Store, unit: Unit, plan_hash: str, rows: Sequence[int], attempt: str
 ) -> dict[int, str]:
     """Return what earlier attempts said; keep the first row that they did not finish."""
     row = np.array(rows, np.int64)

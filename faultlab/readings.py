@@ -12,8 +12,6 @@ from faultlab.drivers import Driver
 from raybatch.durable.layout import STAGING
 from raybatch.durable.stores.protocols import Store
 
-__all__ = ["Reading", "bytes_per_row", "longest_run"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:

@@ -23,8 +23,6 @@ from raybatch.outputs.verify import verify
 from raybatch.planning.store import read_plan, read_units
 from raybatch.report.history.reading import read_history
 
-__all__ = ["MAX_TOKENS", "NUM_ROWS", "NUM_UNITS", "Answers", "Checked", "Rig"]
-
 NUM_ROWS = 720
 NUM_UNITS = 40
 # of a row

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-__all__ = ["Asked", "HttpFault", "S3Proxy", "s3_proxy"]
-
 # they belong to one connection, so each side has its own
 _OF_ONE_HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 from raybatch.errors import MissingDependency
 
-__all__ = ["REGION", "has_moto", "s3_server", "s3_variables"]
-
 REGION = "us-east-1"
 
 # it listens until nobody holds the other end of its standard input any more

@@ -13,8 +13,6 @@ from faultlab.virtual_store import Files
 from faultlab.world import FaultRates, Process, World
 from raybatch.durable.layout import PLAN, part_name, plan_name
 
-__all__ = ["Replay", "SimulationReport", "Violation", "replay", "simulate"]
-
 _RATES = (
     FaultRates(crash=0.0, stall=0.0, error=0.0, delay=0.1),
     FaultRates(crash=0.02, stall=0.0, error=0.02, delay=0.1),

@@ -19,8 +19,6 @@ from raybatch.durable.parts import read_footer
 from raybatch.durable.stores.protocols import Store
 from raybatch.job.job import Job
 
-__all__ = ["SoakOptions", "SoakResult", "soak", "soak_rig"]
-
 _POLL_S = 0.5
 # a driver has loaded everything some seconds after its first unit
 _WARM_S = 10.0

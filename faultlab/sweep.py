@@ -7,8 +7,6 @@ from faultlab.drivers import wait_until
 from faultlab.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
 from raybatch.durable.fault_points import POINTS
 
-__all__ = ["SWEPT", "Baseline", "PointResult", "baseline", "sweep"]
-
 _OF_UNITS = frozenset(
     {"before_unit", "after_rows", "before_publish", "after_publish", "before_done"}
 )

@@ -5,8 +5,6 @@ import errno
 from faultlab.oracle import Oracle
 from faultlab.world import Process, World
 
-__all__ = ["Files", "VirtualStore"]
-
 _FAILURES = (
     (409, errno.EBUSY),
     (500, errno.EIO),

@@ -18,8 +18,6 @@ except ImportError as error:
         "simulated faults need greenlet; in a clone of raybatch run: pip install ./faultlab"
     ) from error
 
-__all__ = ["FAULTS", "FaultRates", "Process", "World"]
-
 # in the order in which `FaultRates` are drawn
 FAULTS = (
     "crash before",

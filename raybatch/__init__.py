@@ -18,11 +18,8 @@ from raybatch.errors import (
 )
 
 if TYPE_CHECKING:
-    from raybatch.compat.processor import (
-        ProcessorConfig,
-        build_processor,
-        vLLMEngineProcessorConfig,
-    )
+    from raybatch.compat.options import ProcessorConfig, vLLMEngineProcessorConfig
+    from raybatch.compat.processor import build_processor
     from raybatch.config import (
         BackendConfig,
         EngineConfig,
@@ -80,13 +77,13 @@ _HOMES = {
     "PlanConfig": "raybatch.config",
     "PoolConfig": "raybatch.config",
     "WaveConfig": "raybatch.config",
-    "ProcessorConfig": "raybatch.compat.processor",
+    "ProcessorConfig": "raybatch.compat.options",
     "RunReport": "raybatch.report",
     "Sampling": "raybatch.records.types",
     "Verification": "raybatch.outputs.verify",
     "build_processor": "raybatch.compat.processor",
     "read_parquet": "raybatch.job.composed",
-    "vLLMEngineProcessorConfig": "raybatch.compat.processor",
+    "vLLMEngineProcessorConfig": "raybatch.compat.options",
     "verify": "raybatch.outputs.verify",
     "write_parquet": "raybatch.job.composed",
 }

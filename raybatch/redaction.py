@@ -3,8 +3,6 @@
 import logging
 import re
 
-__all__ = ["DiscreetFormatter", "redacted"]
-
 _HIDDEN = "***"
 # longer texts are cut first, so that hostile input costs little
 _MAX_CHARS = 1 << 16

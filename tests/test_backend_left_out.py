@@ -10,7 +10,8 @@ import ray
 
 from raybatch import Job, LLMStage
 from raybatch.actors.executors.ray_pools import host_of_engines
-from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans

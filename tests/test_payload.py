@@ -45,7 +45,7 @@ def test_the_adapter_of_a_payload_is_the_one_at_its_top(keys, adapter):
 
 
 def test_the_adapter_is_the_first_of_all_keys():
-    names = [name for name in payload.__all__ if name.isupper()]
+    names = [name for name in vars(payload) if name.isupper()]
     assert min(getattr(payload, name) for name in names) == LORA
 
 

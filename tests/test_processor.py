@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 import ray
 
-from raybatch.compat.processor import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
+from raybatch.compat.options import ProcessorConfig, vLLMEngineProcessorConfig
+from raybatch.compat.processor import build_processor
 from raybatch.compat.row_functions import Postprocess, Preprocess
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError

@@ -15,7 +15,8 @@ from raybatch.errors import ConfigError
 from raybatch.explanation.build import SpeedAndPrice
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.time import TimeEstimate
-from raybatch.planning.store import StoredPlan, write_plan
+from raybatch.planning.store import write_plan
+from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
 from raybatch.report import ErrorCount, RunReport, read_report, report_of, report_path
 from raybatch.report.history.records import History, RunRecord, Sample, UnitTime

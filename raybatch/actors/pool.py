@@ -24,8 +24,6 @@ from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
 from raybatch.records.types import PoolStats, Sampling
 
-__all__ = ["PoolHandle", "PoolSpec", "release_pools"]
-
 _made: list[Pools] = []
 
 

@@ -10,8 +10,6 @@ import pyarrow as pa
 
 from raybatch.actors.wire.records import Answer, RowCrashes, Submission
 
-__all__ = ["RowWatch", "tell", "with_news"]
-
 
 class RowWatch(Protocol):
     """Follows the rows of one request table."""

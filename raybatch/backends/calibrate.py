@@ -13,8 +13,6 @@ from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep
 from raybatch.records.types import Completion, Request, Sampling, TokenIds
 
-__all__ = ["MIN_VOCAB_SIZE", "limits_of", "measure_backend"]
-
 # every model has so many; whether they mean anything does not matter
 MIN_VOCAB_SIZE = 128
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)

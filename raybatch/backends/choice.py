@@ -9,15 +9,6 @@ from typing import Literal
 
 from raybatch.config import BackendConfig, BackendKind
 
-__all__ = [
-    "BackendChoice",
-    "VllmBuild",
-    "choose_backend",
-    "told_backend",
-    "unproven_on_gpus",
-    "vllm_build",
-]
-
 # what an installed vLLM computes on
 VllmBuild = Literal["gpu", "cpu"]
 

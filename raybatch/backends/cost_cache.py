@@ -22,14 +22,6 @@ from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
 
-__all__ = [
-    "MEASURE_S",
-    "NO_SPEED_OF_ENDPOINTS",
-    "cost_model_path",
-    "load_cost_model",
-    "load_or_measure",
-]
-
 # beyond the start: the program takes about 10 s, and longer only for models that are very slow
 MEASURE_S = 300.0
 NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request may cost money"

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from typing import get_args
 
 from raybatch.backends.base import Backend
-from raybatch.backends.fake.backend import FakeBackend, FakeOptions
+from raybatch.backends.fake.backend import FakeBackend
+from raybatch.backends.fake.options import FakeOptions
 from raybatch.backends.openai.options import openai_options
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.backends.vllm.args import NATIVE_ONLY, vllm_options

@@ -8,8 +8,6 @@ import numpy as np
 
 from raybatch.records.types import Completion, Request, SequenceState
 
-__all__ = ["Intake", "IntakeBackend"]
-
 
 class Intake:
     """Requests from their submission to their last completion; one sequence per sample.

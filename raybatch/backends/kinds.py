@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from raybatch.config import BackendConfig
 
-__all__ = ["KINDS", "KindFacts", "facts_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindFacts:

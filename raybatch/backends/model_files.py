@@ -15,8 +15,6 @@ from raybatch.models.config import read_model_spec
 from raybatch.models.json_files import read_json
 from raybatch.text.text_files import check_template, check_tokenizer
 
-__all__ = ["check_files"]
-
 # of vLLM, those that read the safetensors files of the folder
 _READS_TENSORS = (None, "auto", "hf", "safetensors", "fastsafetensors")
 

@@ -8,8 +8,6 @@ from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
-__all__ = ["NativeBackend", "create"]
-
 
 class NativeBackend:
     """Follows the `Backend` protocol over an `Engine`.

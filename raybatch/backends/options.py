@@ -22,20 +22,6 @@ from raybatch.models.hub_config import read_max_positions
 from raybatch.models.source import resolve_model
 from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 
-__all__ = [
-    "ScoreForm",
-    "actors_of_engine",
-    "answering_options",
-    "check_pool",
-    "check_share",
-    "gpus_of_engine",
-    "gpus_of_replica",
-    "length_of_model",
-    "may_end_its_process",
-    "parsed_columns",
-    "score_form",
-]
-
 # of Ray's names of accelerators, the beginnings of those that its resource "GPU" does not count
 _OTHER_ACCELERATORS = ("TPU-", "aws-neuron", "Intel-GAUDI", "Ascend", "Apple-", "M1", "M2", "M3")
 

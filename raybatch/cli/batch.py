@@ -20,9 +20,6 @@ from raybatch.errors import ConfigError, shell_path
 if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
 
-__all__ = ["BatchFlags", "add_batch_commands", "run_batch_file"]
-
-
 # flags of a job that a batch file says itself, and its requests
 _SAID_BY_BATCHES = (
     "source",

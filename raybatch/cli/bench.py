@@ -18,8 +18,6 @@ from raybatch.policy.batches.step_plan import RowShape
 if TYPE_CHECKING:
     from faultlab.figures import FaultFigures
 
-__all__ = ["add_bench_commands"]
-
 
 def add_bench_commands(app: typer.Typer) -> None:
     """Give the command line its measurements."""

@@ -10,8 +10,6 @@ import typer
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
 from raybatch.errors import ConfigError
 
-__all__ = ["add_cluster_commands"]
-
 _ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the job; no secrets.")
 
 

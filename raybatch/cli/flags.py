@@ -18,17 +18,6 @@ import yaml
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.rows.options import StageConfig
 
-__all__ = [
-    "MESSAGES_FLAG",
-    "PROMPT_FLAG",
-    "JobFlags",
-    "job_mapping",
-    "nested_options",
-    "parse_settings",
-    "with_job_flags",
-    "with_model",
-]
-
 DEMO_MODEL = "demo"
 PROMPT_FLAG = typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
 MESSAGES_FLAG = typer.Option(help="Column of OpenAI messages, instead of --prompt.")

@@ -4,8 +4,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["add_output_commands"]
-
 _FOLDER = typer.Argument(help="Output folder of a job, local or a URI.")
 
 

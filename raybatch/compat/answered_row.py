@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["AnsweredRow"]
-
 _GONE: Mapping[str, str] = {
     "batch_uuid": "rows do not run in batches; row_id names a row",
     "generated_text": "the task makes numbers, in embeddings or score",

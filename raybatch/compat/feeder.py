@@ -13,8 +13,6 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.open_call import Answered
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 
-__all__ = ["ProcessorFeeder", "add_prompts"]
-
 
 class ProcessorFeeder(StageFeeder):
     """Adds the prompts that were asked to the answered rows."""

@@ -28,8 +28,6 @@ from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.options import StageConfig, build_stage_config
 
-__all__ = ["ProcessorConfig", "stage_config", "vLLMEngineProcessorConfig"]
-
 logger = logging.getLogger(__name__)
 
 StageOption = bool | Mapping[str, Any] | ProcessorStageConfig

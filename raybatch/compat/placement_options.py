@@ -7,8 +7,6 @@ from typing import Any, get_args
 from raybatch.config import Strategy, check_bundles
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = ["reserved_by"]
-
 _NAMES = ("bundles", "bundle_per_worker", "strategy")
 
 

@@ -9,14 +9,11 @@ from raybatch.compat.feeder import ProcessorFeeder
 from raybatch.compat.options import (
     ProcessorConfig,
     stage_config,
-    vLLMEngineProcessorConfig,
 )
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
-
-__all__ = ["Processor", "ProcessorConfig", "build_processor", "vLLMEngineProcessorConfig"]
 
 logger = logging.getLogger(__name__)
 

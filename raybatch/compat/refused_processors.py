@@ -4,13 +4,6 @@ from typing import Any
 
 from raybatch.errors import ConfigError
 
-__all__ = [
-    "HttpRequestProcessorConfig",
-    "HttpRequestStageConfig",
-    "SGLangEngineProcessorConfig",
-    "ServeDeploymentProcessorConfig",
-]
-
 _ENDPOINT = (
     'ProcessorConfig(model_source=..., backend={"kind": "openai", "options": {"base_url": ...}}), '
     "which sends messages or prompts to an endpoint of OpenAI's API and takes care of rate limits "

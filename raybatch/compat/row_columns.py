@@ -15,18 +15,6 @@ from raybatch.errors import ConfigError
 from raybatch.rows.batches import python_values
 from raybatch.rows.images.values import MEDIA_TYPE, data_url, media, plain
 
-__all__ = [
-    "Convert",
-    "Row",
-    "asked_value",
-    "converted",
-    "json_text",
-    "merge",
-    "plain_value",
-    "replace",
-    "replace_failed",
-]
-
 # what a function has made of a row; None where it has failed
 Row = Mapping[str, Any] | None
 Column: TypeAlias = pa.Array | pa.ChunkedArray

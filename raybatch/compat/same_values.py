@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["copied", "is_nested", "is_same"]
-
 # bool is an int and a datetime is a date for Python: what is special comes first
 _KINDS = (bool, int, float, str, bytes, datetime.datetime, datetime.date)
 # whose comparison says all, where their types are the same

@@ -9,17 +9,6 @@ from typing import Any, ClassVar, TypeVar
 
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "ChatTemplateStageConfig",
-    "Checked",
-    "DetokenizeStageConfig",
-    "PrepareMultimodalStageConfig",
-    "ProcessorStageConfig",
-    "TokenizerStageConfig",
-    "read_stage",
-    "replicas_of",
-]
-
 Concurrency = int | tuple[int, int]
 
 # they shape the actors of a stage, of which there are none

@@ -8,9 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.demo.task import PROMPT, Question, make_document, make_questions
-
-__all__ = ["MAX_FACTS", "MIN_FACTS", "PROMPT", "SCHEMA", "write_dataset"]
+from raybatch.demo.task import Question, make_document, make_questions
 
 SCHEMA = pa.schema(
     [

@@ -14,8 +14,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 
-__all__ = ["Strikes", "read_strikes", "write_strikes"]
-
 logger = logging.getLogger(__name__)
 
 

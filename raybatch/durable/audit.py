@@ -18,8 +18,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 
-__all__ = ["Audit", "audit", "finish", "is_finished", "read_success"]
-
 Ints = npt.NDArray[np.int64]
 
 # units that one thread takes at a time: their counts are added up before they are kept

@@ -17,19 +17,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 
-__all__ = [
-    "Receipt",
-    "Unit",
-    "UnitCounts",
-    "UnitPlan",
-    "check_rows",
-    "commit_unit",
-    "committed",
-    "listed_units",
-    "receipt_of",
-    "strange_files",
-]
-
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 

@@ -9,8 +9,6 @@ import os
 from raybatch.config import armed_fault
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = ["EXIT_CODE", "POINTS", "REACHED", "reach"]
-
 EXIT_CODE = 70
 REACHED = "RAYBATCH_FAULT reached"
 

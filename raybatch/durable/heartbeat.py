@@ -13,8 +13,6 @@ from raybatch.durable.layout import RUNS, heartbeat_name, heartbeat_run
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import error_text
 
-__all__ = ["BEAT_EVERY_S", "FRESH_S", "LiveRun", "beat", "beating", "end_beat", "live_runs"]
-
 logger = logging.getLogger(__name__)
 
 BEAT_EVERY_S = 30.0

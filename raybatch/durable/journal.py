@@ -19,18 +19,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 
-__all__ = [
-    "PLACE",
-    "POS",
-    "ROW",
-    "drop_fragments",
-    "journal_schema",
-    "read_begun",
-    "read_fragments",
-    "write_begun",
-    "write_fragment",
-]
-
 logger = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]

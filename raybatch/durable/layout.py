@@ -8,42 +8,6 @@ import re
 
 from raybatch.errors import ConfigError
 
-__all__ = [
-    "ATTEMPTS",
-    "DATA",
-    "DONE",
-    "FRAGMENTS",
-    "PLAN",
-    "PLANS",
-    "PLAN_ORDER",
-    "RUNS",
-    "SCHEMA",
-    "STAGING",
-    "SUCCESS",
-    "attempt_folder",
-    "attempt_name",
-    "attempt_unit",
-    "begun_name",
-    "check_name",
-    "done_name",
-    "done_unit",
-    "fragment_folder",
-    "fragment_name",
-    "fragment_unit",
-    "heartbeat_name",
-    "heartbeat_run",
-    "is_begun",
-    "is_probe",
-    "part_name",
-    "part_unit",
-    "plan_name",
-    "plan_of_shard",
-    "probe_name",
-    "run_log_name",
-    "run_log_run",
-    "staging_name",
-]
-
 PLAN = "_raybatch/plan.json"
 SCHEMA = "_raybatch/schema.arrow"
 PLANS = "_raybatch/plan"

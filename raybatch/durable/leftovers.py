@@ -18,8 +18,6 @@ from raybatch.durable.layout import (
 )
 from raybatch.durable.stores.protocols import Store
 
-__all__ = ["drop_journal_and_staging", "leftovers"]
-
 # what is of no use to a complete output
 _DROPPED = (FRAGMENTS, ATTEMPTS, STAGING)
 

@@ -7,8 +7,6 @@ from raybatch.durable.layout import DATA, PLAN
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import CommitError
 
-__all__ = ["open_plan"]
-
 
 def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
     """Return the plan of an output, making it where there is none.

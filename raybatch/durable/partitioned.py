@@ -29,15 +29,6 @@ from raybatch.durable.units import (
 )
 from raybatch.errors import CommitError, error_text
 
-__all__ = [
-    "commit_partitioned",
-    "partition_folder",
-    "partition_values",
-    "partitioned_receipt_of",
-    "read_files",
-    "read_record",
-]
-
 Ints = npt.NDArray[np.int64]
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"

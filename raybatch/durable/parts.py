@@ -12,8 +12,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
 from raybatch.errors import CommitError, error_text
 
-__all__ = ["PARQUET", "Footer", "PartFormat", "read_footer"]
-
 FOOTER_KEY = "raybatch"
 _MAGIC = b"PAR1"
 # most footers are smaller, so that one request reads them

@@ -16,8 +16,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.errors import error_text
 from raybatch.redaction import redacted
 
-__all__ = ["RunLog", "read_events", "run_ids"]
-
 logger = logging.getLogger(__name__)
 
 _MIN_WAIT_S, _MAX_WAIT_S = 2.0, 300.0

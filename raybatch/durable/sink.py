@@ -17,8 +17,6 @@ from raybatch.durable.storage import real_path, store_of, told_as
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = ["check_partitions", "check_place", "is_marked", "output_files", "prepare_sink"]
-
 _PARTITION_TYPES = (
     pa.types.is_string,
     pa.types.is_large_string,

@@ -12,8 +12,6 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError, RaybatchError, error_text
 
-__all__ = ["is_below", "real_path", "store_of", "told_as"]
-
 
 @lru_cache(maxsize=8)
 def store_of(sink: str) -> Store:

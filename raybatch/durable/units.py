@@ -13,21 +13,6 @@ import numpy.typing as npt
 from raybatch.errors import CommitError
 from raybatch.records.hashing import mix64
 
-__all__ = [
-    "NUM_ERROR_IDS",
-    "PROTOCOL",
-    "ErrorCount",
-    "Receipt",
-    "Unit",
-    "UnitCounts",
-    "UnitPlan",
-    "add_row_sums",
-    "join_plans",
-    "row_sum",
-    "row_sums",
-    "sum_counts",
-]
-
 Ints = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 

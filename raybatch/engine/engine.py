@@ -23,8 +23,6 @@ from raybatch.engine.step_forward import StepForward
 from raybatch.engine.step_scheduler import make_scheduler
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
-__all__ = ["Engine"]
-
 Int64s = npt.NDArray[np.int64]
 
 

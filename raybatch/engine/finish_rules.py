@@ -6,8 +6,6 @@ import numpy.typing as npt
 from raybatch.engine.protocols import StopCheckerLike
 from raybatch.records.types import FinishReason, Sampling, TokenIds
 
-__all__ = ["Finish", "FinishRules"]
-
 Finish = tuple[int, FinishReason, str | int | None]
 Int64s = npt.NDArray[np.int64]
 

@@ -15,8 +15,6 @@ from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Sampling, TokenIds
 
-__all__ = ["ModelLimits", "Runner", "SampleResultLike", "SamplerLike", "StopCheckerLike"]
-
 Int64s = npt.NDArray[np.int64]
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 

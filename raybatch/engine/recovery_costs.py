@@ -15,8 +15,6 @@ from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredSte
 from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.recovery import choose_recovery, recompute_time
 
-__all__ = ["LearnedRecovery", "learned_recovery"]
-
 # steps of each kind that costs are fitted to, and steps after which they are fitted afresh
 _NUM_STEPS, _REFIT_STEPS = 128, 64
 

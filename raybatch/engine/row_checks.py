@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from raybatch.engine.sequences.completions import completion_of
 from raybatch.records.types import Completion, FinishReason, SequenceState
 
-__all__ = ["RowLimits"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:

@@ -12,8 +12,6 @@ from raybatch.engine.protocols import Runner
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 
-__all__ = ["StepForward"]
-
 _NONE: Mapping[int, str] = MappingProxyType({})
 
 

@@ -18,8 +18,6 @@ from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.policy.boundary.records import BoundaryOptions
 
-__all__ = ["StepScheduler", "make_scheduler"]
-
 Int64s = npt.NDArray[np.int64]
 
 

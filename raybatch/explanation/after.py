@@ -6,8 +6,6 @@ from raybatch.durable.units import UnitCounts
 from raybatch.explanation.outcome import RunActual
 from raybatch.records.types import PoolStats, ReplicaStats
 
-__all__ = ["actual_of"]
-
 
 def actual_of(
     counts: UnitCounts, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float

@@ -7,8 +7,6 @@ from raybatch.policy.batches.saturation import GateTarget
 from raybatch.policy.batches.search import MemoryBudget, PricedPlan, SearchResult
 from raybatch.policy.residence import Residence
 
-__all__ = ["plan_section"]
-
 
 def plan_section(
     phase: str,

@@ -28,8 +28,6 @@ from raybatch.policy.batches.plan import PlannedBatches, plan_batches
 from raybatch.policy.batches.search import MemoryBudget, PricedPlan
 from raybatch.policy.batches.step_plan import Phase, RowShape, StepPlan, plan_steps
 
-__all__ = ["PlanReport", "plan_report"]
-
 # share of the best rate from which experts count as busy: a larger batch gains less than the rest
 _EFFICIENCY = 0.95
 # of the time by the clock that a process on a quiet host spends computing

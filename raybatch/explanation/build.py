@@ -15,15 +15,6 @@ from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.records.types import TokenIds
 
-__all__ = [
-    "MAX_ROWS_EXPLAINED",
-    "SpeedAndPrice",
-    "cache_size",
-    "explain_plan",
-    "explain_profile",
-    "with_orders",
-]
-
 # rows of which an explanation simulates each order, unless told otherwise
 MAX_ROWS_EXPLAINED = 100_000
 # tokens of a prefix whose text is shown

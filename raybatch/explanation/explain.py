@@ -43,8 +43,6 @@ from raybatch.prefix.profile import InputProfile
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 
-__all__ = ["Question", "explain_planned", "explain_run", "explain_source", "likely_engine_s"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -13,15 +13,6 @@ from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
 
-__all__ = [
-    "group_section",
-    "input_section",
-    "order_meanings",
-    "order_section",
-    "sharing_section",
-    "uncompared_section",
-]
-
 _SHARES = "hit rate, share of all prompt tokens"
 
 

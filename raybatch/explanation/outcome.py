@@ -11,8 +11,6 @@ from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
 
-__all__ = ["PlanOutcome", "RunActual"]
-
 # what differs by less is as planned
 _AS_PLANNED = 0.01
 # a difference that nobody asks about

@@ -8,8 +8,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from raybatch.config import from_mapping
 from raybatch.errors import ConfigError
 
-__all__ = ["from_plain"]
-
 _T = TypeVar("_T")
 
 

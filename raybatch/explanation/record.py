@@ -26,8 +26,6 @@ from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
 
-__all__ = ["PROBE", "Explanation", "KVSize"]
-
 # where expected lengths come from that rows had when they were generated before the plan
 PROBE = "a probe"
 

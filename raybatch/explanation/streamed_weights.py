@@ -9,8 +9,6 @@ from raybatch.policy.batches.step_plan import Phase
 from raybatch.policy.cost.roofline import Work
 from raybatch.policy.residence import Residence, WeightSizes, pass_time
 
-__all__ = ["StreamedWeights", "streamed_weights"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedWeights:

@@ -8,8 +8,6 @@ from raybatch.pictures.wording import count, duration
 from raybatch.policy.cost.estimate import money
 from raybatch.policy.limits import amount_of_money
 
-__all__ = ["TimeEstimate", "time_section", "with_backend"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEstimate:

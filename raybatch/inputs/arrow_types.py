@@ -13,15 +13,6 @@ import pyarrow as pa
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
 
-__all__ = [
-    "ALLOWED_EXTENSIONS",
-    "MAX_DEPTH",
-    "check_types",
-    "inert",
-    "inert_schema",
-    "refused_types",
-]
-
 # of types in others; Arrow cannot send deeper ones to another process
 MAX_DEPTH = 60
 

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 from raybatch.errors import ConfigError, RaybatchError, error_text
 
-__all__ = ["BadFileError", "content_of", "safe_text", "unreadable"]
-
 
 class BadFileError(ConfigError):
     """What a file holds is cut, broken or of another kind; `skip_bad_files` leaves it out.

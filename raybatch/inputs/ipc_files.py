@@ -21,8 +21,6 @@ from raybatch.inputs.ipc_messages import (
 )
 from raybatch.inputs.size_limits import check_num_rows, check_size, size_of
 
-__all__ = ["IpcFile", "open_ipc", "read_batches"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IpcFile:

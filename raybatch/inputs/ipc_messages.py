@@ -13,19 +13,6 @@ from typing import Any, NamedTuple
 
 from raybatch.inputs.file_errors import content_of, unreadable
 
-__all__ = [
-    "CONTINUATION",
-    "FILE_END",
-    "FILE_HEAD",
-    "RECORDS",
-    "Message",
-    "file_footer",
-    "is_stream",
-    "listed_messages",
-    "schema_header",
-    "stream_messages",
-]
-
 FILE_HEAD = b"ARROW1\0\0"
 FILE_END = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"

@@ -13,8 +13,6 @@ from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text, unreadable
 from raybatch.inputs.size_limits import size_of
 
-__all__ = ["BLOCK_BYTES", "LEAST_ALLOWED_BYTES", "MAX_GROWTH", "MAX_LINE_BYTES", "read_blocks"]
-
 # what one parse takes: large enough that its threads have work, small beside a row batch
 BLOCK_BYTES = 16 << 20
 # of a compressed file; a row may have far less by default (`max_row_bytes`)

@@ -7,8 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["changed_number"]
-
 # float64 has every whole number up to here
 _EXACT = 2.0**53
 

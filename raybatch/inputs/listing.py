@@ -17,16 +17,6 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.saved_datasets import saved_datasets
 
-__all__ = [
-    "IPC_SUFFIXES",
-    "JSON_SUFFIXES",
-    "PARQUET_SUFFIXES",
-    "ListedFile",
-    "Root",
-    "list_files",
-    "names_by_links",
-]
-
 logger = logging.getLogger(__name__)
 
 PARQUET_SUFFIXES = (".parquet", ".pq")

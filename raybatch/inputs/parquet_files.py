@@ -12,8 +12,6 @@ from raybatch.inputs.arrow_types import check_types, inert_schema
 from raybatch.inputs.file_errors import content_of, safe_text, unreadable
 from raybatch.inputs.size_limits import HARMLESS_BYTES, check_num_rows, check_size, size_of
 
-__all__ = ["bytes_of", "check_chunks", "check_row_groups", "chunks_of", "open_parquet"]
-
 _MAGIC = b"PAR1"
 _SCHEMA_KEY = b"ARROW:schema"
 _HIDDEN_KEY = b"ARROW-schema"

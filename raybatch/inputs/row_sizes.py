@@ -16,8 +16,6 @@ from raybatch.errors import error_text
 from raybatch.inputs.file_errors import safe_text, unreadable
 from raybatch.inputs.parquet_files import check_chunks, chunks_of, open_parquet
 
-__all__ = ["row_bytes_of", "sampled"]
-
 _File = TypeVar("_File")
 
 # files that are opened once more, and rows that are decoded of each

@@ -17,8 +17,6 @@ import fsspec
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
 
-__all__ = ["saved_datasets"]
-
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 # names of different versions
 _INDICES = ("_indices_files", "_indices_data_files")

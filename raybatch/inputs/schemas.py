@@ -9,8 +9,6 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.listing import JSON_SUFFIXES
 
-__all__ = ["FileSchema", "SchemaPolicy", "common_schema", "in_common_schema"]
-
 SchemaPolicy = Literal["strict", "cast"]
 POLICIES = get_args(SchemaPolicy)
 

@@ -6,8 +6,6 @@ from typing import Any
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import unreadable
 
-__all__ = ["HARMLESS_BYTES", "check_num_rows", "check_size", "size_of"]
-
 # a piece that takes no more is read however small it is in the file
 HARMLESS_BYTES = 64 << 20
 # more than codecs make of texts that repeat one document

@@ -35,14 +35,13 @@ from raybatch.planning.fingerprint import check_same, input_files
 from raybatch.planning.movable import as_movable
 from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
-from raybatch.planning.store import PlanSubject, StoredPlan, read_plan
+from raybatch.planning.store import PlanSubject, read_plan
+from raybatch.planning.stored import StoredPlan
 from raybatch.report.history.recorder import new_run_id
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID
 from raybatch.stages.ray_context import settle_context
 from raybatch.stages.unit_writer import UnitWriter, plan_units, settle_schema
-
-__all__ = ["read_parquet", "write_parquet"]
 
 UNIT = "__rb_unit"
 _PLACES = (UNIT, POS, ROW)

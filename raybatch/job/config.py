@@ -23,17 +23,6 @@ from raybatch.policy.executor import ExecutorName
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import referenced_columns
 
-__all__ = [
-    "JobConfig",
-    "OutputOrder",
-    "column_names",
-    "limit_config",
-    "plan_config",
-    "read_job_file",
-    "wave_configs",
-    "without_effect",
-]
-
 OutputOrder = Literal["plan", "input"]
 
 # what the units of a run without a plan take as well; explaining such a run takes the memory

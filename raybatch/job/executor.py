@@ -21,8 +21,6 @@ from raybatch.policy.executor import (
 )
 from raybatch.stages.feeder import StageFeeder
 
-__all__ = ["Executor", "choose", "is_connected", "with_pool"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,12 +18,10 @@ from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun
 from raybatch.outputs.ordered import restore_order
 from raybatch.outputs.rebuilt import keep_report, report_of_complete
-from raybatch.planning.store import StoredPlan
+from raybatch.planning.stored import StoredPlan
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
 from raybatch.stages.pool_watch import ProgressCallback
-
-__all__ = ["OrderedRun", "check_order"]
 
 
 def check_order(config: JobConfig) -> None:

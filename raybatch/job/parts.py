@@ -14,21 +14,10 @@ from raybatch.durable.storage import store_of, told_as
 from raybatch.planning.fingerprint import InputFile, backend_kind, check_same
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.run import fit_units
-from raybatch.planning.store import StoredPlan, read_all_units, read_plans
+from raybatch.planning.store import read_all_units, read_plans
+from raybatch.planning.stored import StoredPlan
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
-
-__all__ = [
-    "JobPart",
-    "began_with",
-    "is_complete",
-    "is_whole",
-    "parts_to_run",
-    "plans_of",
-    "settled_stage",
-    "stage_of_cluster",
-    "tell_what_holds",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,8 @@ from raybatch.planning.fingerprint import (
 from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.records import LargePlan
 from raybatch.planning.run import run_planned, store_input_order
-from raybatch.planning.store import StoredPlan, read_all_units, read_plans
+from raybatch.planning.store import read_all_units, read_plans
+from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
@@ -49,8 +50,6 @@ from raybatch.report.history.recorder import RunRecorder, new_run_id
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.unit_run import FeederRunner
-
-__all__ = ["JobRun", "planned_run"]
 
 logger = logging.getLogger(__name__)
 

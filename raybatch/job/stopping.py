@@ -13,8 +13,6 @@ from raybatch.config import LimitConfig
 from raybatch.policy.limits import Spent, reason_to_stop
 from raybatch.records.types import PoolStats
 
-__all__ = ["LimitWatch", "StopSignal", "WavesSoFar"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from raybatch.kernels.fp8 import read_fp8
 
-__all__ = ["BYTE_DTYPES", "dequantise_weight", "quantise_weight", "weight_scales"]
-
 # the options' names, and the largest number of each type
 BYTE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DecodeForm"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeForm:

@@ -119,7 +119,7 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, moe, norm, rotary, sampling
+    from raybatch.kernels.triton import attention, kv_store, moe, norm, rotary, sampling
 
     return Ops(
         rms_norm=norm.rms_norm,
@@ -129,7 +129,7 @@ def _on_gpu() -> Ops:
         add_mlp_=linear.add_mlp_,
         moe_ffn=moe.moe_ffn,
         prepare_attention=attention.prepare_attention,
-        store_kv=attention.store_kv,
+        store_kv=kv_store.store_kv,
         attend=attention.attend,
         prepare_fixed=attention.prepare_fixed,
         is_fixed=True,

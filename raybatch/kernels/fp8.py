@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["read_fp8"]
-
 # 0x87f00000 as an int32
 _BITS = 0x87F00000 - (1 << 32)
 

@@ -13,8 +13,6 @@ import torch
 
 from raybatch.kernels.fp8 import read_fp8
 
-__all__ = ["FP8", "INT8", "dequantise", "is_quantised", "quantise", "read_rows", "row_width"]
-
 # types of the pools
 INT8, FP8 = torch.int8, torch.uint8
 

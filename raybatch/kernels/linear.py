@@ -8,8 +8,6 @@ from torch.nn import functional
 from raybatch.kernels.byte_weights import dequantise_weight
 from raybatch.kernels.panels import gated_linear, join_panels, times_panels
 
-__all__ = ["Linear", "add_linear_", "add_mlp_", "embed_tokens", "linear"]
-
 # bounds the [T, 2F] temporary; larger chunks gain nothing, as the linears are at peak speed
 _MAX_ROWS = 1024
 

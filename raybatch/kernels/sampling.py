@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BLOCK", "Draws", "block_sums", "draw_tokens", "invert", "weights_of"]
-
 BLOCK = 256  # partial sums over so many tokens
 
 

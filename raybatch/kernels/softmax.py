@@ -8,8 +8,6 @@ import math
 
 import torch
 
-__all__ = ["base_of", "log_sum_exp", "masked_softmax", "merge_parts", "shares_of"]
-
 
 def base_of(highest: torch.Tensor) -> torch.Tensor:
     """Return what the scores of a row are taken relative to: its highest score, 0 where none is."""

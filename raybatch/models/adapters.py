@@ -9,8 +9,6 @@ import fsspec
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import fetch_folder
 
-__all__ = ["adapter_source", "check_adapter", "resolve_adapter"]
-
 _CONFIG = "adapter_config.json"
 _PATTERNS = ("*.safetensors", "*.bin", "*.json")
 

@@ -13,8 +13,6 @@ from raybatch.models.checkpoint import indexed_files, weight_files
 from raybatch.models.config import ModelSpec
 from raybatch.models.tensor_names import Shape, needed_tensors
 
-__all__ = ["StoredTensor", "check_known_tensors", "check_tensors", "stored_tensors"]
-
 logger = logging.getLogger(__name__)
 
 # as files name them; integers would be taken for weights as they are, and quantised types lack

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from raybatch.errors import ConfigError, error_text
 
-__all__ = ["read_max_positions"]
-
 
 def read_max_positions(path: Path, *, trust_remote_code: bool = False) -> int | None:
     """Return the positions that a model was made for; None where its config sets no limit.

@@ -9,8 +9,6 @@ from typing import Any
 
 from raybatch.errors import ConfigError
 
-__all__ = ["JsonValues", "read_json"]
-
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None where there is no file.

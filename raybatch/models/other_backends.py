@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["SAME_MODEL", "backends_for"]
-
 # of a model that generates, which the native engine lacks a part of
 SAME_MODEL = (
     "set backend: vllm, or backend: transformers, which runs every causal language model of "

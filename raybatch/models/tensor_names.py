@@ -7,8 +7,6 @@ from collections.abc import Container, Iterator
 
 from raybatch.models.config import ModelSpec
 
-__all__ = ["Shape", "needed_tensors"]
-
 Shape = tuple[int, ...]
 
 

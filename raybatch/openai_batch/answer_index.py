@@ -16,8 +16,6 @@ from raybatch.inputs.file_errors import safe_text
 from raybatch.planning.checks.repeated_ids import id_hashes
 from raybatch.records.types import Vector
 
-__all__ = ["Answer", "AnswerIndex"]
-
 _LINES_AT_ONCE = 1024
 
 

@@ -15,8 +15,6 @@ from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Reply
 from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
 
-__all__ = ["ANSWER_COLUMNS", "AnswerWriter", "Written"]
-
 # of the rows of a job, as far as answers are made of them
 ANSWER_COLUMNS = [
     "line",

@@ -18,8 +18,6 @@ from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.stage_model import find_model, max_model_len
 from raybatch.text.tokenizer import Tokenizer
 
-__all__ = ["BatchOptions", "model_names"]
-
 # where nothing says how long an answer can be
 _UNKNOWN_ANSWER_TOKENS = 16_384
 # what a batch file says for itself

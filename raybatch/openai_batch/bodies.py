@@ -29,8 +29,6 @@ from raybatch.openai_batch.tool_options import read_tools, with_parsed_calls
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
 
-__all__ = ["BodyRules", "read_request"]
-
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 # what most clients leave to the server

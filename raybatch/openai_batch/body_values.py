@@ -6,8 +6,6 @@ from typing import Any
 from raybatch.errors import did_you_mean
 from raybatch.openai_batch.refusal import Refusal
 
-__all__ = ["IGNORED", "bad", "check_keys", "flag", "is_id", "prompts_of", "whole"]
-
 MAX_PROMPTS = 2048
 
 # they change no answer

@@ -17,8 +17,6 @@ from raybatch.rows.identity import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 
-__all__ = ["Collected", "collect_answers"]
-
 _ROW_ID = "__rb_custom_id__"
 _ROWS_PER_FILE = 1 << 17
 _NOT_THERE = Answer((), (), {}, "BatchError: no line of the batch is about this row")

@@ -22,8 +22,6 @@ from raybatch.openai_batch.refusal import Refusal
 from raybatch.openai_batch.requests import Asked, Form
 from raybatch.openai_batch.seen_ids import SeenIds
 
-__all__ = ["RECORD", "ROWS_FILE", "Conversion", "FormRows", "convert", "read_conversion"]
-
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"
 _LAYOUT = 1

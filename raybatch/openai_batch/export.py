@@ -21,8 +21,6 @@ from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import check_messages
 from raybatch.text.prompt_errors import InvalidPrompt, PromptError
 
-__all__ = ["Export", "Exported", "export_rows"]
-
 # what OpenAI takes in one file
 MAX_REQUESTS, MAX_BYTES = 50_000, 200_000_000
 _ROW_ID = "__rb_custom_id__"

@@ -13,8 +13,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.storage import told_as
 
-__all__ = ["parquet_rows", "parquet_schema", "parquet_writer", "published", "remove_folder"]
-
 _ROWS_AT_ONCE = 256
 
 

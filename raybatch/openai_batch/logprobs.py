@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Decoder", "LogprobTexts"]
-
-
 # what OpenAI tells of tokens that are next to impossible; JSON has no infinity
 _LEAST = -9999.0
 

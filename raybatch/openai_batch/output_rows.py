@@ -17,8 +17,6 @@ from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_plans
 from raybatch.stages.unit_writer import UnitWriter
 
-__all__ = ["finished_rows", "rows_so_far"]
-
 _ROWS_AT_ONCE = 8192
 _KEY = ["line", "place"]
 

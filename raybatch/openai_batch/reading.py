@@ -13,8 +13,6 @@ from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.json_lines import nesting_depth
 from raybatch.openai_batch.refusal import Refusal
 
-__all__ = ["InputId", "Line", "input_id", "parse_line", "read_lines"]
-
 MAX_LINE_BYTES = 64 << 20
 # far from what JSON readers of Python bear, wherever in a job they are called
 MAX_DEPTH = 100

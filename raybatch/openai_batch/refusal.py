@@ -4,8 +4,6 @@ from typing import Any
 
 from raybatch.errors import encodable
 
-__all__ = ["Refusal", "error_body", "unexecuted"]
-
 
 class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line of the error file
     """A line that is no request, or a request that cannot be answered.

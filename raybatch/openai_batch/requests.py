@@ -5,8 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 from raybatch.records.types import Task
 
-__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "Asked", "Form", "Reply", "endpoints_of"]
-
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"

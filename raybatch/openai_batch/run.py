@@ -22,8 +22,6 @@ from raybatch.openai_batch.writing import (
 from raybatch.records.types import PoolStats
 from raybatch.stages.pool_watch import ProgressCallback
 
-__all__ = ["BatchRun"]
-
 logger = logging.getLogger(__name__)
 
 RowWatch = Callable[[int, int], None]

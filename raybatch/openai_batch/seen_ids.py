@@ -8,8 +8,6 @@ import pyarrow as pa
 
 from raybatch.planning.checks.repeated_ids import id_hashes
 
-__all__ = ["SeenIds"]
-
 Uint64s = npt.NDArray[np.uint64]
 
 

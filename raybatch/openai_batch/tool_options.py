@@ -6,8 +6,6 @@ from typing import Any
 
 from raybatch.openai_batch.refusal import Refusal
 
-__all__ = ["read_tools", "with_parsed_calls"]
-
 
 def read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
     """Return the options of the chat template that tell it the tools.

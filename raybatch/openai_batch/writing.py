@@ -18,8 +18,6 @@ from raybatch.openai_batch.output_rows import finished_rows, rows_so_far
 from raybatch.openai_batch.refusal import Refusal
 from raybatch.rows.schema import ERROR_COLUMN
 
-__all__ = ["BatchCounts", "BatchFiles", "answers_of", "is_done", "write_answers"]
-
 _ASKED_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
 _PLACE = itemgetter("line", "place")
 

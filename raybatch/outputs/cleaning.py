@@ -21,8 +21,6 @@ from raybatch.errors import ConfigError
 from raybatch.pictures.wording import printable
 from raybatch.planning.store import read_all_units, read_plans
 
-__all__ = ["Cleaned", "clean", "parse_age"]
-
 WEEK_S = 7 * 24 * 3600.0
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _NUM_NAMES = 20

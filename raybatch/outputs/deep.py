@@ -19,8 +19,6 @@ from raybatch.planning.checks.repeated_ids import RepeatedIds, Uint64s, id_hashe
 from raybatch.planning.tally import unit_counts
 from raybatch.rows.schema import OutputSchema
 
-__all__ = ["DeepLook", "look_into_parts", "part_files"]
-
 _THREADS = 4
 _UNITS_AT_ONCE = 64
 _WAY_OUT = "move the file away and run the job again"

@@ -26,15 +26,13 @@ from raybatch.outputs.row_copy import RowCopy, copy_rows
 from raybatch.planning.shards import stretches
 from raybatch.planning.store import (
     PlanSubject,
-    StoredPlan,
     read_all_units,
     read_plan,
     read_plans,
     read_units,
     write_plan,
 )
-
-__all__ = ["ordered", "restore_order"]
+from raybatch.planning.stored import StoredPlan
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,8 +11,6 @@ from raybatch.errors import ConfigError, shell_path
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, read_report
 
-__all__ = ["keep_report", "report_of", "report_of_complete"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,11 +18,10 @@ from raybatch.durable.storage import store_of, told_as
 from raybatch.errors import CommitError
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.movable import as_movable
-from raybatch.planning.store import StoredPlan, read_shards, read_units
+from raybatch.planning.store import read_shards, read_units
+from raybatch.planning.stored import StoredPlan
 from raybatch.rows.plan_columns import RANK, places, rank_of
 from raybatch.stages.unit_writer import UnitWriter
-
-__all__ = ["RowCopy", "copy_rows"]
 
 logger = logging.getLogger(__name__)
 

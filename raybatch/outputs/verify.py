@@ -18,9 +18,8 @@ from raybatch.outputs.deep import DeepLook, look_into_parts
 from raybatch.pictures.wording import printable
 from raybatch.planning.checks.stored_plan import damage_of
 from raybatch.planning.fingerprint import compare_files, output_columns
-from raybatch.planning.store import StoredPlan, read_all_units, read_plans
-
-__all__ = ["Verification", "verify"]
+from raybatch.planning.store import read_all_units, read_plans
+from raybatch.planning.stored import StoredPlan
 
 _ANEW = "remove it and run the job again, which counts the parts anew"
 

@@ -6,8 +6,6 @@ from html import escape
 
 from raybatch.pictures.svg import drawing, rect, text
 
-__all__ = ["Card", "draw_cards"]
-
 _WIDTH, _HEIGHT = 180, 84
 # characters of a number that fit a card in large type
 _MAX_BIG = 9

@@ -9,8 +9,6 @@ from raybatch.pictures.svg import drawing, element, rect, text
 from raybatch.pictures.wording import full, percent, tick
 from raybatch.prefix.histogram import Histogram
 
-__all__ = ["ShareBar", "draw_histogram", "draw_shares", "ticks"]
-
 _WIDTH, _LEFT, _RIGHT = 460, 62, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 10, 130, 36

@@ -7,8 +7,6 @@ from html import escape
 from raybatch.pictures.style import PAGE_STYLE, STYLE
 from raybatch.pictures.wording import printable
 
-__all__ = ["Figure", "Section", "Table", "to_fragment", "to_page", "to_text"]
-
 # characters of a cell on one line; a longer one is no number and takes several
 _MAX_CELL = 30
 _LONG = ' class="long"'

@@ -11,8 +11,6 @@ from raybatch.pictures.svg import drawing, element, rect, text
 from raybatch.pictures.wording import amount, count, full, percent, tick
 from raybatch.prefix.outline import TreeBox
 
-__all__ = ["draw_icicle"]
-
 _WIDTH, _LEFT, _RIGHT = 960, 64, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 8, 380, 40

@@ -1,7 +1,5 @@
 """The one style sheet of all pages, for light and dark surroundings."""
 
-__all__ = ["PAGE_STYLE", "STYLE"]
-
 _LIGHT = (
     "--paper:#fcfcfb;--ink:#16181d;--soft:#5a606b;--line:#dfe2e6;--bar:#2a6fc9;--other:#a9b4c2;"
     "--own:#d9dce1;--l1:#1c4f94;--l2:#2f75cc;--l3:#5b9be6;--l4:#8fbdf0;--l5:#bcd8f7;"

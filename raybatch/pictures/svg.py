@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["drawing", "element", "rect", "text"]
-
 
 def element(name: str, *, children: Iterable[str] = (), **attributes: object) -> str:
     """Return one element; "_" in the name of an attribute stands for "-", a last one for nothing.

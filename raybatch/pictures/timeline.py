@@ -7,8 +7,6 @@ from raybatch.pictures.charts import ticks
 from raybatch.pictures.svg import drawing, element, rect, text
 from raybatch.pictures.wording import amount, count, duration, full, tick
 
-__all__ = ["Band", "Box", "LaneRow", "Step", "draw_bands", "draw_boxes", "draw_lanes"]
-
 _WIDTH, _LEFT, _RIGHT = 960, 118, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _BAND, _GAP = 62, 20

@@ -1,7 +1,5 @@
 """Numbers as people read them, in ASCII."""
 
-__all__ = ["amount", "count", "duration", "full", "percent", "printable", "tick"]
-
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _PLAIN_BELOW = 10_000
 # from here on three digits are those of the next unit

@@ -14,7 +14,8 @@ from raybatch.inputs.source import Source
 from raybatch.planning.movable import as_movable
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.shards import rows_in_stretches
-from raybatch.planning.store import StoredPlan, read_shards, read_units
+from raybatch.planning.store import read_shards, read_units
+from raybatch.planning.stored import StoredPlan
 from raybatch.rows.plan_columns import (
     RANK,
     place_columns,
@@ -23,8 +24,6 @@ from raybatch.rows.plan_columns import (
     rank_of,
     with_columns,
 )
-
-__all__ = ["ordered_dataset", "pieces_of", "planned_tables", "with_places", "without_groups"]
 
 # blocks of the shuffle: a feeder holds some of them, and every pair of blocks is an object
 _ROWS_PER_BLOCK = 1 << 14

@@ -29,18 +29,6 @@ from raybatch.rows.options import StageConfig
 from raybatch.rows.schema import OutputSchema
 from raybatch.rows.stage_model import find_model
 
-__all__ = [
-    "InputFile",
-    "backend_kind",
-    "check_same",
-    "compare_files",
-    "fingerprint",
-    "fingerprint_digest",
-    "input_files",
-    "output_columns",
-    "output_schema",
-]
-
 PROTOCOL = "2"
 # of the engine's options, those that decide results
 _ENGINE_OPTIONS = ("dtype", "max_model_len")

@@ -33,14 +33,13 @@ from raybatch.planning.records import (
     ProbedRows,
 )
 from raybatch.planning.shards import even_stretch, even_units, stretches
-from raybatch.planning.store import StoredPlan, log_plan, write_plan, write_shard
+from raybatch.planning.store import log_plan, write_plan, write_shard
+from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import OrderForecast, merge_forecasts
 from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
-
-__all__ = ["forecast_large", "plan_large", "run_large", "run_stored"]
 
 # a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
 ROWS_PER_PART = 1 << 21

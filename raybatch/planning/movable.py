@@ -2,8 +2,6 @@
 
 import pyarrow as pa
 
-__all__ = ["as_movable", "movable_schema"]
-
 
 def as_movable(table: pa.Table) -> pa.Table:
     """Return the table with views of text and bytes as plain columns, also inside other types.

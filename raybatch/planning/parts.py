@@ -39,8 +39,6 @@ from raybatch.prefix.plan import (
 from raybatch.prefix.profile import profile_rows
 from raybatch.prefix.split import cut_units
 
-__all__ = ["arrange", "forecast", "rank", "unit_sizes"]
-
 # what a summary of a part says of the values by which its entries are ordered
 _NUM_VALUES = 256
 # boxes that are drawn of the prefix tree, of all parts together and of one at least

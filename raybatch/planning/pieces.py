@@ -29,17 +29,6 @@ from raybatch.prefix.load import Ints
 from raybatch.prefix.partition import Partitioner
 from raybatch.rows.plan_columns import ROW
 
-__all__ = [
-    "added",
-    "chosen_rows",
-    "describe",
-    "input_hits",
-    "keys_of",
-    "shard",
-    "split",
-    "sums_of",
-]
-
 
 def describe(
     options: bytes,

@@ -11,13 +11,12 @@ import pyarrow as pa
 from raybatch.config import PlanConfig
 from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
-from raybatch.planning.store import PlanSubject, StoredPlan
+from raybatch.planning.store import PlanSubject
+from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.plan import Arrangement, RowPlan
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
-
-__all__ = ["PlannedInput", "PlannedRun", "UnitRunner"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

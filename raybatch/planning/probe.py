@@ -16,8 +16,6 @@ from raybatch.planning.tally import counted_columns
 from raybatch.prefix.lengths import choose_probe, estimate_from_probe
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
-__all__ = ["estimate", "generated_lengths", "log_probe", "probe_rows"]
-
 logger = logging.getLogger(__name__)
 
 # more rows tell nothing new about means

@@ -16,15 +16,6 @@ from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import is_worth_ordering
 from raybatch.prefix.profile import InputProfile
 
-__all__ = [
-    "ArrangeJob",
-    "ArrangedPart",
-    "LargePlan",
-    "PartSummary",
-    "PieceSummary",
-    "ProbedRows",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PieceSummary:

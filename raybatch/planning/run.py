@@ -11,9 +11,8 @@ from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.records import LargePlan
 from raybatch.planning.shards import even_units, stretches
 from raybatch.planning.small import run_small
-from raybatch.planning.store import PlanSubject, StoredPlan, write_plan
-
-__all__ = ["fit_units", "is_small", "run_planned", "store_input_order", "store_stretches"]
+from raybatch.planning.store import PlanSubject, write_plan
+from raybatch.planning.stored import StoredPlan
 
 # what a unit may hold in memory, prompts included
 _MAX_UNIT_BYTES = 64 << 20

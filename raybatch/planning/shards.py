@@ -13,18 +13,6 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import RowPlan
 
-__all__ = [
-    "SHARD_SCHEMA",
-    "contents_digest",
-    "digest_of",
-    "even_stretch",
-    "even_units",
-    "make_shard",
-    "rows_in_stretches",
-    "shard_of",
-    "stretches",
-]
-
 Ints32 = npt.NDArray[np.int32]
 
 SHARD_SCHEMA = pa.schema(

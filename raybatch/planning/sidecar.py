@@ -21,8 +21,6 @@ from raybatch.rows.pooled_rows import POOLED
 from raybatch.rows.prepare import Prepared, is_deterministic
 from raybatch.rows.schema import error_class
 
-__all__ = ["FILTERED", "Sidecar", "check_expected", "describe_rows"]
-
 # why a row is not asked that is left out on purpose; error classes begin with a capital
 FILTERED = "filtered"
 

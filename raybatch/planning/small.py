@@ -23,7 +23,8 @@ from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, shard_of
 from raybatch.planning.sidecar import Sidecar, describe_rows
-from raybatch.planning.store import StoredPlan, log_plan, read_shards, write_plan, write_shard
+from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
+from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import (
@@ -36,8 +37,6 @@ from raybatch.rows.prepare import Prepared, prepare
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
-
-__all__ = ["GatheredRows", "RowDescriber", "gather", "plan_gathered", "run_small"]
 
 
 class RowDescriber:

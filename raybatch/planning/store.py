@@ -30,20 +30,6 @@ from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.shards import SHARD_SCHEMA, rows_in_stretches
 from raybatch.planning.stored import StoredPlan, parse_plan
 
-__all__ = [
-    "PlanSubject",
-    "StoredPlan",
-    "log_plan",
-    "read_all_units",
-    "read_plan",
-    "read_plans",
-    "read_shards",
-    "read_units",
-    "shard_name",
-    "write_plan",
-    "write_shard",
-]
-
 logger = logging.getLogger(__name__)
 
 Ints32 = npt.NDArray[np.int32]

@@ -9,8 +9,6 @@ from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import InputFile
 
-__all__ = ["StoredPlan", "parse_plan"]
-
 _VERSION = 2
 
 

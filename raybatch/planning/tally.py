@@ -8,8 +8,6 @@ from raybatch.durable.units import ErrorCount, UnitCounts
 from raybatch.prefix.histogram import Histogram
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class, row_status
 
-__all__ = ["counted_columns", "row_statuses", "unit_counts"]
-
 
 def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
     """Count the rows of a unit.

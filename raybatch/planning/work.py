@@ -7,8 +7,6 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.load import Floats
 from raybatch.prefix.plan import Arrangement
 
-__all__ = ["planned_work"]
-
 
 def planned_work(
     keys: BlockKeys, expected_tokens: Floats, found: Arrangement, *, is_grouped: bool

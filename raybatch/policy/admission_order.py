@@ -12,15 +12,6 @@ import numpy.typing as npt
 from raybatch.config import AdmissionPolicy
 from raybatch.errors import ConfigError, told_range
 
-__all__ = [
-    "MAX_BINS",
-    "PATIENCE",
-    "batches_ahead",
-    "next_batch",
-    "predicted_steps",
-    "shortest_first",
-]
-
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 

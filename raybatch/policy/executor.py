@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ExecutorFacts", "ExecutorName", "choose_executor", "engines_for"]
-
 ExecutorName = Literal["auto", "local", "ray"]
 
 # On one host Ray has as many engines as a local run, and is later by its start: 12 s on two cores,

@@ -4,8 +4,6 @@ import math
 
 from raybatch.errors import ConfigError
 
-__all__ = ["AdaptiveHostChunk"]
-
 _WEIGHT = 0.1
 _SAFETY = 1.5
 

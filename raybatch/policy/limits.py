@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from raybatch.config import LimitConfig
 
-__all__ = ["Spent", "amount_of_money", "reason_to_stop"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:

@@ -7,8 +7,6 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
 from raybatch.policy.cost.roofline import Roofline, Work
 
-__all__ = ["Recovery", "choose_recovery", "recompute_time"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.layer_dag import DagNode, critical_path
 
-__all__ = ["Residence", "WeightSizes", "pass_time", "plan_residence"]
-
 # passes that are laid out; what the last ones take is no longer that of a ring that fills
 _NUM_PASSES = 4
 

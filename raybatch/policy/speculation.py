@@ -13,8 +13,6 @@ from collections import deque
 
 from raybatch.errors import ConfigError
 
-__all__ = ["MAX_BREAK_EVEN", "StepTimes", "draft_length"]
-
 # above it not even sequences that copy gain anything
 MAX_BREAK_EVEN = 0.9
 # below it the next draft is free in any case; it also bounds the length of drafts

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from raybatch.errors import ConfigError
 from raybatch.records.types import Request
 
-__all__ = ["LEAST_GAIN", "LEAST_RUNS", "RowLengths", "prefers_static"]
-
 # share of the time that static batches must save: below it the noise of a measurement would decide
 LEAST_GAIN = 0.05
 # of each way; other work on a host only adds time, and some of so many runs have little of it

@@ -18,8 +18,6 @@ from raybatch.errors import ConfigError
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.records.types import TokenIds
 
-__all__ = ["BlockKeys", "find_representatives", "hash_blocks", "start_offsets"]
-
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 # of each run of tokens: its hash, and the sum of the states on the way there

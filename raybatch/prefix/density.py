@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields
 from raybatch.errors import ConfigError
 from raybatch.prefix.load import Floats, GroupLoad
 
-__all__ = ["REFERENCE_ROOFLINE", "DensityModel"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensityModel:

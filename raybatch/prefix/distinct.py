@@ -5,8 +5,6 @@ import numpy.typing as npt
 
 from raybatch.prefix.block_keys import BlockKeys
 
-__all__ = ["DistinctKeys"]
-
 _ALL = 1 << 64
 _MAX_KEYS = 1 << 16
 

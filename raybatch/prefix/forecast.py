@@ -26,14 +26,6 @@ from raybatch.prefix.plan import Arrangement, RowPlan
 from raybatch.prefix.tree.enlarge import Bools
 from raybatch.prefix.tree.prefix_tree import PrefixTree
 
-__all__ = [
-    "ForecastName",
-    "OrderForecast",
-    "forecast_orders",
-    "merge_forecasts",
-    "rows_that_fit",
-]
-
 ForecastName = Literal["input", "sorted", "planned", "bound"]
 
 

@@ -7,8 +7,6 @@ import numpy as np
 
 from raybatch.prefix.load import Floats, Ints
 
-__all__ = ["Histogram"]
-
 # below: a bin for each number; from here on four bins for each doubling
 _EXACT = 8
 

@@ -14,17 +14,6 @@ import numpy.typing as npt
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.prefix.load import Floats, Ints
 
-__all__ = [
-    "NUM_WINDOWS",
-    "CacheLoad",
-    "CacheSize",
-    "HitEstimate",
-    "estimate_hit_rate",
-    "half_width",
-    "simulate_hits",
-    "windows_of",
-]
-
 NUM_WINDOWS = 8
 # two-sided 95 % of Student's t for the mean of eight windows
 _T_QUANTILE = 2.36

@@ -17,8 +17,6 @@ from raybatch.prefix.tree.groups import PrefixGroups, make_groups
 from raybatch.prefix.tree.prefix_tree import build_tree
 from raybatch.prefix.tree.tree_order import order_in_tree
 
-__all__ = ["InFlightPlan", "match_prefixes", "plan_in_flight", "select_rows"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFlightPlan:

@@ -18,8 +18,6 @@ from raybatch.errors import ConfigError
 from raybatch.prefix.load import Ints
 from raybatch.records.hashing import GOLDEN, mix64
 
-__all__ = ["MAX_EXACT_FIELDS", "Layout", "LayoutAdvice", "TemplateField", "advise_layout"]
-
 # up to here all 2^n sets of fields are tried; 64 sorts of the rows at six fields
 MAX_EXACT_FIELDS = 6
 

@@ -12,15 +12,6 @@ from raybatch.errors import ConfigError
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.load import Floats, Ints
 
-__all__ = [
-    "LengthBands",
-    "choose_probe",
-    "estimate_from_probe",
-    "expected_lengths",
-    "histogram_bands",
-    "length_bands",
-]
-
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 
-__all__ = ["Floats", "GroupLoad", "Ints", "TokenCost"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

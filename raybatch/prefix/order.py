@@ -18,8 +18,6 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.prefix.density import REFERENCE_ROOFLINE, DensityModel
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 
-__all__ = ["ORDERS", "OrderName", "order_groups"]
-
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 # a group this near to the density of the whole has none of its own

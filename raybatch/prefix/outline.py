@@ -16,8 +16,6 @@ from raybatch.prefix.block_keys import BlockKeys, start_offsets
 from raybatch.prefix.load import Ints
 from raybatch.prefix.tree.prefix_tree import PrefixTree
 
-__all__ = ["TreeBox", "join_outlines", "outline_tree"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeBox:

@@ -26,8 +26,6 @@ from raybatch.prefix.tree.enlarge import Bools
 from raybatch.prefix.tree.prefix_tree import PrefixTree, build_tree
 from raybatch.records.hashing import mix64
 
-__all__ = ["Partitioner", "choose_parts", "cut_values"]
-
 # a node with more than this share of a part is cut further
 _DENSE_FRACTION = 0.25
 

@@ -28,20 +28,6 @@ from raybatch.prefix.tree.groups import PrefixGroups, make_groups
 from raybatch.prefix.tree.prefix_tree import PrefixTree, TreeStats, build_tree, tree_stats
 from raybatch.prefix.tree.tree_order import order_in_tree, values_in_tree
 
-__all__ = [
-    "Arrangement",
-    "PlanRows",
-    "RowPlan",
-    "arrange_rows",
-    "by_adapter",
-    "is_worth_ordering",
-    "order_entries",
-    "plan_rows",
-    "put_first",
-    "rank_entries",
-    "with_unasked",
-]
-
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 

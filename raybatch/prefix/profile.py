@@ -13,8 +13,6 @@ from raybatch.prefix.plan import Arrangement
 from raybatch.prefix.tree.enlarge import multi_level, num_computed_tokens
 from raybatch.prefix.tree.prefix_tree import TreeStats
 
-__all__ = ["InputProfile", "merge_stats", "profile_rows"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputProfile:

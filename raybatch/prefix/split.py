@@ -10,8 +10,6 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.prefix.load import Floats, GroupLoad, Ints, TokenCost
 
-__all__ = ["Split", "cut_units", "split_groups"]
-
 # each further prefix raises the ideal load of a part, which moves the cuts; this settles at once
 # unless cuts flip between two groups, and then any round is as good as the next
 MAX_ROUNDS = 8

@@ -3,8 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GOLDEN", "mix64"]
-
 Uint64s = npt.NDArray[np.uint64]
 
 # odd, and its multiples spread evenly over 64 bits

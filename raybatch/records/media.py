@@ -13,8 +13,6 @@ import numpy as np
 from raybatch.records.payload import IMAGES, PROMPT_IDS, add_payload
 from raybatch.records.types import Request, TokenIds
 
-__all__ = ["images_of", "prompt_ids_of", "with_images"]
-
 
 def with_images(payload: str | None, prompt_ids: TokenIds, images: Sequence[bytes]) -> str | None:
     """Return a payload with images, JSON.

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PARSE_ERROR", "REASONING", "TOOL_CALLS", "ParsedText", "ToolCall"]
-
 # columns of an output
 REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"

@@ -7,18 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "CHAT",
-    "DOCUMENT_AT",
-    "IMAGES",
-    "LORA",
-    "POOLING",
-    "PROMPT_IDS",
-    "TYPES_AT",
-    "adapter_in",
-    "add_payload",
-]
-
 # adapter that answers the row: a folder or a URI; the first of the keys, see `adapter_in`
 LORA = "adapter"
 # options of a chat template, which parsers of answers read

@@ -6,8 +6,6 @@ from typing import Any
 
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = ["Pooling", "pooling_of"]
-
 # what older versions of vLLM call an option
 _OTHER_NAMES = {"normalize": "use_activation"}
 

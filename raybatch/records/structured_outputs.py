@@ -11,8 +11,6 @@ from typing import Any
 
 from raybatch.errors import ConfigError, did_you_mean
 
-__all__ = ["StructuredOutputs", "structured_text"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:

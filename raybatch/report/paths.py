@@ -1,7 +1,5 @@
 """Where the report of a job lies."""
 
-__all__ = ["PAGE_PATH", "REPORT_PATH", "report_path"]
-
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
 

@@ -9,14 +9,13 @@ from raybatch.durable.sink import output_files
 from raybatch.durable.storage import store_of, told_as
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
-from raybatch.planning.store import StoredPlan, read_all_units, read_plan, read_plans
+from raybatch.planning.store import read_all_units, read_plan, read_plans
+from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.history.reading import read_history, with_unlogged
 from raybatch.report.history.records import History, RunRecord
 from raybatch.report.record import RunReport, error_counts
-
-__all__ = ["counted_report", "report_of"]
 
 
 def report_of(sink: str) -> RunReport:

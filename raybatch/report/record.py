@@ -37,14 +37,6 @@ from raybatch.report.show import (
 )
 from raybatch.rows.schema import GOOD_STATUSES
 
-__all__ = [
-    "ErrorCount",
-    "RunReport",
-    "error_counts",
-    "installed_versions",
-    "read_report",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorCount:

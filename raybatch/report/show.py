@@ -16,16 +16,6 @@ from raybatch.report.paths import report_path
 if TYPE_CHECKING:
     from raybatch.report.record import ErrorCount, RunReport
 
-__all__ = [
-    "audit_section",
-    "error_section",
-    "facts_of",
-    "plan_facts",
-    "rate",
-    "run_facts",
-    "skipped_section",
-]
-
 _MAX_MESSAGE = 120
 # files that are named in the text; the page names more
 _NUM_SKIPPED, _MAX_SKIPPED = 3, 100

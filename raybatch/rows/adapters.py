@@ -14,8 +14,6 @@ from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import describe_error
 
-__all__ = ["Adapters"]
-
 
 class Adapters:
     """Finds the adapters of rows; each that is there is looked at once, others once per row batch.

@@ -23,8 +23,6 @@ from raybatch.text.prompt_errors import InvalidPrompt
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded
 
-__all__ = ["EndpointTokenizer", "check_endpoint", "knows_lengths", "text_of_triples", "triples"]
-
 TRIPLE_BYTES = 3
 _TRUNCATES = ("truncate_left", "truncate_right")
 

@@ -6,8 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["large_rows"]
-
 # what stands for a text or bytes in a view: its length, and where it is
 _INTS_PER_VIEW = 4
 

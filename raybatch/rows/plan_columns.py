@@ -15,21 +15,6 @@ from raybatch.errors import ConfigError
 from raybatch.records.types import TokenIds
 from raybatch.rows.prompt import Prompt
 
-__all__ = [
-    "RANK",
-    "ROW",
-    "PlannedRows",
-    "check_names",
-    "place_columns",
-    "places",
-    "plan_columns",
-    "prompt_columns",
-    "rank_of",
-    "take_groups",
-    "take_off",
-    "with_columns",
-]
-
 _MARK = "__rb_plan_"
 # unit and position in it as one number, and the number of the row in the source
 RANK = f"{_MARK}rank"

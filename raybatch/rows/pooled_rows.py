@@ -17,8 +17,6 @@ from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import describe_error
 
-__all__ = ["POOLED", "fit_pooled", "with_pooling"]
-
 # of every row: a backend ends it with its one vector
 POOLED = Sampling(max_tokens=1)
 

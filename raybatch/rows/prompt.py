@@ -10,8 +10,6 @@ from raybatch.rows.schema import describe_error
 from raybatch.text.prompt_errors import InvalidPrompt, PromptError, RenderError
 from raybatch.text.tokenizer import Encoded
 
-__all__ = ["Prompt", "fit_prompt", "make_prompts"]
-
 
 class Prompt(NamedTuple):
     """The prompt of one row, or why there is none.

@@ -7,8 +7,6 @@ from typing import Any
 
 from raybatch.errors import ConfigError
 
-__all__ = ["own_options", "tell_once"]
-
 logger = logging.getLogger(__name__)
 
 # how vLLM hands tokens and texts over, which is the stage's business here

@@ -22,8 +22,6 @@ from raybatch.rows.prompt_inputs import conventional_column
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Tokenizer
 
-__all__ = ["check_model", "find_model", "load_tokenizer", "max_model_len"]
-
 
 def find_model(config: StageConfig) -> Path | None:
     """Return the folder of the stage's model, downloading it where needed.

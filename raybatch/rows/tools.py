@@ -12,8 +12,6 @@ from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.text.prompt_errors import InvalidPrompt
 
-__all__ = ["TOOLS", "chat_payload", "read_options", "row_columns", "stage_options"]
-
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"
 

@@ -17,8 +17,6 @@ from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.ids import BATCH, check_id, new_id
 from raybatch.serving.problems import Problem
 
-__all__ = ["ENDED", "Batch", "BatchRequest", "BatchStatus", "BatchStore"]
-
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

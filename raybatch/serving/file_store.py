@@ -19,8 +19,6 @@ from raybatch.openai_batch.files import published, remove_folder
 from raybatch.serving.ids import FILE, check_id, new_id
 from raybatch.serving.problems import Problem
 
-__all__ = ["FileRecord", "FileStore"]
-
 _CHUNK_BYTES = 1 << 20
 _RECORD = "record.json"
 

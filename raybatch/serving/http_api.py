@@ -29,8 +29,6 @@ from raybatch.serving.http_values import (
 )
 from raybatch.serving.problems import Problem
 
-__all__ = ["ApiConfig", "build_app"]
-
 logger = logging.getLogger(__name__)
 
 # around the content of an upload: borders, names and other fields

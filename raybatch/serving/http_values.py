@@ -7,15 +7,6 @@ from typing import Any
 from raybatch.errors import encodable
 from raybatch.serving.problems import Problem
 
-__all__ = [
-    "checked_endpoint",
-    "checked_limit",
-    "checked_metadata",
-    "listed",
-    "page_of",
-    "window_seconds",
-]
-
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400

@@ -5,8 +5,6 @@ import secrets
 
 from raybatch.serving.problems import Problem
 
-__all__ = ["BATCH", "FILE", "check_id", "new_id"]
-
 FILE, BATCH = "file-", "batch_"
 _TAIL = re.compile(r"[0-9a-f]{32}", re.ASCII)
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from raybatch.errors import RaybatchError, encodable
 
-__all__ = ["Problem"]
-
 _TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
 
 

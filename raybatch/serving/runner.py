@@ -14,8 +14,6 @@ from raybatch.openai_batch.writing import BatchCounts, BatchFiles
 from raybatch.serving.batch_store import ENDED, Batch, BatchStatus, BatchStore
 from raybatch.serving.file_store import FileStore
 
-__all__ = ["BatchRunner"]
-
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 2.0

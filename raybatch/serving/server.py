@@ -20,8 +20,6 @@ from raybatch.openai_batch.batch_options import BatchOptions, model_names
 from raybatch.openai_batch.requests import endpoints_of
 from raybatch.serving.runner import BatchRunner
 
-__all__ = ["ServeOptions", "serve_batches"]
-
 logger = logging.getLogger(__name__)
 
 _APP = "raybatch"

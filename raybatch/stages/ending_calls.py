@@ -6,8 +6,6 @@ from typing import Any
 
 from raybatch.errors import ReplicaError
 
-__all__ = ["end_calls"]
-
 # for the journals of units that fail together
 _KEEP_S = 10.0
 

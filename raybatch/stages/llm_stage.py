@@ -4,7 +4,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling, Task

@@ -11,8 +11,6 @@ from raybatch.actors.executors.local_loop import LocalLoop
 from raybatch.stages.ending_calls import end_calls
 from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder
 
-__all__ = ["local_results"]
-
 
 def local_results(
     tables: Iterable[pa.Table], feeder: type[StageFeeder]

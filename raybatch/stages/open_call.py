@@ -11,8 +11,6 @@ from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.stages.unit_watch import PlacedWatch
 
-__all__ = ["Answered", "Asked", "OpenCall"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-__all__ = ["NOISE", "StderrHandler", "quiet_stderr", "skip_noise_of_workers"]
-
 # A worker that died is told by the pool, with the rows that it had; a task that is tried again is
 # no news. The rest is C++: lines with file and number, and the stack of a signal.
 NOISE = "|".join(

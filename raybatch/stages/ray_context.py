@@ -8,8 +8,6 @@ import ray
 # its loggers have their handlers once it is imported
 import ray.data
 
-__all__ = ["settle_context", "start_ray"]
-
 
 def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
     """Let a dataset run as long as engines take, and let units alone say which rows are done."""

@@ -10,8 +10,6 @@ from raybatch.actors.ray_errors import errors_told_once, own_cause
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.ray_context import settle_context
 
-__all__ = ["ray_results"]
-
 
 def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
     """Yield what feeders give back for blocks of rows, as it comes.

@@ -9,8 +9,6 @@ import pyarrow as pa
 
 from raybatch.durable.units import Receipt
 
-__all__ = ["RECEIPT_SCHEMA", "UnitReceipt"]
-
 RECEIPT_SCHEMA = pa.schema(
     [
         ("unit", pa.int64()),

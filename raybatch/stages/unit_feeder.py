@@ -32,8 +32,6 @@ from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
 from raybatch.stages.unit_watch import UnitWatch
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
 
-__all__ = ["PlacedFeeder", "UnitFeeder"]
-
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
 # rows of a unit that are asked for together: finished ones can be kept before the unit is complete

@@ -14,14 +14,13 @@ from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.durable.storage import store_of, told_as
-from raybatch.planning.store import StoredPlan, read_all_units, read_plans
+from raybatch.planning.store import read_all_units, read_plans
+from raybatch.planning.stored import StoredPlan
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.local_feeding import local_results
 from raybatch.stages.receipts import UnitReceipt
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
 from raybatch.stages.unit_writer import UnitWriter
-
-__all__ = ["FeederRunner", "RunObserver"]
 
 
 class RunObserver(Protocol):

@@ -15,8 +15,6 @@ from raybatch.durable.attempts import Strikes
 from raybatch.durable.journal import PLACE
 from raybatch.stages.unit_writer import UnitWriter
 
-__all__ = ["PlacedWatch", "UnitWatch"]
-
 
 class UnitWatch:
     """Follows one unit.

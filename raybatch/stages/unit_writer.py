@@ -27,11 +27,10 @@ from raybatch.durable.storage import told_as
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
 from raybatch.planning.movable import movable_schema
-from raybatch.planning.store import StoredPlan, read_units
+from raybatch.planning.store import read_units
+from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts
 from raybatch.rows.schema import OutputSchema
-
-__all__ = ["SPECIAL", "UnitWriter", "in_schema", "plan_units", "settle_schema"]
 
 # of finished rows: special tokens in their texts, which are counted and not written
 SPECIAL = "__rb_special"

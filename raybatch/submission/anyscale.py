@@ -17,8 +17,6 @@ from raybatch.submission.manifest import (
     worker_shape,
 )
 
-__all__ = ["render_anyscale"]
-
 _HEAD = {"CPU": 4, "memory": "16Gi"}
 
 

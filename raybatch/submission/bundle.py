@@ -12,8 +12,6 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from raybatch.errors import ConfigError
 
-__all__ = ["EXCLUDED_SUFFIXES", "Bundle", "write_bundle"]
-
 EXCLUDED_SUFFIXES = (
     *(".parquet", ".pq", ".arrow", ".feather", ".npy", ".npz"),
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx"),

@@ -16,8 +16,6 @@ from raybatch.submission.probe import (
 )
 from raybatch.submission.tokens import find_token, token_path
 
-__all__ = ["ClusterFacts", "find_warnings", "probe_cluster"]
-
 _METRICS = "metrics"
 # by their names in Ray's list of nodes
 _NODE_PORTS = {

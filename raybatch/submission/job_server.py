@@ -10,8 +10,6 @@ from typing import Any
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
 from raybatch.submission.tokens import Token
 
-__all__ = ["JobEnd", "JobServer", "LogWriter", "Submission", "read_end"]
-
 # Ray tells these by their text alone
 _KNOWN_ERRORS = {
     "No available agent to submit job": (

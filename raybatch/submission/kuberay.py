@@ -15,8 +15,6 @@ from raybatch.submission.manifest import (
     worker_shape,
 )
 
-__all__ = ["render_kuberay"]
-
 _FOLDER = "/etc/raybatch"
 _JOB_FILE = "job.yaml"
 _HEAD = {"cpu": "4", "memory": "16Gi"}

@@ -17,16 +17,6 @@ from raybatch.config import check_min
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 
-__all__ = [
-    "ManifestOptions",
-    "WorkerShape",
-    "check_retries",
-    "job_command",
-    "labels",
-    "manifest_name",
-    "worker_shape",
-]
-
 # KubeRay puts suffixes behind the name, and Kubernetes allows 63 characters
 _MAX_NAME = 47
 

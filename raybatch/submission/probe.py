@@ -13,16 +13,6 @@ from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
 
-__all__ = [
-    "Reply",
-    "accepts_connections",
-    "address_on_network",
-    "get",
-    "is_loopback",
-    "read_address",
-    "server_auth_mode",
-]
-
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _TIMEOUT_S = 10.0
 _QUICK_S = 2.0

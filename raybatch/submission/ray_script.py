@@ -11,8 +11,6 @@ from raybatch.submission.manifest import (
     manifest_name,
 )
 
-__all__ = ["render_ray"]
-
 
 def render_ray(job: JobConfig, job_text: str, job_file: str, options: ManifestOptions) -> str:
     """Return a script with the job file in it; run again, it goes on where the job has ended.

@@ -8,8 +8,6 @@ from raybatch.job.config import JobConfig
 from raybatch.models.source import is_local_model
 from raybatch.submission.secret_names import check_no_secret_in_uri
 
-__all__ = ["check_paths", "fixed_part", "is_uri", "paths_on_hosts"]
-
 
 def is_uri(path: str) -> bool:
     """Return whether `path` names its file system, so that it means the same on every host."""

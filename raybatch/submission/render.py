@@ -12,8 +12,6 @@ from raybatch.submission.manifest import ManifestOptions, worker_shape
 from raybatch.submission.ray_script import render_ray
 from raybatch.submission.remote_paths import check_paths, paths_on_hosts
 
-__all__ = ["render_manifest"]
-
 _WITHOUT_EFFECT = {
     "anyscale": ("service_account",),
     "kuberay": ("compute_config",),

@@ -6,8 +6,6 @@ from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
 
-__all__ = ["check_no_secret_in_uri", "is_secret_name", "read_env_vars"]
-
 _ENDINGS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
 # of a variable that tells where the secret lies
 _PLACES = ("PATH", "FILE", "DIR")

@@ -24,8 +24,6 @@ from raybatch.submission.secret_names import read_env_vars
 from raybatch.submission.tokens import token_for
 from raybatch.submission.wheel import pack_wheel, repack_wheel
 
-__all__ = ["Console", "SubmitOptions", "follow", "new_submission_id", "submit"]
-
 SINK_KEY = "raybatch_sink"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # between two tries to reach a job server that has been lost; about five minutes in all

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from raybatch.errors import ConfigError
 
-__all__ = ["Token", "find_token", "token_for", "token_path"]
-
 _WAY_OUT = (
     "copy the token of the cluster into ~/.ray/auth_token (mode 600), or name its file in "
     "RAY_AUTH_TOKEN_PATH; on Kubernetes it lies in the secret that has the cluster's name"

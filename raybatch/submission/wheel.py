@@ -15,8 +15,6 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 from raybatch.errors import ConfigError
 
-__all__ = ["pack_wheel", "repack_wheel"]
-
 _TAG = "py3-none-any"
 # the oldest moment that a zip file can hold, so that equal content is equal bytes
 _MOMENT = (1980, 1, 1, 0, 0, 0)

@@ -27,8 +27,6 @@ from raybatch.text.template_limits import (
     checked_filters,
 )
 
-__all__ = ["ChatTemplate"]
-
 _MAX_INDENT = 32
 # stands at the end of a message that is to be continued; no filter changes its letters
 _END = "\ue004\ue005 "

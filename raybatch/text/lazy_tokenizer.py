@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from raybatch.text.tokenizer import Tokenizer
 
-__all__ = ["LazyTokenizer"]
-
 
 class LazyTokenizer:
     """What a `StopChecker` and a grammar need of a tokenizer.

@@ -11,8 +11,6 @@ from raybatch.text.prompt_errors import InvalidPrompt, TokenizeError
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded, Tokenizer
 
-__all__ = ["read_pair", "with_frame"]
-
 
 def with_frame(found: Encoded, tokenizer: PromptTokenizer) -> Encoded:
     """Return a text with the tokens between those that the tokenizer puts around it named.

@@ -9,8 +9,6 @@ from raybatch.config import SpecialTokens
 from raybatch.records.types import TokenIds
 from raybatch.text.tokenizer import Encoded
 
-__all__ = ["PromptTokenizer"]
-
 
 class PromptTokenizer(Protocol):
     """Turns prompts into tokens and tokens into text; `raybatch.text.tokenizer` says more."""

@@ -6,8 +6,6 @@ from typing import Any
 from jinja2 import Environment, nodes
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["SPEND", "STEP", "guarded"]
-
 # filters that count a round of a loop, and a value
 STEP, SPEND = "__raybatch_step", "__raybatch_spend"
 

@@ -14,15 +14,6 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-__all__ = [
-    "MAX_CHARS",
-    "Budget",
-    "TemplateLimitError",
-    "check_call",
-    "check_operator",
-    "checked_filters",
-]
-
 MAX_STEPS = 1_000_000
 # of one value, and of all that are made; a character takes up to 4 bytes
 MAX_CHARS = 1 << 25

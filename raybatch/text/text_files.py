@@ -10,8 +10,6 @@ from raybatch.errors import ConfigError
 from raybatch.models.json_files import read_json
 from raybatch.text.chat_template import ChatTemplate
 
-__all__ = ["TemplateText", "check_template", "check_tokenizer", "template_of"]
-
 _CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
 # what transformers may make a fast tokenizer of, where it has no tokenizer.json
 _VOCABULARIES = ("*.model", "*.spm", "*.tiktoken", "*.txt", "*.codes", "*vocab*", "tekken.json")

@@ -7,9 +7,10 @@ import time
 import numpy as np
 import ray
 
-from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import decode_completions, request_table
-from raybatch.backends.fake.backend import fake_tokens
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.fake.answers import fake_tokens
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Sampling
 

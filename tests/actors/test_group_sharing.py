@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.actors.pool import PoolHandle, PoolSpec
+from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import decode_completions, request_table
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from raybatch.actors.executors.ray_site import RaySite
-from raybatch.actors.pool import PoolSpec
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.columns import request_table
-from raybatch.actors.wire.records import Assignment, RowGroups, Span
+from raybatch.actors.wire.records import Assignment, PoolSpec, RowGroups, Span
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Completion, ReplicaStats, Sampling
 

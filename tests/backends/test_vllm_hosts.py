@@ -15,8 +15,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from raybatch.actors.pool import PoolHandle, PoolSpec, release_pools
+from raybatch.actors.pool import PoolHandle, release_pools
 from raybatch.actors.wire.columns import request_table
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Sampling
 from tests.backends.vllm_engines import PROMPT, save_text_model

@@ -4,7 +4,8 @@ import pytest
 from cost_model import CLOCKS, SHARED, TIGHT, prepare, run
 from workloads_e2e import scaled
 
-from raybatch.backends.fake.backend import FakeBackend, FakeOptions
+from raybatch.backends.fake.backend import FakeBackend
+from raybatch.backends.fake.options import FakeOptions
 
 
 def test_a_plan_computes_each_document_once():

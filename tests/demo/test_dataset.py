@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.demo.dataset import PROMPT, SCHEMA, write_dataset
+from raybatch.demo.dataset import SCHEMA, write_dataset
 from raybatch.demo.phrases import NOT_STATED
+from raybatch.demo.task import PROMPT
 
 
 def write(folder, **changes):

@@ -5,7 +5,7 @@ import torch
 
 from raybatch.config import EngineConfig, PoolConfig
 from raybatch.demo.dataset import write_dataset
-from raybatch.demo.run import PROMPT
+from raybatch.demo.task import PROMPT
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model

@@ -10,7 +10,7 @@ from raybatch.durable.heartbeat import beat, live_runs
 from raybatch.durable.run_log import read_events
 from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError, RowError
-from raybatch.planning.store import StoredPlan
+from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats
 from raybatch.report.history.reading import read_history, run_of, with_unlogged
 from raybatch.report.history.recorder import RunRecorder, new_run_id

@@ -26,14 +26,8 @@ from raybatch.planning.shards import (
     stretches,
 )
 from raybatch.planning.small import RowDescriber, gather, plan_gathered, run_small
-from raybatch.planning.store import (
-    StoredPlan,
-    read_plan,
-    read_shards,
-    read_units,
-    write_plan,
-    write_shard,
-)
+from raybatch.planning.store import read_plan, read_shards, read_units, write_plan, write_shard
+from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.records.types import Sampling

@@ -11,7 +11,8 @@ import pytest
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.storage import store_of
 from raybatch.durable.units import UnitCounts, sum_counts
-from raybatch.planning.store import StoredPlan, read_plan
+from raybatch.planning.store import read_plan
+from raybatch.planning.stored import StoredPlan
 from raybatch.rows.plan_columns import PlannedRows, prompt_columns, take_off
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader

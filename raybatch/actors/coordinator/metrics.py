@@ -6,8 +6,6 @@ from typing import Any
 from raybatch.actors.coordinator.counters import ClientCounters
 from raybatch.records.types import ReplicaStats
 
-__all__ = ["PoolMetrics", "ReplicaMetrics"]
-
 _UNIT_SECONDS = [1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0]
 
 

@@ -20,8 +20,6 @@ from raybatch.actors.replicas.site import NoMetrics, use_threads
 from raybatch.actors.wire.call_handle import CallHandle
 from raybatch.actors.wire.records import PoolSpec, Requests
 
-__all__ = ["main"]
-
 
 class _OwnProcess:
     """Where the replica runs; see `raybatch.actors.replicas.site.ReplicaSite`."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from raybatch.actors.wire.call_handle import CallHandle
 
-__all__ = ["LocalCall", "LocalLoop"]
-
 _WAKE_S = 0.1
 
 

@@ -25,8 +25,6 @@ from raybatch.backends.cost_cache import (
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import CostModel
 
-__all__ = ["measure_local"]
-
 
 def measure_local(
     spec: PoolSpec, *, folder: Path | None = None, timeout_s: float | None = None

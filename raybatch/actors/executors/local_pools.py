@@ -20,8 +20,6 @@ from raybatch.backends.choice import BackendChoice, unproven_on_gpus, vllm_build
 from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import gpus_of_engine
 
-__all__ = ["LocalPools", "gpus_of_host", "plan_local_crew"]
-
 logger = logging.getLogger(__name__)
 
 _GPUS = Path("/proc/driver/nvidia/gpus")

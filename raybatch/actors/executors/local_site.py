@@ -26,8 +26,6 @@ from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
 from raybatch.backends.options import may_end_its_process
 from raybatch.errors import error_text
 
-__all__ = ["LocalSite", "end_group", "start_python"]
-
 _T = TypeVar("_T")
 
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from raybatch.actors.wire.records import Requests
 
-__all__ = ["KeptTable", "LocalTables", "TableName"]
-
 
 class TableName(NamedTuple):
     """What a reference to a table becomes on its way to another process."""

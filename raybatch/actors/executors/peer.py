@@ -14,8 +14,6 @@ from typing import Any
 
 from raybatch.errors import error_text
 
-__all__ = ["Peer", "PeerDiedError", "PeerError"]
-
 _LENGTH = struct.Struct("<Q")
 
 

@@ -24,8 +24,6 @@ from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError, last_line
 
-__all__ = ["RayPools", "host_of_engines"]
-
 logger = logging.getLogger(__name__)
 
 _NAME_PREFIX = "raybatch-pool"

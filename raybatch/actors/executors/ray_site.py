@@ -18,8 +18,6 @@ from raybatch.actors.replicas.reserving import Reserved, reserve
 from raybatch.actors.replicas.site import Errors, use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests
 
-__all__ = ["RaySite", "RayStarted"]
-
 _MAX_CALLS = 64
 
 _logger = logging.getLogger(__name__)

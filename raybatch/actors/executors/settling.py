@@ -9,8 +9,6 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import BackendChoice, VllmBuild, choose_backend
 from raybatch.backends.vllm.args import native_options
 
-__all__ = ["settled"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray
 from raybatch.config import PoolConfig
 
-__all__ = ["RoomSeeker", "has_reserved"]
-
 # a replica that waits for so long asks other pools, and again so long after that
 _ASK_AFTER_S = 5.0
 _TELL_AFTER_S = 30.0

@@ -25,8 +25,6 @@ from raybatch.backends.kinds import facts_of
 from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost.cost_model import CostModel
 
-__all__ = ["busy_resources", "measure_pool"]
-
 # until what an actor that has ended had is free again
 _RETURN_S = 1.0
 

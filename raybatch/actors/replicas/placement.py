@@ -18,19 +18,6 @@ from raybatch.backends.options import (
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
-__all__ = [
-    "ClusterView",
-    "CrewPlan",
-    "asked_of_ray",
-    "check_cluster",
-    "check_hosts",
-    "cluster_now",
-    "connected_ray",
-    "gpu_warnings",
-    "gpus_asked",
-    "plan_crew",
-]
-
 # of a resource that hosts have to tell what they are
 _SOME = 0.001
 

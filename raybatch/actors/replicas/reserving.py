@@ -14,8 +14,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raybatch.actors.replicas.placement import CrewPlan
 from raybatch.config import PoolConfig
 
-__all__ = ["Reserved", "reserve"]
-
 # Ray has tried once by then to create a group
 _TRIED_AFTER_S = 1.0
 

@@ -11,8 +11,6 @@ from raybatch.actors.replicas.placement import CrewPlan
 from raybatch.actors.wire.records import PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
 
-__all__ = ["Errors", "Handle", "NoMetrics", "Pools", "ReplicaSite", "Site", "Started"]
-
 # Ray's have no types
 Handle = Any
 Errors = tuple[type[Exception], ...]

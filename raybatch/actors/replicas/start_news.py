@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["StartNews"]
-
 
 @dataclass(slots=True)
 class StartNews:

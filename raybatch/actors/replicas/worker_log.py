@@ -5,8 +5,6 @@ import logging
 from raybatch.config import log_level
 from raybatch.redaction import DiscreetFormatter
 
-__all__ = ["obey_log_level"]
-
 
 def obey_log_level() -> None:
     """Show the log of this process as RAYBATCH_LOG_LEVEL says; Ray prints it at the driver.

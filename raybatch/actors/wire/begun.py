@@ -14,8 +14,6 @@ from raybatch.actors.wire.arrow_arrays import split_lists, token_lists
 from raybatch.actors.wire.columns import LOGPROBS_TYPE, logprobs_array, logprobs_value
 from raybatch.records.types import Request, SequenceState
 
-__all__ = ["BEGUN_SCHEMA", "Begun", "encode_begun", "sequence_states"]
-
 BEGUN_SCHEMA = pa.schema(
     [
         pa.field("row", pa.int32(), nullable=False),

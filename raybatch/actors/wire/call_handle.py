@@ -6,8 +6,6 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CallHandle"]
-
 
 class CallHandle:
     """Begins calls of an object's methods.

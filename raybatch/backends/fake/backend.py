@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raybatch.backends.fake.answers import FakeAnswer, fake_answer, fake_tokens, fake_vector
+from raybatch.backends.fake.answers import FakeAnswer, fake_answer, fake_vector
 from raybatch.backends.fake.options import FakeOptions, log_finished, mark_start
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.engine.sequences.completions import completion_of
 from raybatch.errors import ConfigError
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState, Task
-
-__all__ = ["FakeBackend", "FakeOptions", "fake_tokens"]
 
 _HELD_S = 0.001
 _NO_TOKENS = np.empty(0, np.int32)

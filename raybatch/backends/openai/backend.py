@@ -46,8 +46,6 @@ from raybatch.records.types import (
     Task,
 )
 
-__all__ = ["OpenAIBackend"]
-
 _POLL_S = 0.005
 # where nobody says how long a context is
 _NO_LIMIT = 1 << 22

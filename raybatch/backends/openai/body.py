@@ -16,8 +16,6 @@ from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.structured_outputs import StructuredOutputs
 from raybatch.records.types import UNBOUNDED_TOKENS, Completion, FinishReason, Request, Sampling
 
-__all__ = ["BadAnswer", "body_of", "completions_of", "shown", "with_usage"]
-
 # beyond the API of OpenAI; vLLM and SGLang have them
 _EXTRAS = (
     "top_k",

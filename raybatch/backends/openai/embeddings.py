@@ -12,8 +12,6 @@ from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.payload import POOLING
 from raybatch.records.types import Completion, Request, Vector
 
-__all__ = ["embedding_body", "embedding_of", "read_vector"]
-
 
 def embedding_body(
     request: Request, options: OpenAIOptions, model: str

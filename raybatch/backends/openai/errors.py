@@ -8,8 +8,6 @@ from raybatch.backends.openai.http import HttpAnswer
 from raybatch.errors import encodable
 from raybatch.redaction import redacted
 
-__all__ = ["Verdict", "hidden", "is_pushback", "row_error", "said_by", "secrets_in", "verdict_on"]
-
 Verdict = Literal["good", "again", "row", "end"]
 
 # beside 5xx: what may pass by itself

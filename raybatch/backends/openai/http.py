@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 import aiohttp
 
-__all__ = ["HttpAnswer", "HttpThread"]
-
 _MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_S = 30.0
 _CLOSE_S = 5.0

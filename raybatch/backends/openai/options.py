@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 from raybatch.config import check_choice, check_min, check_whole, from_mapping
 from raybatch.errors import ConfigError
 
-__all__ = ["OpenAIOptions", "decisive_options", "headers_of", "openai_options"]
-
 Endpoint = Literal["chat", "completions", "auto"]
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 

@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
-__all__ = ["Budget", "Concurrency", "backoff_s", "retry_after_s", "until_reset_s"]
-
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 60.0
 # what an endpoint may ask for at most; a longer wait is asked for again

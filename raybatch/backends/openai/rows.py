@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from raybatch.records.types import Request
 
-__all__ = ["Row", "Rows"]
-
 
 @dataclass(slots=True, eq=False)
 class Row:

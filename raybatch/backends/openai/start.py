@@ -10,8 +10,6 @@ from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import Task
 
-__all__ = ["create"]
-
 _PROBE_S = 30.0
 
 

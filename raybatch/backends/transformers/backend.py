@@ -38,8 +38,6 @@ from raybatch.records.types import (
 from raybatch.text.lazy_tokenizer import LazyTokenizer
 from raybatch.text.stopping import StopChecker
 
-__all__ = ["TransformersBackend", "create"]
-
 # prefix groups whose cache is kept; groups come one after the other
 _NUM_GROUPS = 2
 

@@ -17,8 +17,6 @@ from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.models.config import merge_eos
 from raybatch.records.types import TokenIds
 
-__all__ = ["HubModel"]
-
 logger = logging.getLogger(__name__)
 
 # of an argument of `forward` and a field of what it returns; state space models have no keys

@@ -5,8 +5,6 @@ from typing import ClassVar
 
 from raybatch.config import check_whole
 
-__all__ = ["TransformersOptions"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformersOptions:

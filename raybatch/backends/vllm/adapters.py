@@ -12,8 +12,6 @@ from raybatch.backends.vllm.sequence import RequestRefused
 from raybatch.errors import error_text
 from raybatch.models.adapters import resolve_adapter
 
-__all__ = ["VllmAdapters"]
-
 # an engine lives for days, and a bucket that was away comes back; a row costs no attempt of its own
 _REFUSED_FOR_S = 60.0
 

@@ -9,17 +9,6 @@ from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task
 
-__all__ = [
-    "DECIDED_BY_ENGINE",
-    "VllmOptions",
-    "actors_per_engine",
-    "answer_options",
-    "engine_args",
-    "gpus_per_engine",
-    "native_options",
-    "vllm_options",
-]
-
 # options of vLLM that have a name in EngineConfig, which the driver reads as well
 DECIDED_BY_ENGINE: Mapping[str, str] = {
     "dtype": "dtype",

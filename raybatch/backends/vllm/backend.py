@@ -40,8 +40,6 @@ from raybatch.records.types import (
     Task,
 )
 
-__all__ = ["VllmBackend"]
-
 # requests inside vLLM beyond those that it can run, as a share of these: what it admits while the
 # results of a step are on their way
 _LEAD_FRACTION = 1 / 8

@@ -13,8 +13,6 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
-__all__ = ["leave_bare_rows_alone"]
-
 # each has the inputs, the adapters, the output and the adapter of each row in this order
 _OPS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 

@@ -36,8 +36,6 @@ from raybatch.records.payload import IMAGES, LORA
 from raybatch.records.types import Capacity, Task
 from raybatch.text.tokenizer import Tokenizer
 
-__all__ = ["VllmEngine"]
-
 # what vLLM raises where it does not take one request
 _REFUSALS = (VLLMClientError, ValueError, NotImplementedError, MultiModalCacheMissError)
 

@@ -12,8 +12,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from raybatch.errors import error_text
 
-__all__ = ["forget_images", "prompt_of"]
-
 
 def prompt_of(engine: LLMEngine, token_ids: list[int], images: Sequence[bytes]) -> Any:  # noqa: ANN401
     """Return a prompt of vLLM; images are read as its server reads data: URLs.

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 from raybatch.backends.vllm.sequence import Answer, Progress
 from raybatch.records.types import Capacity, Completion, Request
 
-__all__ = ["InnerEngine", "Parse"]
-
 # gives a completion its text, and what is told beside it
 Parse = Callable[[Request, Completion], Completion]
 

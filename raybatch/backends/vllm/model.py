@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from raybatch.errors import ConfigError, error_text
 
-__all__ = ["ScoreForm", "form_of_scores", "model_length", "pooled_length"]
-
 # a query and a document as one sequence with a border, as one without, or as two sequences
 ScoreForm = Literal["pair", "joined", "apart"]
 

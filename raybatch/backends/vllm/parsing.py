@@ -21,8 +21,6 @@ from raybatch.records.payload import CHAT
 from raybatch.records.types import Completion, Request
 from raybatch.text.stopping import Decoder, completion_text
 
-__all__ = ["OutputParser"]
-
 _PACKAGES = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")
 _MAX_SHOWN = 300
 # of a message: what the parsers look at are tools and options

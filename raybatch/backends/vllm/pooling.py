@@ -16,8 +16,6 @@ from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT, LORA, POOLING, TYPES_AT
 from raybatch.records.types import Capacity, Request, Task, Vector
 
-__all__ = ["ScorePairs", "adapter_of", "pooling_params", "pooling_task", "similarity"]
-
 
 def pooling_task(
     task: Task, supported: Collection[str], *, form: ScoreForm, num_labels: int

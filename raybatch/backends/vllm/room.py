@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["blocks_to_grow", "leave_room"]
-
 # steps for which running requests find room, as in the native engine; more start requests later
 _STEPS = 4
 

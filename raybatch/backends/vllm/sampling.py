@@ -8,8 +8,6 @@ from raybatch.records.media import images_of
 from raybatch.records.payload import IMAGES
 from raybatch.records.types import Request, Sampling
 
-__all__ = ["can_resume", "sampling_params"]
-
 
 def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
     """Return the options of vLLM's `SamplingParams` for one sample of a row, and its images.

@@ -10,15 +10,6 @@ import numpy.typing as npt
 
 from raybatch.records.types import Request, SequenceState, TokenIds, Vector
 
-__all__ = [
-    "NO_TOKENS",
-    "Answer",
-    "Progress",
-    "RequestRefused",
-    "TokenLogprobs",
-    "VllmSequence",
-]
-
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)

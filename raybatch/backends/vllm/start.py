@@ -22,8 +22,6 @@ from raybatch.models.source import resolve_model
 if TYPE_CHECKING:
     from raybatch.backends.vllm.engine import VllmEngine
 
-__all__ = ["create", "start_inner"]
-
 _ENVIRONMENT = {
     # the engine core in this process: its scheduler is read, and its memory is shared
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

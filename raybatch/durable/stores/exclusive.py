@@ -2,8 +2,6 @@
 
 import logging
 
-__all__ = ["tell_last_writer_wins"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from raybatch.durable.layout import check_name, part_unit, probe_name, staging_name
 from raybatch.durable.stores.exclusive import tell_last_writer_wins
 
-__all__ = ["LocalStore"]
-
 # mounted buckets have no links
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # and no folders that could be flushed

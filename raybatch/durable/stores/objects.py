@@ -11,8 +11,6 @@ from raybatch.durable.layout import check_name, probe_name
 from raybatch.durable.stores.exclusive import tell_last_writer_wins
 from raybatch.durable.stores.repeating import says_it_exists, says_unsupported
 
-__all__ = ["ObjectStore"]
-
 logger = logging.getLogger(__name__)
 
 # a write is one request, and one that must not replace is decided where the object lies

@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-__all__ = ["Store"]
-
 
 class Store(Protocol):
     """Files below one root.

@@ -8,8 +8,6 @@ from typing import ParamSpec, TypeVar
 
 from raybatch.durable.stores.protocols import Store
 
-__all__ = ["Repeating", "is_repeatable", "says_it_exists", "says_unsupported"]
-
 logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")

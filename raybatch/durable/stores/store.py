@@ -11,8 +11,6 @@ from raybatch.durable.stores.objects import ObjectStore
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.stores.repeating import Repeating
 
-__all__ = ["Store", "open_store"]
-
 
 def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
     """Return the store of a folder; nothing is read or written yet.

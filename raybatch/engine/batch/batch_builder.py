@@ -10,8 +10,6 @@ from raybatch.engine.batch.plan_builder import PlanBuilder
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 
-__all__ = ["BatchBuilder"]
-
 
 class BatchBuilder:
     """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks.

@@ -6,8 +6,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["to_device"]
-
 
 def to_device(
     arrays: Sequence[npt.NDArray[np.int64]], device: torch.device

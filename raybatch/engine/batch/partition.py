@@ -6,8 +6,6 @@ import numpy.typing as npt
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 
-__all__ = ["logits_order", "row_slots", "slots_with_logits", "split_schedule"]
-
 Int64s = npt.NDArray[np.int64]
 
 

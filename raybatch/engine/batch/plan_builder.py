@@ -27,8 +27,6 @@ from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 
-__all__ = ["PlanBuilder"]
-
 Int64s = npt.NDArray[np.int64]
 
 

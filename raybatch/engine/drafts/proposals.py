@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from raybatch.records.types import TokenIds
 
-__all__ = ["AnswerIndex", "Guesser", "PromptIndex"]
-
 Int64s = npt.NDArray[np.int64]
 
 # a context is the last tokens, packed into 63 bits; ids beyond 21 bits share keys with others

@@ -10,8 +10,6 @@ from raybatch.engine.drafts.proposals import AnswerIndex, Guesser
 from raybatch.engine.sequences.table import DECODE, EMPTY, SequenceTable
 from raybatch.policy.speculation import MAX_BREAK_EVEN, StepTimes, draft_length
 
-__all__ = ["Drafter", "LookupDrafter"]
-
 # a sequence that drafts nothing is looked at again after so many tokens, by its last few
 _REST_TOKENS = 32
 _LOOKED_AT_TOKENS = 8

@@ -5,8 +5,6 @@ import numpy.typing as npt
 
 from raybatch.engine.sequences.schedule import Schedule
 
-__all__ = ["accepted_rows", "slots_to_restart"]
-
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 

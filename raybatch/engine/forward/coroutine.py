@@ -15,8 +15,6 @@ import torch
 
 from raybatch.engine.forward.decoder import PreparedBatch
 
-__all__ = ["Lot", "Module", "Part", "SequenceCoroutine", "YieldPoint", "combine", "partition"]
-
 Int64s = npt.NDArray[np.int64]
 
 

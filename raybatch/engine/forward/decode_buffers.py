@@ -8,8 +8,6 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.kernels.attention_plan import FixedDecode
 from raybatch.models.config import ModelSpec
 
-__all__ = ["DecodeBuffers", "DecodeShape", "working_bytes"]
-
 # of the index tensors
 _ITEM_BYTES = 8
 # float32 partial results of splits, at most so many of a row and head

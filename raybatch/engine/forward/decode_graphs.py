@@ -19,8 +19,6 @@ from raybatch.engine.forward.step_graph import Graph, Graphs
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 
-__all__ = ["DecodeGraphs", "GraphCounts", "GraphMismatchError", "step_sizes"]
-
 _logger = logging.getLogger(__name__)
 
 # rows of the check of a captured step, and blocks that each of them reads

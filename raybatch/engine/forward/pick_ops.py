@@ -7,8 +7,6 @@ from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.models.config import ModelSpec
 
-__all__ = ["byte_dtype_of", "dense_panel_width", "pick_ops"]
-
 
 def pick_ops(
     spec: ModelSpec,

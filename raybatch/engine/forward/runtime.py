@@ -26,18 +26,6 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.errors import error_text
 
-__all__ = [
-    "CombineAtExperts",
-    "CoroutineRuntime",
-    "FiringPolicy",
-    "Hook",
-    "LayerByLayer",
-    "PartBatch",
-    "RuntimeCounters",
-    "SequenceView",
-    "StepResult",
-]
-
 Int64s = npt.NDArray[np.int64]
 Waiting = Mapping[YieldPoint, Sequence[SequenceCoroutine]]
 

@@ -5,8 +5,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CudaGraphs", "Graph", "Graphs"]
-
 # kernels are compiled and libraries take their memory before a capture, which allows neither
 _NUM_WARM_UPS = 2
 

@@ -13,8 +13,6 @@ from raybatch.errors import CapacityError, ConfigError
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.policy.residence import plan_residence
 
-__all__ = ["check_budgets"]
-
 
 def check_budgets(model_path: Path, config: EngineConfig) -> None:
     """Refuse `kv_cache_bytes`, `host_kv_bytes` and `device_weight_bytes` that are too small.

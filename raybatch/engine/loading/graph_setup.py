@@ -16,8 +16,6 @@ from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.dispatch import Ops, ops_for
 from raybatch.models.config import ModelSpec
 
-__all__ = ["GraphSetup", "plan_graphs"]
-
 _logger = logging.getLogger(__name__)
 
 # a step of more rows takes a GPU so long that its launches are made meanwhile

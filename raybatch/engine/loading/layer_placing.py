@@ -6,8 +6,6 @@ from raybatch.engine.loading.loaded_model import LoadedModel
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.policy.residence import pass_time
 
-__all__ = ["place_layers"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from raybatch.errors import ConfigError
 from raybatch.kernels.byte_weights import BYTE_DTYPES
 from raybatch.models.config import ModelSpec
 
-__all__ = ["check_max_model_len", "pick_byte_dtype", "pick_device", "pick_dtype"]
-
 
 def pick_device(config: EngineConfig) -> torch.device:
     """Return the device that the options name; "auto" takes a GPU where there is one.

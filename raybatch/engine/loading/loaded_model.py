@@ -21,8 +21,6 @@ from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
-__all__ = ["LoadedModel", "give_back_freed_memory", "load_model"]
-
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 

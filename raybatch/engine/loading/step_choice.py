@@ -9,8 +9,6 @@ from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.errors import error_text
 from raybatch.policy.batches.step_plan import RowShape, plan_steps
 
-__all__ = ["planned_attn_batch"]
-
 _logger = logging.getLogger(__name__)
 
 

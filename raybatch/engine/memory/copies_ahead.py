@@ -8,8 +8,6 @@ from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import DECODE, SequenceTable
 
-__all__ = ["CopiesAhead"]
-
 
 class CopiesAhead:
     """Copies nothing while there is room, so that what is copied is likely to be needed.

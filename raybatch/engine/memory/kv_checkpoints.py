@@ -15,8 +15,6 @@ import numpy.typing as npt
 from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
 from raybatch.engine.sequences.table import Sequence
 
-__all__ = ["COPY_ERRORS", "BlockCopier", "CheckpointCounters", "KVCheckpoints"]
-
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]

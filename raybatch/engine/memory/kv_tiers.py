@@ -16,8 +16,6 @@ import torch
 from raybatch.engine.memory.kv_cache import KVCache, allocate_memory
 from raybatch.errors import ConfigError
 
-__all__ = ["KVTiers"]
-
 Int64s = npt.NDArray[np.int64]
 
 # blocks of a trial copy, and trials of which the quickest counts

@@ -6,8 +6,6 @@ from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.schedule import LayerMoves
 
-__all__ = ["LayerWindow"]
-
 
 class LayerWindow:
     """Lends the memory of a pool to two layers, as a pool of more blocks for fewer layers.

@@ -15,8 +15,6 @@ from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.sequences.host_pool import HostBlocks
 from raybatch.engine.sequences.table import SequenceTable
 
-__all__ = ["OffloadStore"]
-
 logger = logging.getLogger(__name__)
 
 # a sequence whose KV did not come back so often in a row ends the engine, which says why

@@ -6,8 +6,6 @@ from raybatch.engine.memory.stored_sequence import StoredSequence
 from raybatch.engine.sequences.block_manager import hash_prompt
 from raybatch.engine.sequences.table import Sequence
 
-__all__ = ["StoredPrefixes"]
-
 
 class StoredPrefixes:
     """Who has which prefix; a hash covers a block and all before it, so it tells the place as well.

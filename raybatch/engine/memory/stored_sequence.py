@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from raybatch.engine.sequences.table import Sequence
 from raybatch.policy.boundary.records import Status
 
-__all__ = ["StoredSequence"]
-
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StoredSequence:

@@ -17,8 +17,6 @@ from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 
-__all__ = ["RecoveryChoice", "SwapCounters", "SwapSpace"]
-
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]

@@ -13,8 +13,6 @@ from raybatch.kernels.kv_rows import is_quantised, quantise
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_work import Workload
 
-__all__ = ["AttentionBatch"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBatch:

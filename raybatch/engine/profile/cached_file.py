@@ -13,8 +13,6 @@ from pathlib import Path
 
 from raybatch.errors import error_text
 
-__all__ = ["cpu_name", "versions", "write_cached"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from raybatch.policy.batches.layer_work import LayerShape, Workload
 from raybatch.policy.batches.step_plan import MeasuredLayer, Phase
 from raybatch.policy.cost.roofline import MeasuredWork
 
-__all__ = ["LayerBench", "ProfileOptions", "probe_decoder"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:

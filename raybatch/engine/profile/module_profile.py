@@ -22,8 +22,6 @@ from raybatch.policy.batches.layer_work import LayerShape
 from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
 
-__all__ = ["ModuleProfile", "model_shape", "profile_layer"]
-
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache
 _BEYOND_CACHE_BYTES = 128 << 20

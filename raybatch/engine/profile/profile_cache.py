@@ -22,8 +22,6 @@ from raybatch.policy.batches.layer_work import LayerShape
 from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.policy.cost.roofline import MeasuredWork, Work
 
-__all__ = ["load_profile", "measured_profile", "profile_path"]
-
 _FOLDER = "batch-plans"
 
 _logger = logging.getLogger(__name__)

@@ -8,8 +8,6 @@ import torch
 
 from raybatch.policy.cost.roofline import MeasuredWork, Work
 
-__all__ = ["Clock", "Run", "Stopwatch", "clock_of"]
-
 # a sample shorter than this is made of several runs, so that the clock's own steps do not count
 _MIN_SAMPLE_S = 1e-3
 _LEAST_RUN_S = 1e-6

@@ -21,8 +21,6 @@ from raybatch.records.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["GrammarSlots", "check_grammar"]
-
 # grammars of rows that have one each must not fill the memory
 _MAX_COMPILED = 256
 # characters between two tokens of JSON: small models fill what is left of max_tokens with newlines

@@ -15,8 +15,6 @@ from raybatch.engine.scheduling.output_lengths import OutputLengths
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 
-__all__ = ["Admission", "KVForecast"]
-
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 

@@ -8,8 +8,6 @@ from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import SchedulerCounters
 from raybatch.engine.sequences.table import DECODE, SequenceTable
 
-__all__ = ["Chunks"]
-
 
 class Chunks:
     """What a step computes of sequences that are not decoding, or brings back from host memory.

@@ -4,8 +4,6 @@ from raybatch.engine.scheduling.needs import Need
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import Sequence
 
-__all__ = ["ClosedBatch"]
-
 
 class ClosedBatch:
     """Who belongs to the batch that runs.

@@ -8,8 +8,6 @@ import numpy.typing as npt
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import SequenceTable
 
-__all__ = ["DraftRoom", "spread"]
-
 Int64s = npt.NDArray[np.int64]
 
 _NONE: Int64s = np.empty(0, np.int64)

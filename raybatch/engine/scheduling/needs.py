@@ -5,8 +5,6 @@ from typing import NamedTuple
 from raybatch.engine.sequences.block_manager import BlockManager, hash_prompt
 from raybatch.engine.sequences.table import Sequence
 
-__all__ = ["Need", "Needs"]
-
 
 class Need(NamedTuple):
     """Blocks that are there for a sequence, and counts.

@@ -28,8 +28,6 @@ from raybatch.policy.boundary.records import (
     Status,
 )
 
-__all__ = ["OffloadScheduler"]
-
 Int64s = npt.NDArray[np.int64]
 
 # a boundary comes early once this share of the sequences that decode have ended, so that short

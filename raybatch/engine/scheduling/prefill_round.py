@@ -12,8 +12,6 @@ from raybatch.engine.sequences.host_pool import HostBlocks
 from raybatch.engine.sequences.schedule import LayerMoves, Schedule, SchedulerCounters
 from raybatch.engine.sequences.table import PREFILL, Sequence, SequenceTable
 
-__all__ = ["PrefillRound"]
-
 Int64s = npt.NDArray[np.int64]
 
 

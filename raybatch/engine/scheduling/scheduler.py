@@ -26,8 +26,6 @@ from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
 
-__all__ = ["Scheduler"]
-
 Int64s = npt.NDArray[np.int64]
 
 # admission leaves the blocks free that running sequences will need within so many steps; sequences

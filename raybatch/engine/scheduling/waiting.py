@@ -11,8 +11,6 @@ from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.engine.sequences.table import Sequence
 from raybatch.policy.admission_order import next_batch, predicted_steps, shortest_first
 
-__all__ = ["WaitingQueue"]
-
 
 class WaitingQueue:
     """Three lines, served one after the other.

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from raybatch.records.types import Request, TokenIds
 
-__all__ = ["BlockManager", "hash_blocks", "hash_prompt"]
-
 
 def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> list[bytes]:
     """Return one 128-bit hash per full block, each over its tokens and all blocks before it.

@@ -9,8 +9,6 @@ touched.
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockUsers"]
-
 Int64s = npt.NDArray[np.int64]
 
 

@@ -2,8 +2,6 @@
 
 from raybatch.records.types import Completion, FinishReason, SequenceState, Vector
 
-__all__ = ["completion_of"]
-
 
 def completion_of(
     state: SequenceState,

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.records.types import Request, TokenIds
 
-__all__ = ["PrefixGroup", "PrefixGroups"]
-
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PrefixGroup:

@@ -8,8 +8,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockBooks", "HostBlocks", "SwappedKV"]
-
 Int32s = npt.NDArray[np.int32]
 
 

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 
-__all__ = ["LayerMoves", "Schedule", "SchedulerCounters", "note_computed"]
-
 Int64s = npt.NDArray[np.int64]
 
 

@@ -17,8 +17,6 @@ from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.engine.sequences.host_pool import SwappedKV
 from raybatch.records.types import Completion, FinishReason, Request, SequenceState, TokenIds
 
-__all__ = ["DECODE", "EMPTY", "PREFILL", "Sequence", "SequenceTable", "TokenLogprobs"]
-
 EMPTY: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2

@@ -7,8 +7,6 @@ import torch
 
 from raybatch.engine.weights.ring import Transfer
 
-__all__ = ["CopyPairs", "CountedCopies", "HostCopies", "StreamCopies"]
-
 # source and target of each tensor of a layer in a buffer
 CopyPairs = Callable[[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
 

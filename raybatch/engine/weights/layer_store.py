@@ -15,8 +15,6 @@ from raybatch.engine.weights.loading import LayerWeights
 from raybatch.engine.weights.ring import WeightCopier, WeightRing
 from raybatch.policy.residence import Residence
 
-__all__ = ["LayerStore", "ResidentLayers", "StreamedLayers", "WeightCounters"]
-
 # trial copies, of which the quickest counts
 _NUM_TRIALS = 3
 

@@ -6,8 +6,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["map_tensors", "packed_bytes", "packed_into", "piece_bytes", "tensors_of"]
-
 # tensors start at cache lines, and at what transfers of a GPU are quickest from
 _ALIGNMENT = 256
 

@@ -13,8 +13,6 @@ from raybatch.kernels.rotary import interleave_order
 from raybatch.models.checkpoint import Checkpoint
 from raybatch.models.config import ModelSpec
 
-__all__ = ["Recipe", "recipes_of"]
-
 # a shape and the function that builds the tensor
 Recipe = tuple[tuple[int, ...], Callable[[], torch.Tensor]]
 

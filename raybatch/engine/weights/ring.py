@@ -17,8 +17,6 @@ from typing import Protocol
 
 from raybatch.errors import error_text
 
-__all__ = ["Transfer", "WeightCopier", "WeightRing"]
-
 logger = logging.getLogger(__name__)
 
 # what a copy may raise where memory or the device is short of something

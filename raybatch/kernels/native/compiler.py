@@ -24,17 +24,6 @@ from raybatch.config.environment import kernel_vectors
 from raybatch.errors import ConfigError
 from raybatch.kernels.native.library_store import find_or_build, library_name
 
-__all__ = [
-    "FLOATS",
-    "WEIGHT_FORMS",
-    "CompiledOnce",
-    "address",
-    "compile_library",
-    "has_compiler",
-    "host_vectors",
-    "whole",
-]
-
 # the kernels' tensors, whatever the process takes by default
 FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 

@@ -18,8 +18,6 @@ from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows, row_width
 from raybatch.kernels.native.compiler import FLOATS, CompiledOnce, address, compile_library, whole
 
-__all__ = ["decode_form"]
-
 # outputs of random tensors differ from torch's by a hundredth of this
 _TOLERANCE = 1e-4
 # what a pool holds, by the type of its elements

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["find_or_build", "library_name"]
-
 _CPU_INFO = Path("/proc/cpuinfo")
 # what tells processors apart there, on x86 and on ARM; others change from core to core
 _CPU_FIELDS = frozenset(

@@ -22,8 +22,6 @@ from raybatch.kernels.native.compiler import (
     whole,
 )
 
-__all__ = ["PANEL_WIDTH", "CompiledLinears", "compiled_linears"]
-
 # outputs of one panel: two registers of AVX-512 for each of eight rows; 48 and 64 were slower
 PANEL_WIDTH = 32
 

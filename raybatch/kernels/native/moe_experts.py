@@ -22,8 +22,6 @@ from raybatch.kernels.native.compiler import (
     whole,
 )
 
-__all__ = ["panelled_experts"]
-
 # the result differs from torch's by a hundredth of this
 _TOLERANCE = 1e-4
 # registers of 16 and of 8 floats take a panel's row whole, and 12 of the latter hold its sums

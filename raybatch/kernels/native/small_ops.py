@@ -15,8 +15,6 @@ from raybatch.kernels.attention import PreparedAttention
 from raybatch.kernels.kv_rows import FP8, INT8, quantise, read_rows, row_width
 from raybatch.kernels.native.compiler import FLOATS, CompiledOnce, address, compile_library, whole
 
-__all__ = ["SmallOps", "small_ops"]
-
 # results differ from torch's by a hundredth of this
 _TOLERANCE = 1e-4
 

@@ -21,14 +21,11 @@ from raybatch.kernels.triton.decode_attention import (
     fixed_walk,
     plan_walk,
 )
-from raybatch.kernels.triton.kv_store import store_kv
 from raybatch.kernels.triton.prefill_attention import (
     PreparedChunks,
     attend_chunks_into,
     prepare_chunks,
 )
-
-__all__ = ["PreparedAttention", "attend", "prepare_attention", "prepare_fixed", "store_kv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

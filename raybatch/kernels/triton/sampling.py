@@ -15,8 +15,6 @@ from raybatch.kernels.triton.jit.sampling import (
 )
 from raybatch.kernels.triton.launch import OPTIONS, power_of_two
 
-__all__ = ["draw_tokens"]
-
 # blocks of one program in a pass over the vocabulary
 _TILE_BLOCKS = 16
 

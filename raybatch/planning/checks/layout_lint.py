@@ -23,17 +23,6 @@ from raybatch.rows.template import PromptTemplate
 from raybatch.text.prompt_errors import PromptError
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 
-__all__ = [
-    "LayoutHint",
-    "can_change_layout",
-    "lint_layout",
-    "lint_source",
-    "sample_tables",
-    "token_counter",
-    "told_of_templates",
-    "without_columns",
-]
-
 SAMPLE_ROWS = 50_000
 # a smaller gain is not worth another prompt
 _MIN_GAIN = 0.01

@@ -13,8 +13,6 @@ from raybatch.inputs.schemas import in_common_schema
 from raybatch.inputs.source import Source
 from raybatch.rows.batches import python_values
 
-__all__ = ["check_partition_values"]
-
 # of "name=value": a byte takes three where it is quoted, and numbers and dates take 20 at most
 _SURELY_FITS = 200
 _LONGEST_NUMBER = 20

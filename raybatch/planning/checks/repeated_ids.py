@@ -17,8 +17,6 @@ import pyarrow as pa
 
 from raybatch.records.hashing import GOLDEN, mix64
 
-__all__ = ["Repeated", "RepeatedIds", "as_texts", "id_hashes"]
-
 Uint64s = npt.NDArray[np.uint64]
 
 # 24 MiB of hashes, and a few times that while they are sorted

@@ -5,9 +5,8 @@ import numpy as np
 from raybatch.durable.storage import store_of
 from raybatch.durable.units import row_sums
 from raybatch.errors import ConfigError
-from raybatch.planning.store import StoredPlan, read_shards, read_units, shard_name
-
-__all__ = ["damage_of"]
+from raybatch.planning.store import read_shards, read_units, shard_name
+from raybatch.planning.stored import StoredPlan
 
 # the last bytes of an Arrow file: one that was cut lacks them
 _MAGIC = b"ARROW1"

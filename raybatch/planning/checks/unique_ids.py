@@ -12,8 +12,6 @@ from raybatch.planning.checks.repeated_ids import RepeatedIds, as_texts
 from raybatch.planning.movable import as_movable
 from raybatch.rows.batches import python_values
 
-__all__ = ["check_unique_ids"]
-
 _SHOWN_CHARS = 40
 
 

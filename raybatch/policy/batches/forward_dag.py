@@ -12,8 +12,6 @@ from raybatch.policy.batches.layer_plan import KV_SLOTS, BatchPlan, ModelShape, 
 from raybatch.policy.batches.layer_work import Workload
 from raybatch.policy.cost.roofline import Roofline, Work
 
-__all__ = ["ForwardTime", "forward_dag", "forward_time"]
-
 # layers that are laid out one by one; what is beyond repeats the second half of them
 _UNROLLED_LAYERS = 4
 

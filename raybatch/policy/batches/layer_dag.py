@@ -6,8 +6,6 @@ from typing import Literal
 
 from raybatch.errors import ConfigError, told_range
 
-__all__ = ["CriticalPath", "DagNode", "critical_path"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DagNode:

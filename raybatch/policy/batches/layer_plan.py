@@ -6,15 +6,6 @@ from raybatch.errors import ConfigError
 from raybatch.policy.batches.layer_work import LayerShape, Workload
 from raybatch.policy.cost.roofline import Roofline
 
-__all__ = [
-    "KV_SLOTS",
-    "BatchPlan",
-    "MemoryNeed",
-    "ModelShape",
-    "ModuleCosts",
-    "memory_need",
-]
-
 # sub-batches whose KV is on the device while the rest is on the host
 KV_SLOTS = 2
 

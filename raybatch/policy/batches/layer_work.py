@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.roofline import Work
 
-__all__ = ["LayerShape", "Workload"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:

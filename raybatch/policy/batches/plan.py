@@ -15,8 +15,6 @@ from raybatch.policy.batches.saturation import (
 )
 from raybatch.policy.batches.search import MemoryBudget, PlanGrid, SearchResult, search_plans
 
-__all__ = ["PlannedBatches", "plan_batches"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedBatches:

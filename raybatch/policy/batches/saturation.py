@@ -16,15 +16,6 @@ from raybatch.policy.batches.layer_work import LayerShape, Workload
 from raybatch.policy.batches.search import MemoryBudget
 from raybatch.policy.cost.roofline import Roofline, Work
 
-__all__ = [
-    "GateBound",
-    "GateTarget",
-    "gate_target",
-    "hiding_tokens",
-    "saturating_tokens",
-    "saturation_target",
-]
-
 GateBound = Literal[
     "saturation", "waiting sequences", "memory for KV", "host memory", "device memory"
 ]

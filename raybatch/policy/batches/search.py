@@ -15,8 +15,6 @@ from raybatch.policy.batches.layer_plan import (
 )
 from raybatch.policy.batches.layer_work import Workload
 
-__all__ = ["MemoryBudget", "PlanGrid", "PricedPlan", "SearchResult", "price_plan", "search_plans"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:

@@ -12,8 +12,6 @@ from typing import Literal
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.layer_work import Workload
 
-__all__ = ["LEAST_GAIN", "MeasuredLayer", "Phase", "RowShape", "StepPlan", "plan_steps"]
-
 Phase = Literal["prefill", "decode"]
 
 # share of the time that parts must save: below it the noise of a measurement would decide, and

@@ -11,8 +11,6 @@ from raybatch.policy.boundary.records import (
     Status,
 )
 
-__all__ = ["apply_plan", "check_snapshot"]
-
 _HOLDERS = ("active", "suspended", "prefilled")
 
 

@@ -16,8 +16,6 @@ from raybatch.policy.boundary.records import (
     SequencePages,
 )
 
-__all__ = ["plan_boundary"]
-
 _VICTIM_KEYS: dict[str, Callable[[SequencePages], tuple[int, ...]]] = {
     "least": lambda sequence: (sequence.priority, sequence.progress_tokens, -sequence.id),
     "most": lambda sequence: (sequence.priority, -sequence.progress_tokens, -sequence.id),

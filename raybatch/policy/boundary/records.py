@@ -10,15 +10,6 @@ from typing import Literal, get_args
 from raybatch.config import VictimOrder
 from raybatch.errors import ConfigError, told_range
 
-__all__ = [
-    "BoundaryOptions",
-    "BoundaryPlan",
-    "BoundarySnapshot",
-    "PageGrant",
-    "SequencePages",
-    "Status",
-]
-
 Status = Literal["active", "suspended", "prefilled", "evicted", "waiting"]
 
 

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.nonnegative import solve_nonnegative
 
-__all__ = ["TOKEN_KNOTS", "CostModel", "EngineLimits", "MeasuredStep", "fit"]
-
 Floats = npt.NDArray[np.float64]
 
 # batch sizes at which the slope of the time per token may change

@@ -9,8 +9,6 @@ from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.step_forecast import forecast_steps
 from raybatch.policy.cost.work import WorkTotals
 
-__all__ = ["Band", "CostEstimate", "RunCheck", "check_run", "estimate", "money"]
-
 # estimates of whole runs are off by so much, however well the model fits single steps
 _MIN_ERROR = 0.075
 # standard errors on each side of the expected value

@@ -3,8 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["solve_nonnegative"]
-
 Floats = npt.NDArray[np.float64]
 
 _TOLERANCE = 1e-10

@@ -14,16 +14,6 @@ import numpy.typing as npt
 from raybatch.errors import ConfigError, told_range
 from raybatch.policy.cost.nonnegative import solve_nonnegative
 
-__all__ = [
-    "MeasuredWork",
-    "Roofline",
-    "Work",
-    "fit_roofline",
-    "held_out_error",
-    "link",
-    "relative_error",
-]
-
 Floats = npt.NDArray[np.float64]
 
 # shares of the shorter of computing and moving that may come on top of the longer one

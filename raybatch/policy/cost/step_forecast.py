@@ -15,8 +15,6 @@ import numpy.typing as npt
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.work import WorkTotals, output_sample
 
-__all__ = ["StepForecast", "forecast_steps"]
-
 Floats = npt.NDArray[np.float64]
 
 # enough for many waves of a full batch

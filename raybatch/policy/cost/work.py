@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 
-__all__ = ["WorkTotals", "merge_work", "output_sample", "work_totals"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

@@ -14,13 +14,6 @@ import numpy.typing as npt
 from raybatch.prefix.block_keys import BlockKeys, Int64s
 from raybatch.prefix.tree.prefix_tree import PrefixTree
 
-__all__ = [
-    "exact_single_level",
-    "multi_level",
-    "nearest_open",
-    "num_computed_tokens",
-]
-
 Bools = npt.NDArray[np.bool_]
 
 

@@ -19,8 +19,6 @@ from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.tree.enlarge import Bools, nearest_open
 from raybatch.prefix.tree.prefix_tree import PrefixTree
 
-__all__ = ["Entries", "entries_of_groups", "entries_of_subtrees", "passed_nodes"]
-
 # a subtree with a larger share of the rows is passed through, if it fills more than a unit
 _LARGE_FRACTION = 1 / 16
 

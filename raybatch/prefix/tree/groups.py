@@ -9,8 +9,6 @@ from raybatch.prefix.block_keys import BlockKeys, Int64s
 from raybatch.prefix.tree.enlarge import Bools, nearest_open
 from raybatch.prefix.tree.prefix_tree import PrefixTree
 
-__all__ = ["PrefixGroups", "make_groups"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixGroups:

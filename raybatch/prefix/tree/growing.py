@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
 
-__all__ = ["Grown", "grow"]
-
 Bools = npt.NDArray[np.bool_]
 # (groups, number of blocks for each) -> whether all rows of the group agree in that many
 _Test = Callable[[Int64s, Int64s], Bools]

@@ -9,8 +9,6 @@ import numpy.typing as npt
 from raybatch.prefix.block_keys import BlockKeys, Int64s, find_representatives, start_offsets
 from raybatch.prefix.tree.growing import grow
 
-__all__ = ["PrefixTree", "TreeStats", "build_tree", "tree_stats"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixTree:

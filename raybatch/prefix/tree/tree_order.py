@@ -22,8 +22,6 @@ from raybatch.prefix.order import decode_ratio
 from raybatch.prefix.tree.enlarge import Bools, nearest_open
 from raybatch.prefix.tree.prefix_tree import PrefixTree
 
-__all__ = ["order_in_tree", "values_in_tree"]
-
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from raybatch.report.history.records import History, RunRecord, Sample
 
-__all__ = ["Lane", "Stretch", "lanes_of", "run_starts"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:

@@ -12,8 +12,6 @@ from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.stores.protocols import Store
 from raybatch.report.history.records import History, RunRecord, Sample, UnitTime, merged
 
-__all__ = ["read_history", "run_of", "with_unlogged"]
-
 _MAX_SAMPLES = 240
 _NUM_SLOWEST = 5
 # more cannot be told apart in a drawing

@@ -18,13 +18,11 @@ from raybatch.durable.heartbeat import BEAT_EVERY_S, beat, end_beat, live_runs
 from raybatch.durable.run_log import RunLog
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
-from raybatch.planning.store import StoredPlan
+from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats
 from raybatch.report.history.records import STOPPED
 from raybatch.report.history.sampling import Sampler
 from raybatch.stages.receipts import UnitReceipt
-
-__all__ = ["RunRecorder", "UnitsSoFar", "new_run_id"]
 
 logger = logging.getLogger(__name__)
 

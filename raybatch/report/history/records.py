@@ -8,8 +8,6 @@ from typing import Any
 from raybatch.errors import ConfigError
 from raybatch.explanation.plain import from_plain
 
-__all__ = ["STOPPED", "History", "RunRecord", "Sample", "UnitTime", "merged"]
-
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "
 

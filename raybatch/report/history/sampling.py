@@ -5,8 +5,6 @@ from typing import Any
 
 from raybatch.records.types import PoolStats
 
-__all__ = ["Observed", "Sampler"]
-
 _MIN_EVERY_S, _MAX_EVERY_S = 0.5, 10.0
 # a short run has this many samples
 _NUM_SAMPLES = 60

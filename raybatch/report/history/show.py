@@ -19,8 +19,6 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.report.history.lanes import Lane, lanes_of, run_starts
 from raybatch.report.history.records import History, RunRecord, Sample
 
-__all__ = ["end_of", "idle_facts", "length_section", "run_section", "time_sections"]
-
 _PARTS = (
     ("at work", "busy_s"),
     ("cold start", "cold_s"),

@@ -21,8 +21,6 @@ from raybatch.rows.prompt_inputs import column_of
 from raybatch.text.prompt_errors import InvalidPrompt
 from raybatch.text.tokenizer import Encoded
 
-__all__ = ["IMAGE_PART", "ImageReader", "Images"]
-
 logger = logging.getLogger(__name__)
 
 # what a chat template is shown in the place of an image

@@ -11,8 +11,6 @@ from raybatch.errors import error_text
 from raybatch.rows.images.values import file_of, is_picture
 from raybatch.text.prompt_errors import InvalidPrompt
 
-__all__ = ["ImageFiles"]
-
 
 class ImageFiles:
     """Reads the files of images.

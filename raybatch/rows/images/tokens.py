@@ -16,8 +16,6 @@ from raybatch.models.source import resolve_model
 from raybatch.records.types import TokenIds
 from raybatch.text.prompt_errors import InvalidPrompt
 
-__all__ = ["ImageTokens"]
-
 logger = logging.getLogger(__name__)
 
 # where nothing says how many tokens an image takes; too few, so that no row is refused for it

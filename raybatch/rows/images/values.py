@@ -11,8 +11,6 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["MEDIA_TYPE", "data_url", "file_of", "is_picture", "media", "plain"]
-
 # an image is its file, or a text that says where it is, as in datasets of Hugging Face
 _IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 MEDIA_TYPE = pa.struct([("image", pa.list_(_IMAGE_TYPE))])
