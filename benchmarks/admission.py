@@ -25,7 +25,7 @@ import numpy as np
 import workloads_e2e
 from swap import requests_of
 
-from raybatch.backends.native import NativeBackend, create
+from raybatch.backends.native.backend import NativeBackend, create
 from raybatch.config import AdmissionPolicy, EngineConfig
 from raybatch.policy.static_batches import LEAST_RUNS, RowLengths, prefers_static
 from raybatch.records.types import Request, Sampling

@@ -30,7 +30,7 @@ from workloads_e2e import Workload, build, scaled
 
 from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import limits_of, measure_backend
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig
 from raybatch.policy.cost.cost_model import CostModel, fit
 from raybatch.policy.cost.estimate import check_run, estimate

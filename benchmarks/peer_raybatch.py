@@ -104,7 +104,7 @@ class NativeEngine:
         return plan_requests(requests, self._config.settings.block_size, config)
 
     def _load(self) -> "Backend":
-        from raybatch.backends.create import create_backend
+        from raybatch.backends.registry import create_backend
         from raybatch.config import BackendConfig
 
         return create_backend(

@@ -2,14 +2,13 @@
 
 import math
 import re
-from typing import get_args
 
 import pytest
 
 from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.backends.registry import BACKENDS
 from raybatch.config import (
     BackendConfig,
-    BackendKind,
     EngineConfig,
     LimitConfig,
     PlanConfig,
@@ -122,7 +121,7 @@ def test_what_engines_reserve_is_checked(options, message):
     [
         (lambda: EngineConfig(dtype="f"), "engine.dtype"),
         (lambda: EngineConfig(kv_checkpoint_blocks=1), "engine.kv_checkpoint_blocks"),
-        (lambda: BackendConfig(kind="f"), "backend.kind"),
+        (lambda: build_stage_config("demo", {"backend": "f"}, where="w"), "backend.kind"),
         (lambda: OpenAIOptions(base_url="http://h/v1", max_retries=-1), "backend.options.max_re"),
         (lambda: OpenAIOptions(base_url="h"), "backend.options.base_url"),
         (lambda: PoolConfig(strategy="f"), "pool.strategy"),
@@ -140,7 +139,7 @@ def test_options_are_named_as_job_files_and_flags_name_them(make, name):
         make()
 
 
-@pytest.mark.parametrize("kind", get_args(BackendKind))
+@pytest.mark.parametrize("kind", BACKENDS)
 def test_options_of_a_backend_that_are_null_are_none(kind):
     backend = from_mapping(BackendConfig, {"kind": kind, "options": None}, where="backend")
     assert backend == BackendConfig(kind=kind)

@@ -7,18 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
-from raybatch.config import BackendConfig, BackendKind
-
 # what an installed vLLM computes on
 VllmBuild = Literal["gpu", "cpu"]
 
-_CANDIDATES: tuple[BackendKind, ...] = ("native", "vllm")
-
-_UNPROVEN_ON_GPUS = (
-    "the native engine runs on GPUs here, and its CUDA path has never run on one: it may fail and "
-    "will be slow. Install vLLM where the engines run (pip install 'raybatch[vllm]') and leave "
-    "backend out, or set it to 'vllm'; engine.device='cpu' keeps engines off the GPUs"
-)
+_CANDIDATES = ("native", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +22,7 @@ class BackendChoice:
         why: the reason, to be told to the user.
     """
 
-    kind: BackendKind
+    kind: str
     why: str
 
     @property
@@ -92,12 +84,3 @@ def vllm_build() -> VllmBuild | None:
         return "cpu" if "cpu" in local else "gpu"
     # run from its sources
     return "gpu"
-
-
-def unproven_on_gpus(backend: BackendConfig) -> list[str]:
-    """Return what is to be told of engines that compute on GPUs, for lack of proof.
-
-    Args:
-        backend: of the engines, decided.
-    """
-    return [_UNPROVEN_ON_GPUS] if backend.kind == "native" else []

@@ -16,7 +16,7 @@ from typing import Any
 
 from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text

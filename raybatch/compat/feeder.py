@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from raybatch.backends.kinds import facts_of
+from raybatch.backends.registry import type_of
 from raybatch.compat.chaining import PROMPT_IDS_COLUMN
 from raybatch.errors import ConfigError
 from raybatch.records.types import TokenIds
@@ -27,7 +27,7 @@ class ProcessorFeeder(StageFeeder):
 
     def _finish(self, answered: Answered) -> pa.Table:
         prompts = answered.prompts
-        if facts_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
+        if type_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
             prompts = [p if p.payload is None else Prompt(None) for p in prompts]
         return add_prompts(super()._finish(answered), prompts, self._tokenizer)
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raybatch.backends.create import check_options
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.options import actors_of_engine, gpus_of_engine
+from raybatch.backends.registry import check_options, type_of
+from raybatch.backends.resources import gpus_of_engine
 from raybatch.compat.chaining import ADAPTER_COLUMN, MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
 from raybatch.compat.placement_options import reserved_by
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN
@@ -117,7 +116,7 @@ class ProcessorConfig(metaclass=Checked):
         _of_adapters(self)
         engine, backend, _ = _engines(self)
         has_images = _stages(self)["prepare_multimodal_stage"].enabled
-        if has_images and not facts_of(backend).takes_vllm_options:
+        if has_images and not type_of(backend).takes_vllm_options:
             raise ConfigError("prepare_multimodal_stage needs backend='vllm', which reads images")
         _pool(self, engine, backend)
 
@@ -184,7 +183,7 @@ def _check_types(config: ProcessorConfig) -> None:
 
 
 def _reads_images(config: ProcessorConfig, backend: BackendConfig) -> bool:
-    return facts_of(backend).takes_vllm_options and config.task_type == "generate"
+    return type_of(backend).takes_vllm_options and config.task_type == "generate"
 
 
 def _of_task(config: ProcessorConfig) -> dict[str, Any]:
@@ -237,7 +236,7 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
             "backend='auto' is for stages and jobs: a processor reads engine_kwargs for one kind "
             "of engine; take vLLMEngineProcessorConfig, or set backend to 'vllm' or 'native'"
         )
-    facts = facts_of(backend)
+    facts = type_of(backend)
     if facts.takes_vllm_options:
         return vllm_config(config.engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())
@@ -260,7 +259,7 @@ def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig)
         changes |= reserved_by(
             config.placement_group_config,
             num_ranks=max(1, gpus_of_engine(backend, engine)),
-            are_actors=actors_of_engine(backend, engine) > 0,
+            are_actors=type_of(backend).num_actors(backend, engine) > 0,
         )
     pool = config.pool or PoolConfig()
     if isinstance(pool, Mapping):

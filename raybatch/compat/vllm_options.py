@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from raybatch.backends.create import check_options
+from raybatch.backends.registry import check_options
 from raybatch.backends.vllm.args import DECIDED_BY_ENGINE
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, did_you_mean

@@ -16,7 +16,6 @@ from raybatch.config.checks import (
 from raybatch.config.engine import (
     AdmissionPolicy,
     BackendConfig,
-    BackendKind,
     DType,
     EngineConfig,
     KVCacheDType,
@@ -38,7 +37,6 @@ from raybatch.config.pool import PoolConfig, Strategy, check_bundles
 __all__ = [
     "AdmissionPolicy",
     "BackendConfig",
-    "BackendKind",
     "DType",
     "EngineConfig",
     "KVCacheDType",

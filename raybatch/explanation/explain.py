@@ -14,9 +14,8 @@ from raybatch.backends.cost_cache import (
     cost_model_path,
     load_cost_model,
 )
-from raybatch.backends.create import has_prices
-from raybatch.backends.kinds import facts_of
 from raybatch.backends.openai.options import openai_options
+from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
@@ -149,7 +148,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
 
 def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float] | None:
     """Return what an endpoint's answers cost, with all that is shared cached, and with nothing."""
-    if not has_prices(spec.backend):
+    if not type_of(spec.backend).has_prices(spec.backend):
         return None
     options, profile = openai_options(spec.backend.options), explanation.profile
     num_input, num_output = profile.tree.logical_tokens, profile.output_tokens.total
@@ -278,7 +277,7 @@ def _crew_size(question: Question) -> tuple[int, int]:
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
-    if facts_of(spec.backend).is_endpoint:
+    if type_of(spec.backend).is_endpoint:
         return None, NO_SPEED_OF_ENDPOINTS
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"

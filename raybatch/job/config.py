@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import fsspec
 import yaml
 
-from raybatch.backends.create import has_prices
+from raybatch.backends.registry import type_of
 from raybatch.config import (
     LimitConfig,
     PlanConfig,
@@ -78,7 +78,9 @@ class JobConfig:
         if not self.flush_every_s > 0:
             raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
         has_price = self.limits.price_per_engine_hour is not None
-        if self.limits.max_cost is not None and not (has_price or has_prices(self.stage.backend)):
+        if self.limits.max_cost is not None and not (
+            has_price or type_of(self.stage.backend).has_prices(self.stage.backend)
+        ):
             raise ConfigError(
                 "limits.max_cost needs limits.price_per_engine_hour, or the prices of an endpoint "
                 "in backend.options"

@@ -9,7 +9,8 @@ from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_crew
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.replicas.placement import connected_ray
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.options import actors_of_engine, gpus_of_engine
+from raybatch.backends.registry import type_of
+from raybatch.backends.resources import gpus_of_engine
 from raybatch.config import PlanConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
@@ -136,7 +137,7 @@ def _needs_ray(spec: PoolSpec) -> str:
     ):
         if getattr(pool, name) != getattr(defaults, name):
             return f"pool.{name}={getattr(pool, name)!r}"
-    if actors_of_engine(spec.backend, spec.engine):
+    if type_of(spec.backend).num_actors(spec.backend, spec.engine):
         return "engine_kwargs.distributed_executor_backend='ray'"
     num_gpus = gpus_of_engine(spec.backend, spec.engine) if gpus_of_host() else 0
     if num_gpus and (pool.replicas or 1) > 1:

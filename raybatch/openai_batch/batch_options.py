@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raybatch.backends.kinds import facts_of
+from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
@@ -69,7 +69,7 @@ class BatchOptions:
                 f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
                 "it themselves; leave it out"
             )
-        if facts_of(self.stage.backend).is_endpoint:
+        if type_of(self.stage.backend).is_endpoint:
             raise ConfigError(
                 f"{self.where}: the backend 'openai' sends rows to an endpoint that has the Batch "
                 "API itself, or answers datasets; take another backend for batch files"

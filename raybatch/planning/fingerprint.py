@@ -16,8 +16,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.options import answering_options
+from raybatch.backends.registry import answering_options, type_of
 from raybatch.config import WaveConfig
 from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError, encodable
@@ -134,7 +133,7 @@ def _model(config: StageConfig) -> dict[str, str]:
         if (path := folder / name).is_file():
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
     found = {"model.tokenizer": digest.hexdigest()}
-    if facts_of(config.backend).has_weights:
+    if type_of(config.backend).has_weights:
         found["model.weights"] = model_fingerprint(folder)
     return found
 

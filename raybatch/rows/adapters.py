@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from raybatch.backends.kinds import facts_of
+from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError
 from raybatch.models.adapters import adapter_source, check_adapter
 from raybatch.records.payload import LORA, add_payload
@@ -25,7 +25,7 @@ class Adapters:
     def __init__(self, config: StageConfig) -> None:
         self._config = config
         kwargs = config.backend.options.get("engine_kwargs") or {}
-        has_ranks = facts_of(config.backend).takes_vllm_options
+        has_ranks = type_of(config.backend).takes_vllm_options
         self._max_rank = kwargs.get("max_lora_rank", 16) if has_ranks else None
         self._sources: dict[str, str] = {}
 

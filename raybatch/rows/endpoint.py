@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.backends.kinds import facts_of
 from raybatch.backends.openai.options import OpenAIOptions, openai_options
+from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
 from raybatch.records.types import TokenIds
@@ -99,7 +99,7 @@ class EndpointTokenizer:
 
 def check_endpoint(config: StageConfig) -> None:
     """Raise ConfigError where a stage asks of an endpoint what it cannot do."""
-    if not facts_of(config.backend).is_endpoint:
+    if not type_of(config.backend).is_endpoint:
         return
     options = openai_options(config.backend.options)
     if config.chat_template is not None or config.chat_template_kwargs:

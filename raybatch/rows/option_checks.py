@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from raybatch.backends.create import check_options
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.options import check_pool
+from raybatch.backends.registry import check_options, type_of
+from raybatch.backends.resources import check_pool
 from raybatch.config import check_choice, check_min
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.pooling import Pooling
@@ -91,7 +90,7 @@ def _check_inputs(config: "StageConfig") -> None:
 def _check_images(config: "StageConfig") -> None:
     if config.images is None:
         return
-    if not facts_of(config.backend).reads_images:
+    if not type_of(config.backend).reads_images:
         raise ConfigError(
             f"images: the {_kind(config)} backend reads text alone; set backend='vllm', or "
             "'openai' for an endpoint"
@@ -196,7 +195,7 @@ def _check_adapters(config: "StageConfig") -> None:
             raise ConfigError("lora_path is where the adapters of lora_column lie; set lora_column")
         return
     kwargs = config.backend.options.get("engine_kwargs") or {}
-    facts = facts_of(config.backend)
+    facts = type_of(config.backend)
     if not facts.has_adapters:
         raise ConfigError(
             f"lora_column: the {_kind(config)} backend has no adapters; set backend='vllm'"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from raybatch.backends.options import parsed_columns
+from raybatch.backends.registry import parsed_columns
 from raybatch.backends.vllm.args import VllmOptions
 from raybatch.config import (
     BackendConfig,

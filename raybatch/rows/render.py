@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.options import score_form
+from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
 from raybatch.rows.adapters import Adapters
@@ -69,7 +68,7 @@ class PromptReader:
         self._images = ImageReader(config, tokenizer.vocab_size)
         self._adapters = Adapters(config)
         self._stage_options = stage_options(config)
-        self._is_parsed = not facts_of(config.backend).is_endpoint and bool(config.output.parsed)
+        self._is_parsed = not type_of(config.backend).is_endpoint and bool(config.output.parsed)
         template = config.chat_template
         if config.tools is not None and not tokenizer.template_reads(TOOLS, chat_template=template):
             raise ConfigError(
@@ -259,7 +258,7 @@ def _or_failed(row: tuple[Any, ...]) -> Any:  # noqa: ANN401 - data of a row
 def _pair_reader(config: StageConfig, tokenizer: PromptTokenizer) -> Callable[[str, str], Encoded]:
     """Return what makes one prompt of a query and a document, as the model reads them."""
     assert isinstance(tokenizer, Tokenizer), "an endpoint has no task of pairs"
-    form = score_form(config.backend, config.model)
+    form = type_of(config.backend).score_form(config.backend, config.model)
     return partial(read_pair, tokenizer, form=form, special_tokens=config.special_tokens)
 
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.model_files import check_files
 from raybatch.backends.openai.options import openai_options
-from raybatch.backends.options import length_of_model
+from raybatch.backends.registry import check_files, type_of
 from raybatch.errors import ConfigError
 from raybatch.models.source import (
     check_hub_model,
@@ -31,7 +29,7 @@ def find_model(config: StageConfig) -> Path | None:
     Raises:
         ConfigError: nothing is there, or no model.
     """
-    facts = facts_of(config.backend)
+    facts = type_of(config.backend)
     if facts.is_endpoint:
         tokenizer = openai_options(config.backend.options).tokenizer
         return None if tokenizer is None else resolve_tokenizer(tokenizer)
@@ -47,7 +45,7 @@ def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
         ConfigError: there is no tokenizer that can be used.
     """
     tokenizer = None if folder is None else Tokenizer.load(folder)
-    if facts_of(config.backend).is_endpoint:
+    if type_of(config.backend).is_endpoint:
         return EndpointTokenizer(openai_options(config.backend.options), tokenizer)
     assert tokenizer is not None, "only an endpoint's model has no folder"
     return tokenizer
@@ -66,7 +64,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         ConfigError: the first of them.
         CapacityError: the KV cache does not hold a block.
     """
-    facts = facts_of(config.backend)
+    facts = type_of(config.backend)
     is_elsewhere = not facts.is_endpoint and not is_local_model(config.model)
     if is_elsewhere and "://" not in config.model:
         check_hub_model(config.model)
@@ -88,7 +86,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
 def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:
     """Return whether rows are rendered with the chat template of the model, if it has one."""
     is_completion = (
-        facts_of(config.backend).is_endpoint
+        type_of(config.backend).is_endpoint
         and openai_options(config.backend.options).endpoint == "completions"
     )
     if config.chat_template is not None or is_completion:
@@ -109,7 +107,7 @@ def _check_budgets(config: StageConfig) -> None:
     budgets = (engine.kv_cache_bytes, engine.host_kv_bytes, engine.device_weight_bytes)
     if all(budget is None for budget in budgets):
         return
-    if not facts_of(config.backend).obeys_engine_options:
+    if not type_of(config.backend).obeys_engine_options:
         return
     # a driver without torch leaves it to the engines
     if find_spec("torch") is None:
@@ -124,5 +122,5 @@ def _check_budgets(config: StageConfig) -> None:
 def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:
     """Return the longest prompt plus output that the engines take; None if nothing says it."""
     # also where the length is given: the backend may refuse the model
-    length = length_of_model(config.backend, config.engine, model_dir)
+    length = type_of(config.backend).max_model_len(config.backend, config.engine, model_dir)
     return length if config.engine.max_model_len is None else config.engine.max_model_len

@@ -11,7 +11,7 @@ from raybatch.actors.replicas.placement import (
     plan_crew,
 )
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.options import check_share
+from raybatch.backends.resources import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.rows.options import build_stage_config

@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.cost_cache import load_or_measure
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.policy.cost.cost_model import fit
 from tests.engine.tiny_models import build

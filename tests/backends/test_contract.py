@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token

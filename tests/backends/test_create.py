@@ -1,6 +1,6 @@
 import pytest
 
-from raybatch.backends.create import check_options
+from raybatch.backends.registry import check_options
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from raybatch.backends.create import create_backend
 from raybatch.backends.fake.answers import fake_tokens
 from raybatch.backends.fake.backend import FakeBackend
 from raybatch.backends.fake.options import FakeOptions
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.records.types import Request, Sampling

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from raybatch.backends.model_files import check_files
+from raybatch.backends.registry import check_files
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec

@@ -4,8 +4,9 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save_file
 
-from raybatch.backends import create
-from raybatch.backends.options import answering_options, gpus_of_engine
+from raybatch.backends import registry
+from raybatch.backends.registry import answering_options
+from raybatch.backends.resources import gpus_of_engine
 from raybatch.backends.vllm.args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
@@ -66,7 +67,7 @@ def test_a_stage_is_checked_when_it_is_built():
 )
 def test_options_of_the_engine_that_do_not_fit_are_refused(engine, message):
     with pytest.raises(ConfigError, match=message):
-        create.check_options(vllm(max_num_seqs=16, kv_cache_dtype="fp8"), EngineConfig(**engine))
+        registry.check_options(vllm(max_num_seqs=16, kv_cache_dtype="fp8"), EngineConfig(**engine))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_kv_of_8_bits_has_the_names_of_vllm(own, given, expected):
     engine, kwargs = EngineConfig(kv_cache_dtype=own), {}
     if given is not None:
         kwargs["kv_cache_dtype"] = given
-    create.check_options(vllm(**kwargs), engine)
+    registry.check_options(vllm(**kwargs), engine)
     args = engine_args(VllmOptions(engine_kwargs=kwargs), engine)
     assert expected == args.get("kv_cache_dtype")
 
@@ -91,7 +92,7 @@ def test_kv_of_8_bits_has_the_names_of_vllm(own, given, expected):
 @pytest.mark.parametrize("kind", ["transformers", "openai"])
 def test_backends_that_keep_kv_by_themselves_refuse_its_type(kind):
     with pytest.raises(ConfigError, match=f"the {kind} backend keeps KV as its model does"):
-        create.check_options(BackendConfig(kind=kind), EngineConfig(kv_cache_dtype="int8"))
+        registry.check_options(BackendConfig(kind=kind), EngineConfig(kv_cache_dtype="int8"))
 
 
 def test_options_of_the_engine_get_the_names_of_vllm():
@@ -184,9 +185,9 @@ def test_a_job_remembers_the_options_that_decide_answers_alone():
 
 
 def test_a_host_without_vllm_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr(create, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"pip install 'raybatch\[vllm\]'"):
-        create.create_backend("m", vllm(), EngineConfig())
+        registry.create_backend("m", vllm(), EngineConfig())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import EndpointError
 from raybatch.models.source import resolve_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.model import model_length
 from raybatch.backends.vllm.names import ENGINE_ARGS
 from raybatch.config import BackendConfig, EngineConfig

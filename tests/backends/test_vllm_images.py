@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch import Job, LLMStage
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.model import model_length
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.records.media import with_images

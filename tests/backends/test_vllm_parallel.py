@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.records.types import Request, Sampling
 from tests.backends.vllm_engines import PROMPT, save_text_model
@@ -25,7 +25,7 @@ _SCRIPT = """
 import json, os, sys
 import psutil
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from tests.backends.test_vllm_parallel import ENGINE, answers_of
 
 if __name__ == "__main__":

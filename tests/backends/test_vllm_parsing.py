@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from raybatch import Job, LLMStage
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.names import REASONING_PARSERS, TOOL_PARSERS
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raybatch.actors.wire.columns import RequestReader
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig, PlanConfig
 from raybatch.planning.small import RowDescriber
 from raybatch.records.payload import LORA

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raybatch.backends.create import create_backend
+from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.models.source import resolve_model
 from raybatch.records.types import Request, Sampling

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.actors.executors import local_pools
-from raybatch.backends.options import may_end_its_process
+from raybatch.backends.registry import type_of
 from raybatch.config import BackendConfig, PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
@@ -62,4 +62,4 @@ def test_engines_on_gpus_are_not_several_without_ray(model, source, monkeypatch,
     ],
 )
 def test_what_computes_or_may_crash_has_a_process_of_its_own(backend, is_so):
-    assert may_end_its_process(backend) == is_so
+    assert type_of(backend).may_end_process(backend) == is_so

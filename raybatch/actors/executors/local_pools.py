@@ -16,9 +16,9 @@ from raybatch.actors.replicas.placement import ClusterView, CrewPlan
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.call_handle import CallHandle
 from raybatch.actors.wire.records import PoolSpec, digest_of
-from raybatch.backends.choice import BackendChoice, unproven_on_gpus, vllm_build
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.options import gpus_of_engine
+from raybatch.backends.choice import BackendChoice, vllm_build
+from raybatch.backends.registry import type_of
+from raybatch.backends.resources import gpus_of_engine, unproven_on_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def plan_local_crew(spec: PoolSpec) -> CrewPlan:
     GPUs are not divided here: one engine has what it takes of them.
     """
     num_replicas = spec.pool.replicas
-    if num_replicas is None and (_has_gpus(spec) or facts_of(spec.backend).is_endpoint):
+    if num_replicas is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
         num_replicas = 1
     if num_replicas is None:
         num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)

@@ -23,7 +23,7 @@ from raybatch.actors.replicas.placement import CrewPlan
 from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
 from raybatch.actors.wire.call_handle import CallHandle
 from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
-from raybatch.backends.options import may_end_its_process
+from raybatch.backends.registry import type_of
 from raybatch.errors import error_text
 
 _T = TypeVar("_T")
@@ -57,7 +57,7 @@ class LocalSite:
 
     def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> Started:
         """Start a process or make an object on the loop."""
-        if may_end_its_process(spec.backend):
+        if type_of(spec.backend).may_end_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)
         return _EngineThread(spec, replica_id)
 

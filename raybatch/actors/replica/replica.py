@@ -18,8 +18,7 @@ from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
 from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, RowGroups
 from raybatch.backends.base import Backend
-from raybatch.backends.create import create_backend
-from raybatch.backends.kinds import facts_of
+from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
 from raybatch.policy.admission_order import batches_ahead
 from raybatch.records.types import Completion, Request, SequenceState
@@ -76,7 +75,7 @@ class Replica:
         """Build the engine; return why it could not be built, if so."""
         self._loop = asyncio.get_running_loop()
         engine, lead_batches = self._spec.engine, 0
-        if facts_of(self._spec.backend).obeys_engine_options:
+        if type_of(self._spec.backend).obeys_engine_options:
             lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),

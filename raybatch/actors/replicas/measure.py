@@ -21,7 +21,7 @@ from raybatch.backends.cost_cache import (
     load_cost_model,
     load_or_measure,
 )
-from raybatch.backends.kinds import facts_of
+from raybatch.backends.registry import type_of
 from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost.cost_model import CostModel
 
@@ -49,7 +49,7 @@ def measure_pool(
             it needs but others hold it now; the message says why.
         ConfigError: the pool's options do not fit the cluster.
     """
-    if facts_of(spec.backend).is_endpoint:
+    if type_of(spec.backend).is_endpoint:
         raise MeasureError(NO_SPEED_OF_ENDPOINTS)
     if not ray.is_initialized():
         ray.init()

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.choice import VllmBuild, unproven_on_gpus, vllm_build
-from raybatch.backends.kinds import facts_of
-from raybatch.backends.options import (
-    actors_of_engine,
-    check_pool,
-    check_share,
-    gpus_of_replica,
-)
+from raybatch.backends.choice import VllmBuild, vllm_build
+from raybatch.backends.registry import type_of
+from raybatch.backends.resources import check_pool, check_share, gpus_of_replica, unproven_on_gpus
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
@@ -140,7 +135,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     num_gpus = gpus_asked(spec, cluster)
     if pool.replicas is not None:
         num_replicas = pool.replicas
-    elif facts_of(spec.backend).is_endpoint:
+    elif type_of(spec.backend).is_endpoint:
         num_replicas = 1
     elif num_gpus:
         num_replicas = max(1, int(cluster.num_gpus / num_gpus))
@@ -198,7 +193,7 @@ def check_cluster(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
 
 def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     """Return what the ranks of one engine take, where they are actors; the first has the rest."""
-    pool, num_ranks = spec.pool, actors_of_engine(spec.backend, spec.engine)
+    pool, num_ranks = spec.pool, type_of(spec.backend).num_actors(spec.backend, spec.engine)
     check_pool(pool, spec.backend, spec.engine)
     if not num_ranks:
         return ()

@@ -18,9 +18,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from raybatch.backends.backend_type import ScoreForm
 from raybatch.backends.vllm.adapters import VllmAdapters
 from raybatch.backends.vllm.images import forget_images, prompt_of
-from raybatch.backends.vllm.model import ScoreForm
 from raybatch.backends.vllm.parsing import OutputParser
 from raybatch.backends.vllm.pooling import pooling_task
 from raybatch.backends.vllm.room import leave_room

@@ -3,12 +3,10 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from raybatch.backends.backend_type import ScoreForm
 from raybatch.errors import ConfigError, error_text
-
-# a query and a document as one sequence with a border, as one without, or as two sequences
-ScoreForm = Literal["pair", "joined", "apart"]
 
 # ends of the names of architectures that vLLM takes for classifiers
 _CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel", "ForTextClassification")

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raybatch.backends.backend_type import ScoreForm
 from raybatch.backends.vllm.args import VllmOptions, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
 from raybatch.backends.vllm.inner import InnerEngine, Parse
-from raybatch.backends.vllm.model import ScoreForm, form_of_scores
+from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.pooling import ScorePairs
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.host_memory import free_memory_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raybatch.backends.kinds import facts_of
+from raybatch.backends.registry import type_of
 from raybatch.records.media import with_images
 from raybatch.rows.batches import python_values
 from raybatch.rows.images.files import ImageFiles
@@ -39,7 +39,7 @@ class ImageReader:
 
     def __init__(self, config: StageConfig, vocab_size: int) -> None:
         self._config = config
-        facts = facts_of(config.backend)
+        facts = type_of(config.backend)
         self._is_endpoint = facts.is_endpoint
         # others read text, and what is pooled is text
         self._is_on = config.task == "generate" and facts.reads_images

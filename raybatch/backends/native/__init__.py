@@ -1,0 +1,1 @@
+"""The native engine as a backend."""

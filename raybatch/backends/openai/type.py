@@ -1,0 +1,59 @@
+"""Endpoints that speak OpenAI's API, as raybatch knows them before one is connected."""
+
+from pathlib import Path
+
+from raybatch.backends.backend_type import BackendType, EngineStart
+from raybatch.backends.base import Backend
+from raybatch.backends.openai.options import decisive_options, openai_options
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.records.parsed_text import REASONING, TOOL_CALLS
+
+
+def _create(start: EngineStart) -> Backend:
+    from raybatch.backends.openai.start import create
+
+    options = openai_options(start.backend.options)
+    return create(options, start.model, task=start.backend.task, num_replicas=start.num_replicas)
+
+
+def _check(backend: BackendConfig, engine: EngineConfig) -> None:
+    openai_options(backend.options)
+
+
+def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:
+    length: int | None = backend.options.get("max_model_len")
+    return length
+
+
+def _parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:
+    options = openai_options(backend.options)
+    columns = {REASONING: options.return_reasoning, TOOL_CALLS: options.return_tool_calls}
+    return tuple(name for name, is_returned in columns.items() if is_returned)
+
+
+def _has_prices(backend: BackendConfig) -> bool:
+    return openai_options(backend.options).has_prices
+
+
+OPENAI = BackendType(
+    kind="openai",
+    create=_create,
+    max_model_len=_max_model_len,
+    package="aiohttp",
+    missing=(
+        "the backend 'openai' needs aiohttp, which is not installed here: pip install "
+        "'raybatch[openai]'"
+    ),
+    tasks=("generate", "embed"),
+    makes="makes text and embeddings",
+    check=_check,
+    answering=decisive_options,
+    parsed_columns=_parsed_columns,
+    num_gpus=lambda *_: 0,
+    may_end_process=lambda _: False,
+    has_prices=_has_prices,
+    is_endpoint=True,
+    has_weights=False,
+    refuses_native_options=True,
+    reads_images=True,
+)

@@ -1,0 +1,175 @@
+"""The kinds of backends: what a config names, checked and started."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from raybatch.backends.backend_type import BackendType, EngineStart
+from raybatch.backends.base import Backend
+from raybatch.backends.fake.type import FAKE
+from raybatch.backends.model_files import check_known_model, checked_tensors
+from raybatch.backends.native.type import NATIVE
+from raybatch.backends.openai.type import OPENAI
+from raybatch.backends.transformers.type import TRANSFORMERS
+from raybatch.backends.vllm.args import NATIVE_ONLY
+from raybatch.backends.vllm.type import VLLM
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError, MissingDependency, did_you_mean
+from raybatch.text.text_files import check_template, check_tokenizer
+
+# of vLLM's options, those that users look for at other backends
+_PARSERS = ("reasoning_parser", "tool_call_parser")
+
+
+def _length_of_either(
+    backend: BackendConfig, engine: EngineConfig, folder: Path | None
+) -> int | None:
+    try:
+        return NATIVE.max_model_len(backend, engine, folder)
+    except ConfigError as refusal:
+        try:
+            return VLLM.max_model_len(replace(backend, kind="vllm"), engine, folder)
+        except ConfigError:
+            raise refusal from None
+
+
+def _check_either(folder: Path, backend: BackendConfig) -> None:
+    checked_tensors(folder)
+    check_known_model(folder)
+
+
+# not decided: what the native engine and vLLM have in common
+AUTO = BackendType(
+    kind="auto",
+    create=NATIVE.create,
+    max_model_len=_length_of_either,
+    package=NATIVE.package,
+    missing=NATIVE.missing,
+    check_files=_check_either,
+)
+
+BACKENDS: Mapping[str, BackendType] = {
+    each.kind: each for each in (AUTO, NATIVE, VLLM, TRANSFORMERS, OPENAI, FAKE)
+}
+
+
+def type_of(backend: BackendConfig) -> BackendType:
+    """Return the kind of a backend.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if backend.kind not in BACKENDS:
+        raise ConfigError(
+            f"backend.kind must be one of {', '.join(BACKENDS)}, got {backend.kind!r}"
+            f"{did_you_mean(backend.kind, BACKENDS)}"
+        )
+    return BACKENDS[backend.kind]
+
+
+def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where a backend does not know an option, or has not the task."""
+    if not backend.is_decided:
+        # what runs everywhere is what the native engine has; vLLM has it as well
+        backend = replace(backend, kind="native")
+    of_kind = type_of(backend)
+    if backend.task not in of_kind.tasks:
+        able = [repr(k) for k, t in BACKENDS.items() if k != "fake" and backend.task in t.tasks]
+        raise ConfigError(
+            f"the {backend.kind} backend {of_kind.makes}; task {backend.task!r} needs "
+            f"backend={' or '.join(able)}"
+        )
+    if not of_kind.takes_vllm_options:
+        for name in _PARSERS:
+            if name in backend.options:
+                raise ConfigError(
+                    f"backend.options.{name} is one of vLLM's parsers, which run beside its "
+                    "engine: set backend='vllm'; an endpoint parses by itself, and "
+                    "return_reasoning and return_tool_calls make columns of that"
+                )
+    if of_kind.refuses_native_options:
+        _refuse_native_options(backend.kind, engine)
+    of_kind.check(backend, engine)
+
+
+def _refuse_native_options(kind: str, engine: EngineConfig) -> None:
+    defaults = EngineConfig()
+    for name in (name for names, _ in NATIVE_ONLY for name in names):
+        # what is switched off is no different from what is not there
+        if getattr(engine, name) not in (getattr(defaults, name), None, False, 0):
+            raise ConfigError(
+                f"engine.{name} is an option of the native engine, and the {kind} backend has no "
+                "such; leave it out"
+            )
+    if engine.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
+            f"{kind} backend keeps KV as its model does: leave it out"
+        )
+
+
+def check_files(
+    folder: Path, backend: BackendConfig, *, reads_template: bool, has_tools: bool = False
+) -> None:
+    """Refuse a folder that the engines of a backend cannot run, as far as its files tell.
+
+    Of weights the headers are read, never the data. The native engine says which tensors it needs;
+    other backends may run more than is known here, so they are refused only what nobody can load.
+
+    Args:
+        folder: of the checkpoint; for an endpoint that of a tokenizer.
+        reads_template: rows are rendered with its chat template.
+        has_tools: they are rendered with tools.
+
+    Raises:
+        ConfigError: names the file, the tensor or the line, and the way out.
+    """
+    type_of(backend).check_files(folder, backend)
+    check_tokenizer(folder)
+    if reads_template:
+        check_template(folder, has_tools=has_tools)
+
+
+def create_backend(
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    num_replicas: int = 1,
+) -> Backend:
+    """Start an engine and return its backend, ready for `submit`; arguments are of `EngineStart`.
+
+    "auto" is the native engine here, for callers that ask no cluster what its hosts have.
+
+    Raises:
+        ConfigError: an unknown option.
+        EndpointError: an endpoint does not answer, or refuses the key.
+        MissingDependency: a backend without the package that it needs.
+    """
+    check_options(backend, engine)
+    of_kind = type_of(backend)
+    if of_kind.package and find_spec(of_kind.package) is None:
+        raise MissingDependency(of_kind.missing)
+    return of_kind.create(
+        EngineStart(
+            model=model,
+            backend=backend,
+            engine=engine,
+            num_engines_on_host=num_engines_on_host,
+            num_replicas=num_replicas,
+        )
+    )
+
+
+def answering_options(backend: BackendConfig, model: str) -> Mapping[str, Any]:
+    """Return kind and options of a backend as far as they decide answers, for the fingerprint."""
+    options = type_of(backend).answering(backend.options, model)
+    return {"kind": backend.kind, "options": dict(options)}
+
+
+def parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:
+    """Return the columns beside the text of an answer; pooled rows have none."""
+    return type_of(backend).parsed_columns(backend, engine) if backend.task == "generate" else ()

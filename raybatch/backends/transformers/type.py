@@ -1,0 +1,63 @@
+"""The engine of transformers, as raybatch knows it before one starts."""
+
+import json
+from pathlib import Path
+
+from raybatch.backends.backend_type import BackendType, EngineStart
+from raybatch.backends.base import Backend
+from raybatch.backends.model_files import check_known_model, checked_tensors
+from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.errors import ConfigError, error_text
+
+
+def _create(start: EngineStart) -> Backend:
+    from raybatch.backends.transformers.backend import create
+
+    return create(start.model, start.backend, start.engine)
+
+
+def _check(backend: BackendConfig, engine: EngineConfig) -> None:
+    _options(backend)
+
+
+def _options(backend: BackendConfig) -> TransformersOptions:
+    return from_mapping(TransformersOptions, backend.options, where="backend.options")
+
+
+def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:
+    """Return the positions that a model was made for; None where its config sets no limit."""
+    assert folder is not None, "only an endpoint's model has no folder"
+    from transformers import AutoConfig
+
+    is_trusted = bool(backend.options.get("trust_remote_code"))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"transformers cannot read {folder / 'config.json'}: {error_text(error)}"
+        ) from error
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
+
+
+def _check_files(folder: Path, backend: BackendConfig) -> None:
+    checked_tensors(folder)
+    if not _options(backend).trust_remote_code:
+        check_known_model(folder)
+
+
+TRANSFORMERS = BackendType(
+    kind="transformers",
+    create=_create,
+    max_model_len=_max_model_len,
+    package="torch",
+    missing=(
+        "the transformers backend needs torch, which is not installed here: pip install "
+        "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+    ),
+    check=_check,
+    check_files=_check_files,
+    refuses_native_options=True,
+    checks_grammars=True,
+)
