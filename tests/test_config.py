@@ -65,7 +65,7 @@ def test_a_limit_that_is_no_number_is_none():
     [
         (lambda x: LimitConfig(max_wall_s=x), "limits.max_wall_s must be a finite number of at"),
         (lambda x: PlanConfig(probe_fraction=x), "plan.probe_fraction must be a finite number abo"),
-        (lambda x: PoolConfig(replicas=x), "pool.replicas must be a finite number of at least 1"),
+        (lambda x: PoolConfig(replicas=x), "pool.replicas must be a whole number of at least 1"),
         (lambda x: PoolConfig(resources={"a": x}), "'a' must be a finite number of at least 0, "),
         (lambda x: PoolConfig(bundles=[{"a": x}]), "of a bundle must be a finite number above 0"),
         (lambda x: Sampling(temperature=x), "sampling.temperature must be a finite number of at "),
@@ -195,7 +195,7 @@ def test_only_options_that_count_bytes_tell_a_number():
         ("tune_malloc", "no", "must be true or false, got 'no'"),
         ("compile_kernels", "false", "must be true or false, got 'false'"),
         ("enable_prefix_caching", 1, "must be true or false, got 1"),
-        ("device", 3, "must be a name such as auto, cpu or cuda, got 3"),
+        ("device", 3, "must be a name such as cpu or cuda, got 3"),
     ],
 )
 def test_engine_options_of_the_wrong_type_are_refused_by_name(name, value, told):

@@ -46,7 +46,7 @@ def test_kernels_are_compiled_where_that_is_wanted_for_one_thread(options, is_co
 @pytest.mark.parametrize("name", ["max_wall_s", "max_tokens", "max_engine_hours", "max_error_rate"])
 def test_a_limit_may_be_nothing_at_all_and_not_less(name):
     assert 0 == getattr(LimitConfig(**{name: 0}), name)
-    with pytest.raises(ConfigError, match=rf"limits\.{name} must be .*0, got -1"):
+    with pytest.raises(ConfigError, match=rf"limits\.{name} must be .*0.*, got -1"):
         LimitConfig(**{name: -1})
 
 

@@ -6,13 +6,6 @@ unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` 
 
 from typing import Literal
 
-from raybatch.config.checks import (
-    check_choice,
-    check_fraction,
-    check_min,
-    check_whole,
-    from_mapping,
-)
 from raybatch.config.engine import (
     AdmissionPolicy,
     BackendConfig,
@@ -32,6 +25,7 @@ from raybatch.config.environment import (
     secret_of,
 )
 from raybatch.config.job import LimitConfig, OrderName, PlanConfig, WaveConfig
+from raybatch.config.option import check_min, from_mapping
 from raybatch.config.pool import PoolConfig, Strategy, check_bundles
 
 __all__ = [
@@ -53,10 +47,7 @@ __all__ = [
     "armed_fault",
     "cache_dir",
     "check_bundles",
-    "check_choice",
-    "check_fraction",
     "check_min",
-    "check_whole",
     "environment",
     "from_mapping",
     "is_hub_offline",

@@ -1,21 +1,26 @@
 """The options of a job as a frozen, validated record, and where they are read from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import fsspec
 import yaml
+from annotated_types import Gt
+from pydantic.dataclasses import dataclass
 
 from raybatch.backends.registry import type_of
-from raybatch.config import (
-    LimitConfig,
-    PlanConfig,
-    WaveConfig,
-    check_choice,
-    check_min,
-    from_mapping,
+from raybatch.config import LimitConfig, PlanConfig, WaveConfig, from_mapping
+from raybatch.config.option import (
+    CHECKED,
+    Answers,
+    Place,
+    Positive,
+    Speed,
+    fields_of,
+    is_default,
+    options,
 )
 from raybatch.errors import ConfigError
 from raybatch.inputs.schemas import SchemaPolicy
@@ -29,54 +34,76 @@ OutputOrder = Literal["plan", "input"]
 _WITHOUT_A_PLAN = ("mode", "unit_rows", "max_unit_rows", "max_driver_bytes")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options("")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class JobConfig:
-    """What one job reads, does and writes.
+    """What one job reads, does and writes."""
 
-    Args:
-        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
-        sink: folder for the output.
-        stage: model, prompt and options.
-        plan: of the whole input, made before anything is generated.
-        overwrite: remove an earlier output and begin again.
-        extend: files that are new in the source are added to the output.
-        flush_every_s: finished rows of a unit that is not complete are kept so often.
-        partition_by: columns of the source by whose values the output is laid out.
-        output_order: of the rows: "plan" as they were written, "input" as they were read.
-        limits: what ends a run early.
-        waves: rules by which rows of some status are asked once more, in this order.
-        columns: of the source that are read and written; None takes all.
-        schema_policy: "strict" refuses files whose schemas differ, "cast" widens without loss.
-        skip_bad_files: leave out files that cannot be read.
-        max_row_group_bytes: that a row group or record batch may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
-            larger files a hundred times their size.
-        executor: of the engines: "ray", "local" without it, or "auto", whichever suits.
-    """
+    source: Place[str]
+    """Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI."""
 
-    source: str
-    sink: str
+    sink: Place[str]
+    """Folder for the output. One with a part of the output of this job is gone on with; a folder
+    with other files, or with the output of another job, is refused."""
+
     stage: StageConfig
+    """Model, prompt and options."""
+
     plan: PlanConfig = field(default_factory=PlanConfig)
-    overwrite: bool = False
-    extend: bool = False
-    flush_every_s: float = 5.0
-    partition_by: tuple[str, ...] = ()
-    output_order: OutputOrder = "plan"
+    """Options of the plan of the whole input; "off" runs the rows in input order."""
+
+    overwrite: Place[bool] = False
+    """Remove the output of an earlier run and begin again."""
+
+    extend: Place[bool] = False
+    """Add files that are new in the source to the output, as units of a further plan; files that
+    it has must be the same."""
+
+    flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
+    """Finished rows of a unit that is not complete are kept so often, in seconds, so that a run
+    that dies loses minutes of long rows at most."""
+
+    partition_by: Answers[tuple[str, ...]] = ()
+    """Columns of the source by whose values the output is laid out, as in
+    data/lang=en/part-000000.parquet; they are not repeated inside the files."""
+
+    output_order: Place[OutputOrder] = "plan"
+    """Of the rows: "plan" leaves them as they were written, which costs nothing; "input" writes
+    them once more when all are done, in the order of the source."""
+
     limits: LimitConfig = field(default_factory=LimitConfig)
-    waves: tuple[WaveConfig, ...] = ()
-    columns: tuple[str, ...] | None = None
-    schema_policy: SchemaPolicy = "strict"
-    skip_bad_files: bool = False
-    max_row_group_bytes: int = 2 << 30
-    max_decompressed_bytes: int | None = None
-    executor: ExecutorName = "auto"
+    """Budgets, a deadline and a share of errors that end a run early; finished rows are kept, and
+    the same job started again goes on."""
+
+    waves: Answers[tuple[WaveConfig, ...]] = ()
+    """Rules by which rows of some status are asked once more before they are written, in this
+    order, such as [{"on": "truncated", "sampling": {"max_tokens": 2048}}]."""
+
+    columns: Answers[tuple[str, ...] | None] = None
+    """Of the source that are read and written, in this order; None takes all."""
+
+    schema_policy: Answers[SchemaPolicy] = "strict"
+    """Of files whose schemas differ: "strict" refuses them, "cast" widens without loss."""
+
+    skip_bad_files: Answers[bool] = False
+    """Leave out files that cannot be read (empty, cut, of another kind), in place of refusing the
+    source; they are logged and reported."""
+
+    max_row_group_bytes: Place[Positive] = 2 << 30
+    """That a row group or record batch may take in memory."""
+
+    max_decompressed_bytes: Place[Positive | None] = None
+    """That a compressed JSONL file may grow to; None allows 1 GiB, and larger files a hundred
+    times their size."""
+
+    executor: Place[ExecutorName] = "auto"
+    """Of the engines: "ray" has them on a cluster; "local" on this host, as processes of this one,
+    and does not load Ray; "auto" takes a cluster that is connected, else runs small inputs locally
+    and others on Ray."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.extend:
             raise ConfigError("overwrite begins again and extend goes on; set one of them")
-        if not self.flush_every_s > 0:
-            raise ConfigError(f"flush_every_s must be above 0, got {self.flush_every_s!r}")
         has_price = self.limits.price_per_engine_hour is not None
         if self.limits.max_cost is not None and not (
             has_price or type_of(self.stage.backend).has_prices(self.stage.backend)
@@ -85,15 +112,7 @@ class JobConfig:
                 "limits.max_cost needs limits.price_per_engine_hour, or the prices of an endpoint "
                 "in backend.options"
             )
-        check_choice(self, "schema_policy", get_args(SchemaPolicy))
-        check_choice(self, "output_order", get_args(OutputOrder))
-        check_choice(self, "executor", get_args(ExecutorName))
-        check_min(self, "max_row_group_bytes", 1)
-        if self.max_decompressed_bytes is not None:
-            check_min(self, "max_decompressed_bytes", 1)
         self._check_task()
-        if not isinstance(self.skip_bad_files, bool):
-            raise ConfigError(f"skip_bad_files must be true or false, got {self.skip_bad_files!r}")
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ConfigError(
                 f"partition_by must name each column once, got {list(self.partition_by)!r}"
@@ -131,6 +150,24 @@ class JobConfig:
                     f"columns leaves out {name!r}, which the job reads; add it, as in columns: "
                     f"[{', '.join([*self.columns, name])}]"
                 )
+
+
+def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
+    """Return the options of a job from any form in which users give them.
+
+    Args:
+        given: options by name, the stage as its config.
+        where: what they belong to, for messages; that of a call is not repeated.
+
+    Raises:
+        ConfigError: an option is unknown, missing or wrong.
+    """
+    at = "" if where == "Job" else f"{where}: "
+    values = {
+        name: _FORMS[name](value, where=f"{at}{name}") if name in _FORMS else value
+        for name, value in given.items()
+    }
+    return from_mapping(JobConfig, values, where=where)
 
 
 def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
@@ -204,14 +241,27 @@ def plan_config(plan: object, *, where: str) -> PlanConfig:
     return from_mapping(PlanConfig, values, where=where)
 
 
+def _partition_columns(columns: object, *, where: str) -> tuple[str, ...]:
+    return column_names(columns, where=where) or ()
+
+
+_FORMS: Mapping[str, Callable[..., object]] = {
+    "plan": plan_config,
+    "limits": limit_config,
+    "waves": wave_configs,
+    "columns": column_names,
+    "partition_by": _partition_columns,
+}
+
+
 def without_effect(plan: PlanConfig) -> list[str]:
     """Return the options that were given to a plan that is off, and that only a plan heeds."""
     if plan.mode != "off":
         return []
     return [
-        field.name
-        for field in fields(PlanConfig)
-        if field.name not in _WITHOUT_A_PLAN and getattr(plan, field.name) != field.default
+        name
+        for name in fields_of(PlanConfig)
+        if name not in _WITHOUT_A_PLAN and not is_default(plan, name)
     ]
 
 

@@ -6,24 +6,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from raybatch.config import LimitConfig, PlanConfig, WaveConfig, from_mapping
+from raybatch.config.option import signature_of
 from raybatch.durable.sink import check_partitions, check_place, prepare_sink
 from raybatch.durable.storage import is_below
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
-from raybatch.inputs.schemas import SchemaPolicy
 from raybatch.inputs.source import Source, check_outside, scan_source
-from raybatch.job.config import (
-    JobConfig,
-    OutputOrder,
-    column_names,
-    limit_config,
-    plan_config,
-    read_job_file,
-    wave_configs,
-    without_effect,
-)
+from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import choose, with_pool
 from raybatch.job.order import OrderedRun, check_order
 from raybatch.job.parts import settled_stage, stage_of_cluster
@@ -34,7 +24,6 @@ from raybatch.planning.checks.layout_lint import without_columns
 from raybatch.planning.checks.partition_values import check_partition_values
 from raybatch.planning.checks.unique_ids import check_unique_ids
 from raybatch.planning.sidecar import check_expected
-from raybatch.policy.executor import ExecutorName
 from raybatch.report import RunReport
 from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import check_names
@@ -48,42 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class Job:
-    """A dataset through one stage, from files to files.
-
-    Every row of the source has one row in the sink, with text or with an error. The `row_id` is
-    the value of the stage's `id_column`, else "<file>:<position>" with the file's path below the
-    source; it does not depend on blocks, order or cluster size.
+    """A job over a dataset: built from options or a job file, then `run`.
 
     Args:
-        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob, local or with a protocol.
-        sink: folder for the output. The job goes on where an earlier run of it has stopped; a
-            folder with other files, or with the output of another job, is refused.
+        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI.
+        sink: folder for the output; where a part of it is there already, the job goes on.
         stage: what `LLMStage(...)` returned.
-        plan: options of the plan; "off" runs the rows in input order.
-        overwrite: remove the output of an earlier run and begin again.
-        extend: add files that are new in the source to the output, as units of a further plan;
-            files that it has must be the same.
-        flush_every_s: finished rows of a unit that is not complete are kept so often, in seconds,
-            so that a run that dies loses minutes of long rows at most.
-        partition_by: columns of the source by whose values the output is laid out, as in
-            data/lang=en/part-000000.parquet; they are not repeated inside the files.
-        output_order: of the rows: "plan" leaves them as they were written, which costs nothing;
-            "input" writes them once more when all are done, in the order of the source.
-        limits: budgets, a deadline and a share of errors that end a run early; finished rows are
-            kept, and the same job started again goes on.
-        waves: rules by which rows of some status are asked once more before they are written, such
-            as [{"on": "truncated", "sampling": {"max_tokens": 2048}}].
-        columns: of the source that are read and written, in this order; None takes all.
-        schema_policy: what to do with files whose schemas differ: "strict" refuses them, "cast"
-            takes the narrowest types that hold all values exactly.
-        skip_bad_files: leave out files that cannot be read (empty, cut, of another kind), in place
-            of refusing the source; they are logged and reported.
-        max_row_group_bytes: that a row group or record batch may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
-            larger files a hundred times their size.
-        executor: of the engines: "ray" has them on a cluster; "local" on this host, as processes
-            of this one, and does not load Ray; "auto" takes a cluster that is connected, else
-            runs small inputs locally and others on Ray.
+        options: those of `JobConfig`; docs/reference/options.md lists them. `plan`, `limits` and
+            `waves` may be mappings, `columns` and `partition_by` texts such as "id,document".
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion), or a value out of range.
 
     Example:
         >>> stage = LLMStage("demo", prompt="{document}")  # doctest: +SKIP
@@ -95,21 +59,7 @@ class Job:
         source: str | Path,
         sink: str | Path,
         stage: type[StageFeeder],
-        *,
-        plan: PlanConfig | Mapping[str, Any] | str | None = None,
-        overwrite: bool = False,
-        extend: bool = False,
-        flush_every_s: float = 5.0,
-        partition_by: Sequence[str] | str = (),
-        output_order: OutputOrder = "plan",
-        limits: LimitConfig | Mapping[str, Any] | None = None,
-        waves: Sequence[WaveConfig | Mapping[str, Any]] = (),
-        columns: Sequence[str] | str | None = None,
-        schema_policy: SchemaPolicy = "strict",
-        skip_bad_files: bool = False,
-        max_row_group_bytes: int = 2 << 30,
-        max_decompressed_bytes: int | None = None,
-        executor: ExecutorName = "auto",
+        **options: Any,  # noqa: ANN401
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
@@ -119,26 +69,16 @@ class Job:
                     f"{name} must be a path or a URI, got {path!r}; several files are a folder or "
                     "a glob"
                 )
-        self.config = JobConfig(
-            source=str(source),
-            sink=str(sink),
-            stage=stage.config,
-            plan=plan_config(plan, where="plan"),
-            overwrite=overwrite,
-            extend=extend,
-            flush_every_s=flush_every_s,
-            partition_by=column_names(partition_by, where="partition_by") or (),
-            output_order=output_order,
-            limits=limit_config(limits, where="limits"),
-            waves=wave_configs(waves, where="waves"),
-            columns=column_names(columns, where="columns"),
-            schema_policy=schema_policy,
-            skip_bad_files=skip_bad_files,
-            max_row_group_bytes=max_row_group_bytes,
-            max_decompressed_bytes=max_decompressed_bytes,
-            executor=executor,
+        self.config = job_config(
+            {"source": str(source), "sink": str(sink), "stage": stage.config, **options}
         )
         self._stage = stage
+
+    @classmethod
+    def _of(cls, config: JobConfig) -> Self:
+        job = cls.__new__(cls)
+        job.config, job._stage = config, build_stage(config.stage)
+        return job
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, where: str | Path = "job") -> Self:
@@ -160,40 +100,7 @@ class Job:
             raise ConfigError(f"{where}: 'stage' must hold the options of the stage with a 'model'")
         options = {name: value for name, value in stage.items() if name != "model"}
         stage_config = build_stage_config(stage["model"], options, where=f"{where}: stage")
-        plan = plan_config(mapping.get("plan"), where=f"{where}: plan")
-        columns = column_names(mapping.get("columns"), where=f"{where}: columns")
-        nested = {
-            **mapping,
-            "stage": stage_config,
-            "plan": plan,
-            "columns": columns,
-            "partition_by": column_names(
-                mapping.get("partition_by"), where=f"{where}: partition_by"
-            )
-            or (),
-            "waves": wave_configs(mapping.get("waves"), where=f"{where}: waves"),
-            "limits": limit_config(mapping.get("limits"), where=f"{where}: limits"),
-        }
-        config = from_mapping(JobConfig, nested, where=where)
-        return cls(
-            config.source,
-            config.sink,
-            build_stage(config.stage),
-            plan=config.plan,
-            overwrite=config.overwrite,
-            extend=config.extend,
-            flush_every_s=config.flush_every_s,
-            partition_by=config.partition_by,
-            output_order=config.output_order,
-            limits=config.limits,
-            waves=config.waves,
-            columns=config.columns,
-            schema_policy=config.schema_policy,
-            skip_bad_files=config.skip_bad_files,
-            max_row_group_bytes=config.max_row_group_bytes,
-            max_decompressed_bytes=config.max_decompressed_bytes,
-            executor=config.executor,
-        )
+        return cls._of(job_config({**mapping, "stage": stage_config}, where=where))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -267,19 +174,13 @@ class Job:
         clock, stage = RunClock(), self.config.stage
         id_column = stage.id_column or f"{stage.output_prefix}row_id"
         source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
-        job = Job(
-            self.config.sink,
-            sink,
-            build_stage(replace(stage, id_column=id_column)),
-            plan=self.config.plan,
-            overwrite=self.config.overwrite,
-            extend=self.config.extend,
-            flush_every_s=self.config.flush_every_s,
-            partition_by=self.config.partition_by,
-            output_order=self.config.output_order,
-            limits=self.config.limits,
-            waves=self.config.waves,
-            executor=self.config.executor,
+        job = Job._of(
+            replace(
+                self.config,
+                source=self.config.sink,
+                sink=str(sink),
+                stage=replace(stage, id_column=id_column),
+            )
         )
         return job._run(source, clock, progress, start_ray=start_ray, begun_in=(self.config.sink,))
 
@@ -398,3 +299,9 @@ class Job:
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)
         check_model(stage, source.schema)
+
+
+# editors and `help` show the options where they are given
+Job.__init__.__signature__ = signature_of(  # type: ignore[attr-defined]
+    Job.__init__, JobConfig, without=("source", "sink", "stage")
+)

@@ -32,6 +32,7 @@ from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
 from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.planning.fingerprint import (
+    deciding_options,
     fingerprint,
     fingerprint_digest,
     input_files,
@@ -81,12 +82,7 @@ class JobRun:
 
     def described(self) -> PlannedRun:
         """Return what the run is about, with what decides the answers."""
-        decisive = fingerprint(
-            self.config.stage,
-            self._schema,
-            partition_by=self.config.partition_by,
-            waves=self.config.waves,
-        )
+        decisive = fingerprint(self.config.stage, self._schema, deciding_options(self.config))
         return replace(
             planned_run(self.config, self.source),
             fingerprint={**decisive, **self.source.choice},

@@ -4,13 +4,13 @@ Settings that decide only the order or the speed of a run (plan, pool, KV memory
 part of it: what is stored of them holds on resume.
 """
 
-import dataclasses
 import hashlib
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import fsspec
@@ -18,43 +18,47 @@ import pyarrow as pa
 
 from raybatch.backends.registry import answering_options, type_of
 from raybatch.config import WaveConfig
+from raybatch.config.option import Decides, decided_by, fields_of, is_default
 from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError, encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import Source
 from raybatch.models.source import model_fingerprint
-from raybatch.records.pooling import Pooling
 from raybatch.rows.options import StageConfig
 from raybatch.rows.schema import OutputSchema
 from raybatch.rows.stage_model import find_model
 
 PROTOCOL = "2"
-# of the engine's options, those that decide results
-_ENGINE_OPTIONS = ("dtype", "max_model_len")
-# options that change no result, or that have a field of their own
-_NO_RESULT = (
-    "model",
-    "dedup",
-    "on_error",
-    "pool",
-    "engine",
-    "sampling",
-    "backend",
-    "id_column",
-    "row_logprobs",
+# what the first outputs of this protocol name, whatever it is; of all other options that decide
+# answers only those are named that are no defaults, so that a new one changes no earlier output
+_ALWAYS_NAMED = frozenset(
+    [
+        "prompt",
+        "messages",
+        "tokenized_prompt",
+        "system",
+        "overrides",
+        "sampling_column",
+        "id_column",
+        "chat",
+        "chat_template",
+        "chat_template_kwargs",
+        "chat_template_kwargs_column",
+        "special_tokens",
+        "on_too_long",
+        "output_prefix",
+        "max_row_bytes",
+        "input_error_column",
+        "prompt_column_special_tokens",
+        "conventional_columns",
+        "engine.dtype",
+        "engine.max_model_len",
+        "partition_by",
+        "waves",
+    ]
 )
-# options that outputs of earlier versions do not name
-_ONLY_IF_SET = (
-    "query",
-    "document",
-    "pooling",
-    "pooling_column",
-    "lora_column",
-    "lora_path",
-    "tools",
-    "images",
-    "conventional_images",
-)
+# options that decide answers and are named by what they come to: columns of the output, its files
+_NAMED_OTHERWISE = ("row_logprobs", "columns", "schema_policy", "skip_bad_files")
 # of a checkpoint: what makes tokens of a prompt, and what ends an output
 _TEXT_FILES = (
     "tokenizer.json",
@@ -72,11 +76,7 @@ InputFile = tuple[str, int, str]
 
 
 def fingerprint(
-    config: StageConfig,
-    schema: pa.Schema,
-    *,
-    partition_by: Sequence[str] = (),
-    waves: Sequence[WaveConfig] = (),
+    config: StageConfig, schema: pa.Schema, job: Mapping[str, object] | None = None
 ) -> dict[str, str]:
     """Return what decides the answers beside the input files, name to text.
 
@@ -85,35 +85,44 @@ def fingerprint(
     Args:
         config: of the stage, with a backend that is decided.
         schema: of the output.
-        partition_by: columns by which it is laid out.
-        waves: rules by which rows are asked again.
+        job: what `deciding_options` returns of the job's config; None where there is no job.
     """
     assert config.backend.is_decided, "what answers is not decided yet"
-    found: dict[str, Any] = {"protocol": PROTOCOL, **_model(config)}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        is_left_out = field.name in _ONLY_IF_SET and value in (None, Pooling())
-        if field.name not in _NO_RESULT and not is_left_out:
-            found[field.name] = value
+    named: dict[str, Any] = {
+        "protocol": PROTOCOL,
+        **_model(config),
+        **deciding_options(config),
+        **deciding_options(config.engine, prefix="engine."),
+        **{f"sampling.{f.name}": getattr(config.sampling, f.name) for f in fields(config.sampling)},
+        "backend": answering_options(config.backend, config.model),
+        "output columns": [f"{field.name}: {field.type}" for field in schema],
+        "waves": [],
+        "partition_by": [],
+        **(job or {}),
+    }
     if config.task != "generate":
-        found["task"] = config.task
-    for field in dataclasses.fields(config.sampling):
-        found[f"sampling.{field.name}"] = getattr(config.sampling, field.name)
-    for name in _ENGINE_OPTIONS:
-        found[f"engine.{name}"] = getattr(config.engine, name)
-    # outputs of earlier versions do not name it
-    if config.engine.quantization is not None:
-        found["engine.quantization"] = config.engine.quantization
-    if config.engine.kv_cache_dtype != "auto":
-        found["engine.kv_cache_dtype"] = config.engine.kv_cache_dtype
-    found["id_column"] = config.id_column
-    found["backend"] = answering_options(config.backend, config.model)
+        named["task"] = config.task
     if parsed := config.output.parsed:
-        found["parsed"] = list(parsed)
-    found["waves"] = [dataclasses.asdict(wave) for wave in waves]
-    found["partition_by"] = list(partition_by)
-    found["output columns"] = [f"{field.name}: {field.type}" for field in schema]
-    return {name: _as_text(value) for name, value in found.items()}
+        named["parsed"] = list(parsed)
+    return {name: _as_text(value) for name, value in named.items()}
+
+
+def deciding_options(config: object, prefix: str = "") -> dict[str, object]:
+    """Return the options of a config that decide answers, those that say nothing of it included.
+
+    Args:
+        config: of a stage, an engine or a job; configs in it are left out.
+        prefix: put before the names.
+    """
+    named = {}
+    for name, field in fields_of(type(config)).items():
+        value = getattr(config, name)
+        is_nested = is_dataclass(value) and name != "pooling"
+        if is_nested or decided_by(field) is not Decides.ANSWERS or name in _NAMED_OTHERWISE:
+            continue
+        if prefix + name in _ALWAYS_NAMED or not is_default(config, name):
+            named[prefix + name] = value
+    return named
 
 
 def backend_kind(fingerprint: Mapping[str, str]) -> str | None:
@@ -151,6 +160,8 @@ def _describe(value: object) -> object:
         return f"function {getattr(value, '__qualname__', type(value).__name__)} {_source(value)}"
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, WaveConfig):
+        return asdict(value)
     return repr(value)
 
 

@@ -8,7 +8,6 @@ from jinja2 import TemplateError
 
 from raybatch.backends.registry import check_options, type_of
 from raybatch.backends.resources import check_pool
-from raybatch.config import check_choice, check_min
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
@@ -35,10 +34,6 @@ def check_stage(config: "StageConfig") -> None:
     """
     if not isinstance(config.model, str) or not config.model:
         raise ConfigError(f"model must be a path or a hub id, got {config.model!r}")
-    check_choice(config, "special_tokens", ("escape", "allow"))
-    check_choice(config, "on_error", ("row", "raise"))
-    check_choice(config, "on_too_long", ("error", "truncate_left", "truncate_right", "drop"))
-    check_min(config, "max_row_bytes", 1)
     if config.chat not in (True, False, "auto"):
         raise ConfigError(f"chat must be True, False or 'auto', got {config.chat!r}")
     _check_inputs(config)

@@ -82,5 +82,5 @@ def test_batch_of_large_rows_alone_is_answered(model):
 
 
 def test_limit_below_one_is_refused(model):
-    with pytest.raises(ConfigError, match="max_row_bytes must be a number of at least 1"):
+    with pytest.raises(ConfigError, match="max_row_bytes must be a whole number of at least 1"):
         fake_stage(model, prompt="{text}", max_row_bytes=0)

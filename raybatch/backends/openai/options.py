@@ -2,89 +2,113 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from raybatch.config import check_choice, check_min, check_whole, from_mapping
+from annotated_types import Ge
+from pydantic.dataclasses import dataclass
+
+from raybatch.config.option import (
+    CHECKED,
+    Answers,
+    Decides,
+    NonNegative,
+    NonNegativeFloat,
+    Place,
+    Positive,
+    Speed,
+    Unchecked,
+    decided_by,
+    fields_of,
+    from_mapping,
+    options,
+)
 from raybatch.errors import ConfigError
 
 Endpoint = Literal["chat", "completions", "auto"]
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# of all options, those that decide an answer
-_DECISIVE = (
-    "base_url",
-    "endpoint",
-    "tokenizer",
-    "max_model_len",
-    "send_seed",
-    "extra_body",
-)
+# options that decide answers as columns do, which the fingerprint of a job names as such
+_COLUMNS = ("return_reasoning", "return_tool_calls")
 # what the backend itself says in a request
 _OWN_FIELDS = ("model", "messages", "prompt", "input", "n", "stream", "stream_options")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options("backend.options.")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class OpenAIOptions:
-    """Options of the backend "openai".
+    """Options of the backend "openai"."""
 
-    Args:
-        base_url: of the API, with its version, such as "http://localhost:8000/v1".
-        model: name at the endpoint; None takes the stage's model.
-        api_key_env: environment variable that holds the API key where replicas run.
-        api_key_file: in place of `api_key_env` a file with the key, on every host with replicas.
-        headers_env: header to the environment variable that holds its value.
-        endpoint: "chat" or "completions"; "auto" asks each row at the one that its prompt is for.
-        max_concurrency: samples in flight at most; how many really are adapts to the endpoint.
-        first_concurrency: samples in flight at first.
-        timeout_s: of one request, from the connection to the last byte.
-        max_retries: how often a row is asked again after failures that may pass.
-        requests_per_minute: of all replicas together; None knows no limit.
-        tokens_per_minute: prompt and output, of all replicas together; None knows no limit.
-        price_per_million_input_tokens: None knows no price.
-        price_per_million_cached_input_tokens: None takes that of other input tokens.
-        price_per_million_output_tokens: None knows no price.
-        max_tokens_field: name of the output limit in chat requests.
-        send_seed: send a seed with rows whose temperature is above 0.
-        extra_body: put into every request; null takes a field out.
-        tokenizer: folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans;
-            None plans with triples of bytes.
-        max_model_len: longest prompt plus output; needs a tokenizer, or rows of token ids.
-        return_reasoning: add a column `reasoning` of what the endpoint tells of it.
-        return_tool_calls: add a column `tool_calls`; without it a message that is nothing but
-            calls has their JSON as its text.
+    base_url: Answers[Unchecked[str]]
+    """Of the API, with its version, such as "http://localhost:8000/v1"."""
 
-    Raises:
-        ConfigError: a value is out of range, or looks like a secret.
-    """
+    model: Place[str | None] = None
+    """Name at the endpoint; None takes the stage's model."""
 
-    WHERE: ClassVar[str] = "backend.options."
+    api_key_env: Place[Unchecked[str | None]] = None
+    """Environment variable that holds the API key where replicas run."""
 
-    base_url: str
-    model: str | None = None
-    api_key_env: str | None = None
-    api_key_file: str | None = None
-    headers_env: Mapping[str, str] = field(default_factory=dict)
-    endpoint: Endpoint = "auto"
-    max_concurrency: int = 256
-    first_concurrency: int = 16
-    timeout_s: float = 600.0
-    max_retries: int = 8
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    price_per_million_input_tokens: float | None = None
-    price_per_million_cached_input_tokens: float | None = None
-    price_per_million_output_tokens: float | None = None
-    max_tokens_field: MaxTokensField = "max_tokens"
-    send_seed: bool = True
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None
-    max_model_len: int | None = None
-    return_reasoning: bool = False
-    return_tool_calls: bool = False
+    api_key_file: Place[Unchecked[str | None]] = None
+    """In place of `api_key_env` a file with the key, on every host with replicas."""
+
+    headers_env: Place[Unchecked[Mapping[str, str]]] = field(default_factory=dict)
+    """Header to the environment variable that holds its value."""
+
+    endpoint: Answers[Endpoint] = "auto"
+    """Either "chat" or "completions"; "auto" asks each row at the one that its prompt is for."""
+
+    max_concurrency: Speed[Positive] = 256
+    """Samples in flight at most; how many really are adapts to the endpoint."""
+
+    first_concurrency: Speed[Positive] = 16
+    """Samples in flight at first."""
+
+    timeout_s: Speed[Annotated[float, Ge(0.001)]] = 600.0
+    """Of one request, from the connection to the last byte."""
+
+    max_retries: Speed[NonNegative] = 8
+    """How often a row is asked again after failures that may pass."""
+
+    requests_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
+    """Of all replicas together; None knows no limit."""
+
+    tokens_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
+    """Prompt and output, of all replicas together; None knows no limit."""
+
+    price_per_million_input_tokens: Speed[NonNegativeFloat | None] = None
+    """None knows no price."""
+
+    price_per_million_cached_input_tokens: Speed[NonNegativeFloat | None] = None
+    """None takes that of other input tokens."""
+
+    price_per_million_output_tokens: Speed[NonNegativeFloat | None] = None
+    """None knows no price."""
+
+    max_tokens_field: Speed[MaxTokensField] = "max_tokens"
+    """Name of the output limit in chat requests."""
+
+    send_seed: Answers[bool] = True
+    """Send a seed with rows whose temperature is above 0."""
+
+    extra_body: Answers[Mapping[str, Any]] = field(default_factory=dict)
+    """Put into every request; null takes a field out."""
+
+    tokenizer: Answers[str | None] = None
+    """Folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans; None plans
+    with triples of bytes."""
+
+    max_model_len: Answers[Annotated[int, Ge(2)] | None] = None
+    """Longest prompt plus output; needs a tokenizer, or rows of token ids."""
+
+    return_reasoning: Answers[bool] = False
+    """Add a column `reasoning` of what the endpoint tells of it."""
+
+    return_tool_calls: Answers[bool] = False
+    """Add a column `tool_calls`; without it a message that is nothing but calls has their JSON as
+    its text."""
 
     def __post_init__(self) -> None:
         _check_url(self.base_url)
@@ -95,25 +119,6 @@ class OpenAIOptions:
             raise ConfigError(
                 "backend.options.api_key_file is a path, and stands without api_key_env"
             )
-        check_choice(self, "endpoint", get_args(Endpoint))
-        check_choice(self, "max_tokens_field", get_args(MaxTokensField))
-        check_whole(self, "max_concurrency", 1)
-        check_whole(self, "first_concurrency", 1)
-        check_whole(self, "max_retries", 0)
-        check_min(self, "timeout_s", 0.001)
-        for name in ("requests_per_minute", "tokens_per_minute"):
-            if getattr(self, name) is not None:
-                check_min(self, name, 0.001)
-        for name in _PRICES:
-            if getattr(self, name) is not None:
-                check_min(self, name, 0)
-        if self.max_model_len is not None:
-            check_whole(self, "max_model_len", 2)
-        for name in ("return_reasoning", "return_tool_calls"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"backend.options.{name} must be true or false")
-        if not isinstance(self.extra_body, Mapping):
-            raise ConfigError("backend.options.extra_body must be a mapping of request fields")
         if own := sorted(set(self.extra_body) & set(_OWN_FIELDS)):
             raise ConfigError(
                 f"backend.options.extra_body sets {', '.join(own)}, which the backend says itself; "
@@ -159,8 +164,13 @@ def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
 def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return those of the options that decide an answer; `model` is the stage's."""
     found = openai_options(options)
+    deciding = (
+        name
+        for name, field in fields_of(OpenAIOptions).items()
+        if decided_by(field) is Decides.ANSWERS and name not in _COLUMNS
+    )
     return {
-        **{name: getattr(found, name) for name in _DECISIVE},
+        **{name: getattr(found, name) for name in deciding},
         "model": model if found.model is None else found.model,
     }
 

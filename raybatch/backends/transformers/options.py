@@ -1,28 +1,20 @@
 """Options of the transformers backend; nothing heavy is imported for them."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from pydantic.dataclasses import dataclass
 
-from raybatch.config import check_whole
+from raybatch.config.option import CHECKED, Answers, Positive, Speed, options
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options("backend.options.")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class TransformersOptions:
-    """What `backend.options` may hold for the kind "transformers".
+    """What `backend.options` may hold for the kind "transformers"."""
 
-    Args:
-        attn_implementation: as transformers takes it, such as "sdpa" or "eager"; None leaves the
-            choice to it.
-        trust_remote_code: run the Python files that come with the model.
-        max_num_seqs: sequences that run at once; each is computed alone, so more only take more
-            memory.
-    """
+    attn_implementation: Answers[str | None] = None
+    """As transformers takes it, such as "sdpa" or "eager"; None leaves the choice to it."""
 
-    WHERE: ClassVar[str] = "backend.options."
+    trust_remote_code: Answers[bool] = False
+    """Run the Python files that come with the model."""
 
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    max_num_seqs: int = 4
-
-    def __post_init__(self) -> None:
-        check_whole(self, "max_num_seqs", 1)
+    max_num_seqs: Speed[Positive] = 4
+    """Sequences that run at once; each is computed alone, so more only take more memory."""

@@ -1,11 +1,14 @@
 """Options of the vLLM backend: checked without vLLM, and turned into those of its engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from raybatch.backends.vllm.names import ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS, VERSION
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task
 
@@ -61,32 +64,30 @@ _SPEED = """
 _NO_ANSWER = frozenset(_SPEED.split())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options("backend.options.")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class VllmOptions:
     """Options of the vLLM backend, in `backend.options`.
-
-    Args:
-        engine_kwargs: options of vLLM's `EngineArgs` that have no name in `EngineConfig`.
-        check_logits: a row whose logits are not numbers becomes an error row; without it vLLM
-            makes tokens of them.
-        reasoning_parser: takes the reasoning out of the text, into a column `reasoning`.
-        tool_call_parser: takes calls of tools out of the text, into a column `tool_calls`.
 
     Raises:
         ConfigError: an option that vLLM does not have (with a suggestion), or one that is decided
             elsewhere or asks for more than a replica can do.
     """
 
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    check_logits: bool = True
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
+    engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
+    """Options of vLLM's `EngineArgs` that have no name in `EngineConfig`."""
+
+    check_logits: Answers[bool] = True
+    """A row whose logits are not numbers becomes an error row; without it vLLM makes tokens of
+    them."""
+
+    reasoning_parser: Answers[str | None] = None
+    """Takes the reasoning out of the text, into a column `reasoning`."""
+
+    tool_call_parser: Answers[str | None] = None
+    """Takes calls of tools out of the text, into a column `tool_calls`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.check_logits, bool):
-            raise ConfigError(f"check_logits must be true or false, got {self.check_logits!r}")
-        if not isinstance(self.engine_kwargs, Mapping):
-            raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
         for name, value in self.engine_kwargs.items():
             _check(name, value)
         _check_parsers(self)
@@ -115,12 +116,12 @@ NATIVE_ONLY = (
 
 def native_options(engine: EngineConfig) -> tuple[str, ...]:
     """Return the names of the options that were changed and that only the native engine has."""
-    return tuple(name for names, _ in NATIVE_ONLY for name in names if _is_changed(engine, name))
+    return tuple(name for names, _ in NATIVE_ONLY for name in names if not is_default(engine, name))
 
 
 def _refuse_native_options(engine: EngineConfig) -> None:
     for names, way_out in NATIVE_ONLY:
-        if any(_is_changed(engine, name) for name in names):
+        if any(not is_default(engine, name) for name in names):
             told = " and ".join(f"engine.{name}" for name in names)
             are = "are options" if len(names) > 1 else "is an option"
             raise ConfigError(f"{told} {are} of the native engine; {way_out}")
@@ -157,7 +158,7 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
         )
     for name, own in _UNLESS_DEFAULT.items():
         given = options.engine_kwargs.get(name)
-        if given is not None and _is_changed(engine, own) and given != getattr(engine, own):
+        if given is not None and not is_default(engine, own) and given != getattr(engine, own):
             raise ConfigError(
                 f"engine.{own}={getattr(engine, own)} and engine_kwargs.{name}={given!r} are one "
                 "option; leave one of them out"
@@ -180,7 +181,7 @@ def engine_args(
         **{
             n: getattr(engine, own)
             for n, own in _UNLESS_DEFAULT.items()
-            if _is_changed(engine, own)
+            if not is_default(engine, own)
         },
         "kv_cache_dtype": _KV_CACHE_DTYPES.get(engine.kv_cache_dtype),
     }
@@ -260,8 +261,3 @@ def _check_parsers(options: VllmOptions) -> None:
             f"reasoning_parser={options.reasoning_parser!r} and "
             f"engine_kwargs.reasoning_parser={given!r} are one option; leave one of them out"
         )
-
-
-def _is_changed(engine: EngineConfig, name: str) -> bool:
-    default = EngineConfig.__dataclass_fields__[name].default
-    return bool(getattr(engine, name) != default)

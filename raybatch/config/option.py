@@ -1,0 +1,261 @@
+"""How an option is declared: its type and range, what it is, and what it decides.
+
+    @options("engine.")
+    @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
+    class EngineConfig:
+        max_num_seqs: Speed[Positive] = 1024  # and a docstring below it says what it is
+
+Everything else comes from there: checks and their messages, flags, job files, the reference of the
+docs, the schema for editors, and what an output is compared with when a job is resumed. pydantic
+checks types and ranges; `__post_init__` checks what goes together.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import types
+from collections.abc import Callable, Collection, Mapping
+from decimal import Decimal
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, ConfigDict, SkipValidation, ValidationError
+from pydantic.fields import FieldInfo
+
+from raybatch.errors import ConfigError, did_you_mean, told_range
+
+_T = TypeVar("_T")
+
+
+class Decides(Enum):
+    """What an option decides; of one that does not say so it is the answers."""
+
+    ANSWERS = "answers"
+    SPEED = "speed"  # also what a job costs and when it ends
+    PLACE = "place"
+
+
+Answers = Annotated[_T, Decides.ANSWERS]
+Speed = Annotated[_T, Decides.SPEED]
+Place = Annotated[_T, Decides.PLACE]
+
+Positive = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+
+# checked in `__post_init__`, where its message is one of its own
+Unchecked = Annotated[_T, SkipValidation]
+# of processors and batch files: no users write it
+_HIDDEN = object()
+Hidden = Annotated[_T, _HIDDEN]
+_SECRET = object()
+# a mapping whose values no message repeats; None is an empty one
+SecretMapping = Annotated[
+    Mapping[str, Any], BeforeValidator(lambda value: {} if value is None else value), _SECRET
+]
+
+# of the pydantic dataclasses below `options`
+CHECKED = ConfigDict(
+    use_attribute_docstrings=True,
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+)
+# such as 8GiB, 8 MB, 1.5g or 1e9
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgtp]?)(i)?b?", re.IGNORECASE)
+
+
+def options(where: str) -> Callable[[type[_T]], type[_T]]:
+    """Return what makes a dataclass check its options when it is built.
+
+    Args:
+        where: what users write before their names, such as "engine."; "" for none.
+
+    Raises:
+        ConfigError: of the class that is made, in place of pydantic's error: names the option, what
+            it may be and what it is.
+    """
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        checked: Any = cls
+        checked.WHERE = where
+        build = checked.__init__
+
+        @functools.wraps(build)
+        def init(self: object, **values: Any) -> None:  # noqa: ANN401
+            try:
+                build(self, **values)
+            except ValidationError as error:
+                raise _refusal(checked, error) from None
+
+        checked.__init__ = init
+        return cls
+
+    return decorate
+
+
+def fields_of(cls: type) -> dict[str, FieldInfo]:
+    """Return the options of a class that `options` has made, by name."""
+    found: dict[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
+    return found
+
+
+def decided_by(field: FieldInfo) -> Decides:
+    """Return what an option decides."""
+    return next((each for each in field.metadata if isinstance(each, Decides)), Decides.ANSWERS)
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Return whether users have no way to write an option."""
+    return any(each is _HIDDEN for each in field.metadata)
+
+
+def signature_of(
+    function: Callable[..., object], cls: type, *, without: Collection[str] = ()
+) -> inspect.Signature:
+    """Return the signature of a function whose `**options` are the options of a class."""
+    known = inspect.signature(function)
+    named = [p for p in known.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.get_default(call_default_factory=True),
+            annotation=field.annotation,
+        )
+        for name, field in fields_of(cls).items()
+        if name not in (*known.parameters, *without) and not is_hidden(field)
+    ]
+    return known.replace(parameters=[*named, *options])
+
+
+def default_of(config: object, name: str) -> object:
+    """Return the default of an option of a config."""
+    return fields_of(type(config))[name].get_default(call_default_factory=True)
+
+
+def is_default(config: object, name: str) -> bool:
+    """Return whether an option of a config has its default."""
+    return bool(getattr(config, name) == default_of(config, name))
+
+
+def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
+    """Build a config from a mapping, such as a part of a job file.
+
+    Args:
+        mapping: names of options to values; nested configs are built by the caller.
+        where: what the mapping is, for messages, such as "job.yaml: engine".
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion), a missing one, or a value out of range.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in mapping:
+        if name not in fields:
+            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(str(name), fields)}")
+    for name, field in fields.items():
+        is_needed = field.default is field.default_factory is dataclasses.MISSING
+        if is_needed and name not in mapping:
+            raise ConfigError(f"{where}: the option {name!r} is missing")
+    try:
+        return cls(**mapping)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_min(config: object, name: str, minimum: float) -> None:
+    """Raise ConfigError unless the field of a record is a finite number of at least `minimum`."""
+    value = getattr(config, name)
+    # also NaN, of which nothing is true
+    if not is_number(value) or not minimum <= value < math.inf:
+        allowed = told_range(f"at least {minimum}", value)
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, which truth values are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refusal(cls: type, error: ValidationError) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # what __post_init__ says
+        return cause
+    name = str(first["loc"][0])
+    field, value = fields_of(cls).get(name), first["input"]
+    if field is None:
+        return ConfigError(f"unknown option {name!r}{did_you_mean(name, fields_of(cls))}")
+    if first["type"] == "missing":
+        return ConfigError(f"the option {name!r} is missing")
+    if len(first["loc"]) > 1:
+        # pydantic's input is the part that is wrong, and users want to see what they wrote
+        value = _input_of(error, name, value)
+    shown = f"a {type(value).__name__}" if _SECRET in field.metadata else f"{value!r:.200}"
+    if field.examples:
+        allowed = f"a name such as {' or '.join(field.examples)}"
+    else:
+        allowed = _allowed(field.annotation, field.metadata, value)
+    return ConfigError(
+        f"{getattr(cls, 'WHERE', '')}{name} must be {allowed}, got {shown}"
+        f"{_hint(field.annotation, name, value)}"
+    )
+
+
+def _input_of(error: ValidationError, name: str, value: object) -> object:
+    """Return the value of an option whose part is wrong, where pydantic tells it."""
+    whole = [e["input"] for e in error.errors(include_url=False) if e["loc"] == (name,)]
+    return whole[0] if whole else value
+
+
+def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN401
+    """Return what an option may be, in words."""
+    if get_origin(kind) is Annotated:
+        kind, *more = get_args(kind)
+        return _allowed(kind, [*limits, *more], value)
+    if get_origin(kind) in (Union, types.UnionType):
+        parts = [_allowed(part, limits, value) for part in get_args(kind) if part is not type(None)]
+        return ", ".join(parts)
+    if get_origin(kind) is Literal:
+        choices = [str(each) for each in get_args(kind)]
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
+    least = next((limit.ge for limit in limits if hasattr(limit, "ge")), None)
+    if kind is int:
+        return "a whole number" + ("" if least is None else f" of at least {least}")
+    if kind is float:
+        above = next((limit.gt for limit in limits if hasattr(limit, "gt")), None)
+        most = next((limit.le for limit in limits if hasattr(limit, "le")), None)
+        if most is not None:
+            lowest = f"from {least} to" if above is None else f"above {above} and at most"
+            return f"{told_range(f'{lowest} {most}', value)}, such as 0.01"
+        return told_range(f"at least {least}" if above is None else f"above {above}", value)
+    names = {bool: "true or false", str: "a text"}
+    return names.get(kind, "a mapping" if get_origin(kind) in _MAPPINGS else "a list")
+
+
+_MAPPINGS = (dict, Mapping)
+
+
+def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
+    """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
+    choices = [str(c) for p in _parts(kind) if get_origin(p) is Literal for c in get_args(p)]
+    if isinstance(value, str) and choices:
+        return did_you_mean(value, choices)
+    if not name.endswith("_bytes") or not isinstance(value, str | float):
+        return ""
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        return ""
+    number, unit, is_binary = match.groups()
+    factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
+    size = Decimal(number) * factor
+    return f"; it counts bytes: write {int(size)}" if size >= 1 and size == int(size) else ""
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
