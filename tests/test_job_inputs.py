@@ -39,7 +39,10 @@ def test_columns_are_a_list_or_a_text_with_commas(model, columns):
         ({"schema_policy": "casts"}, r"schema_policy must be one of strict, cast.*mean 'cast'"),
         ({"skip_bad_files": "yes"}, "skip_bad_files must be true or false, got 'yes'"),
         ({"max_row_group_bytes": 0}, "max_row_group_bytes must be a whole number of at least 1"),
-        ({"max_decompressed_bytes": 0}, "max_decompressed_bytes must be a whole number of at least 1"),
+        (
+            {"max_decompressed_bytes": 0},
+            "max_decompressed_bytes must be a whole number of at least 1",
+        ),
     ],
     ids=str,
 )

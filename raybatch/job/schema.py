@@ -1,0 +1,83 @@
+"""The JSON Schema of job files, for editors; from the same classes that check them."""
+
+import inspect
+import re
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticOmit
+
+from raybatch.backends.registry import BACKENDS
+from raybatch.config.option import fields_of, is_hidden
+from raybatch.job.config import JobConfig
+from raybatch.records.pooling import Pooling
+from raybatch.records.types import Sampling
+from raybatch.rows.options import StageConfig
+
+_TEXT, _BOOL = {"type": "string"}, {"type": "boolean"}
+# forms in which a job file may give options beside those of their type
+_SHORT_FORMS: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("JobConfig", "plan"): [{"enum": ["auto", "off"]}, _BOOL],
+    ("JobConfig", "columns"): [_TEXT],
+    ("JobConfig", "partition_by"): [_TEXT],
+    ("StageConfig", "backend"): [{"enum": list(BACKENDS)}],
+    ("WaveConfig", "on"): [_TEXT],
+    ("Sampling", "stop"): [_TEXT],
+}
+
+
+class _JobFiles(GenerateJsonSchema):
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:  # noqa: ANN401
+        raise PydanticOmit  # functions, which no file can hold
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a job file."""
+    schema = TypeAdapter(JobConfig).json_schema(schema_generator=_JobFiles)
+    parts = {"JobConfig": schema, **schema["$defs"]}
+    for name in [name for name, field in fields_of(StageConfig).items() if is_hidden(field)]:
+        del parts["StageConfig"]["properties"][name]
+    task = parts["BackendConfig"]["properties"].pop("task")
+    seed = {"type": "integer", "description": "Of the sampling."}
+    parts["StageConfig"]["properties"] |= {"task": task, "seed": seed}
+    parts["BackendConfig"]["properties"]["kind"]["enum"] = list(BACKENDS)
+    for cls in (Sampling, Pooling):
+        for name, text in documented(cls).items():
+            parts[cls.__name__]["properties"][name]["description"] = text
+    for (part, name), forms in _SHORT_FORMS.items():
+        known = parts[part]["properties"][name]
+        above = {key: known.pop(key) for key in ("description", "default") if key in known}
+        parts[part]["properties"][name] = {**above, "anyOf": [known, *forms]}
+    _tidy(schema)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "job file of raybatch",
+        **schema,
+    }
+
+
+def documented(cls: type) -> dict[str, str]:
+    """Return what the options of a class are, by name."""
+    if hasattr(cls, "__pydantic_fields__"):
+        known = {name: field.description or "" for name, field in fields_of(cls).items()}
+    else:
+        text = (inspect.getdoc(cls) or "").partition("Args:\n")[2].partition("\n\n")[0]
+        known = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
+    return {name: " ".join(text.split()) for name, text in known.items()}
+
+
+def _tidy(part: Any) -> None:  # noqa: ANN401
+    """Drop titles that repeat names, and line breaks in descriptions."""
+    if isinstance(part, list):
+        for each in part:
+            _tidy(each)
+    if not isinstance(part, dict):
+        return
+    for name, each in part.items():
+        if name == "properties":
+            for option in each.values():
+                option.pop("title", None)
+        _tidy(each)
+    if isinstance(part.get("description"), str):
+        part["description"] = " ".join(part["description"].split())

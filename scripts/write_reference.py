@@ -1,0 +1,122 @@
+"""Write docs/reference/options.md and job.schema.json from the classes of options.
+
+    python scripts/write_reference.py
+
+tests/test_reference.py holds the files to what this writes.
+"""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.vllm.args import VllmOptions
+from raybatch.config import (
+    BackendConfig,
+    EngineConfig,
+    LimitConfig,
+    PlanConfig,
+    PoolConfig,
+    WaveConfig,
+)
+from raybatch.config.option import decided_by, fields_of, is_hidden
+from raybatch.job.config import JobConfig
+from raybatch.job.schema import documented, job_schema
+from raybatch.records.pooling import Pooling
+from raybatch.records.types import Sampling
+from raybatch.rows.options import StageConfig
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+
+_INTRO = """# Options
+
+Written by `python scripts/write_reference.py` from the classes that check the options.
+
+An option is given in a job file, in Python and in a shell under one name: `stage.engine.dtype` in a
+job file is `LLMStage(..., engine={"dtype": ...})` and `--set engine.dtype=...`. Names after `--set`
+that are no options of the job are those of its stage. Unknown names are refused with the nearest.
+
+What an option decides: **answers**: an output begun with another value is another job's, and is
+refused; **speed** (also cost, memory, when a run ends) and **place** may change between two runs
+of one output. [job.schema.json](job.schema.json) is the JSON Schema of job files; in editors with
+the YAML language server a first line `# yaml-language-server: $schema=<path>` completes and checks
+them.
+"""
+_SECTIONS: dict[str, tuple[type, str]] = {
+    "Job": (JobConfig, "The whole job file; `Job(source, sink, stage, ...)` takes the same."),
+    "Plan": (PlanConfig, "Below `plan`, which may also be `auto` or `off`."),
+    "Limits": (LimitConfig, "Below `limits`."),
+    "Waves": (WaveConfig, "Rules in the list `waves`."),
+    "Stage": (StageConfig, "Below `stage`; `LLMStage(model, ...)` takes the same."),
+    "Sampling": (Sampling, "Below `stage.sampling`; all of them decide answers."),
+    "Pooling": (Pooling, "Below `stage.pooling`; all of them decide answers."),
+    "Engine": (EngineConfig, "Below `stage.engine`."),
+    "Pool": (PoolConfig, "Below `stage.pool`."),
+    "Backend": (BackendConfig, "Below `stage.backend`, which may also be the kind alone."),
+    "Options of vLLM": (VllmOptions, "Below `stage.backend.options` of the kind `vllm`."),
+    "Options of endpoints": (OpenAIOptions, "Below `stage.backend.options` of the kind `openai`."),
+    "Options of transformers": (
+        TransformersOptions,
+        "Below `stage.backend.options` of the kind `transformers`.",
+    ),
+}
+
+
+def reference() -> str:
+    """Return the page with every option."""
+    return "\n".join([_INTRO, *(_section(title, *of) for title, of in _SECTIONS.items())])
+
+
+def schema() -> str:
+    """Return the JSON Schema of job files as text."""
+    return json.dumps(job_schema(), indent=1, sort_keys=True) + "\n"
+
+
+def _section(title: str, cls: type, where: str) -> str:
+    first = (inspect.getdoc(cls) or "").partition("Args:")[0].strip()
+    is_declared = hasattr(cls, "__pydantic_fields__")
+    rows = []
+    for field in dataclasses.fields(cls):
+        option = fields_of(cls)[field.name] if is_declared else None
+        if option is not None and is_hidden(option):
+            continue
+        is_nested = dataclasses.is_dataclass(option.annotation) if option else False
+        decided = "(below)" if is_nested else decided_by(option).value if option else ""
+        decides = f" {decided} |" if option else ""
+        meaning = documented(cls).get(field.name, "").replace("|", "\\|")
+        rows.append(f"| `{field.name}` | {_default(field)} |{decides} {meaning} |")
+        if cls is StageConfig and field.name == "sampling":
+            rows.append("| `seed` | 0 | answers | Of the sampling, as `sampling.seed`. |")
+            rows.append(
+                '| `task` | "generate" | answers | What is made of a prompt: "generate" makes '
+                'text, "embed", "classify" and "score" make numbers. |'
+            )
+    head = "| option | default | decides | meaning |\n|---|---|---|---|"
+    if not is_declared:
+        head = "| option | default | meaning |\n|---|---|---|"
+    return f"## {title}\n\n{where} {first}\n\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def _default(field: "dataclasses.Field[object]") -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return "none" if field.default_factory is dict else "(below)"
+    if field.default is dataclasses.MISSING:
+        return "(needed)"
+    if isinstance(field.default, str):
+        return f'"{field.default}"'
+    written = {None: "none", (): "none", True: "true", False: "false"}
+    is_plain = isinstance(field.default, bool | tuple) or field.default is None
+    return written.get(field.default, str(field.default)) if is_plain else str(field.default)
+
+
+def main() -> None:
+    """Write both files."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "options.md").write_text(reference())
+    (FOLDER / "job.schema.json").write_text(schema())
+
+
+if __name__ == "__main__":
+    main()
