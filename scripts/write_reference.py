@@ -21,9 +21,9 @@ from raybatch.config import (
     PoolConfig,
     WaveConfig,
 )
-from raybatch.config.option import decided_by, fields_of, is_hidden
+from raybatch.config.option import decided_by, documented, fields_of, is_hidden
 from raybatch.job.config import JobConfig
-from raybatch.job.schema import documented, job_schema
+from raybatch.job.schema import job_schema
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig

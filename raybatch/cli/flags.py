@@ -1,26 +1,28 @@
 """The flags of every command on a job.
 
-Flags are short names of job options and go through `Job.from_mapping` like a job file; every
-option without a flag is reached with `--set`.
+Flags are short names of job options, with the types and the help of these, and go through
+`Job.from_mapping` like a job file; every option without a flag is reached with `--set`.
 """
 
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 import yaml
 
+from raybatch.config import PoolConfig
+from raybatch.config.option import documented, fields_of
 from raybatch.errors import ConfigError, did_you_mean
+from raybatch.job.config import JobConfig, read_job_file
+from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 
 DEMO_MODEL = "demo"
-PROMPT_FLAG = typer.Option(help="Template with columns, such as '{document} Q: {question}'.")
-MESSAGES_FLAG = typer.Option(help="Column of OpenAI messages, instead of --prompt.")
 _DEMO_NOTE = (
     "no --model given: taking the embedded demo model, which answers questions about the demo "
     "documents and nothing else"
@@ -28,26 +30,60 @@ _DEMO_NOTE = (
 # options that may be a single value, and which of their options that value is
 _SHORT_FORMS = {"plan": "mode", "stage.backend": "kind"}
 # every other option belongs to the stage
-JOB_OPTIONS = (
-    "source",
-    "sink",
-    "stage",
-    "plan",
-    "overwrite",
-    "extend",
-    "flush_every_s",
-    "partition_by",
-    "output_order",
-    "limits",
-    "waves",
-    "columns",
-    "schema_policy",
-    "skip_bad_files",
-    "max_row_group_bytes",
-    "max_decompressed_bytes",
-    "executor",
-)
-_STAGE_OPTIONS = frozenset({"seed", *(field.name for field in fields(StageConfig))})
+JOB_OPTIONS = tuple(fields_of(JobConfig))
+_STAGE_OPTIONS = frozenset({"seed", *fields_of(StageConfig)})
+
+_CLASSES: Mapping[str, type] = {
+    "": JobConfig,
+    "stage": StageConfig,
+    "stage.sampling": Sampling,
+    "stage.pool": PoolConfig,
+}
+# flags with a name of their own: parameter to option, flag, and help where the option's says more
+_FLAGS: Mapping[str, tuple[str, str, str]] = {
+    "source": ("source", "--input", ""),
+    "sink": ("sink", "--output", "Folder for the output."),
+    "model": ("stage.model", "--model", "Checkpoint folder, hub id or URI; demo by default."),
+    "prompt": ("stage.prompt", "--prompt", ""),
+    "messages_column": (
+        "stage.messages",
+        "--messages-column",
+        "Column of OpenAI messages, instead of --prompt.",
+    ),
+    "max_tokens": ("stage.sampling.max_tokens", "--max-tokens", ""),
+    "temperature": ("stage.sampling.temperature", "--temperature", ""),
+    "id_column": ("stage.id_column", "--id-column", "Column that names the rows."),
+    "replicas": ("stage.pool.replicas", "--replicas", "Engines to run."),
+    "on_error": ("stage.on_error", "--on-error", "A row that fails: row (default) or raise."),
+    "columns": ("columns", "--columns", "Columns to read and write, such as id,document; all."),
+    "output_order": ("output_order", "--output-order", "Of the rows: plan (default), or input."),
+    "overwrite": ("overwrite", "--overwrite", ""),
+    "extend": ("extend", "--extend", "Add files that are new in the input."),
+}
+
+
+def _flag(name: str) -> inspect.Parameter:
+    """Return the flag of an option as typer reads it, typed and explained as the option is."""
+    option, flag, help_ = _FLAGS[name]
+    where, _, last = option.rpartition(".")
+    cls = _CLASSES[where]
+    hints = get_type_hints(cls)[last]
+    kind = next((each for each in (bool, int, float) if each in _parts_of(hints)), str)
+    text = help_ or documented(cls)[last]
+    text = text[0].upper() + text[1:]
+    default = False if kind is bool else None
+    annotation: Any = kind if kind is bool else kind | None
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[annotation, typer.Option(flag, help=text)],
+    )
+
+
+def _parts_of(hint: Any) -> set[Any]:  # noqa: ANN401
+    """Return a type, or those that it is a union of."""
+    return {hint, *get_args(hint)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,38 +106,23 @@ class JobFlags:
         return job_mapping(self.job_file, self.options)
 
 
-def read_job_flags(
+def read_job_flags(**values: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return options by dotted names; its signature is the flags of every command on a job."""
+    given = {
+        option: values[name]
+        for name, (option, *_) in _FLAGS.items()
+        if values.get(name) not in (None, False)
+    }
+    if (is_local := values.get("local")) is not None:
+        given["executor"] = "local" if is_local else "ray"
+    return {**given, **parse_settings(values.get("settings") or [])}
+
+
+def _other_flags(
     job_file: Annotated[
-        str | None,
-        typer.Argument(help="YAML job file, below the options here."),
+        str | None, typer.Argument(help="YAML job file, below the options here.")
     ] = None,
-    source: Annotated[
-        str | None, typer.Option("--input", help="Parquet, JSONL, Arrow: a file, folder or glob.")
-    ] = None,
-    sink: Annotated[str | None, typer.Option("--output", help="Folder for the output.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder, hub id or URI; demo by default.")
-    ] = None,
-    prompt: Annotated[str | None, PROMPT_FLAG] = None,
-    messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate a row.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column that names the rows.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines to run.")] = None,
-    on_error: Annotated[str | None, typer.Option(help="row (default) or raise.")] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="Columns to read and write, such as id,document; all.")
-    ] = None,
-    output_order: Annotated[
-        str | None, typer.Option(help="Of the rows: plan (default), or input, as they are read.")
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Remove an earlier output of raybatch and begin again."),
-    ] = False,
-    extend: Annotated[
-        bool, typer.Option("--extend", help="Add files that are new in the input.")
-    ] = False,
+    *,
     local: Annotated[
         bool | None,
         typer.Option(
@@ -114,27 +135,20 @@ def read_job_flags(
         list[str] | None,
         typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
     ] = None,
-) -> dict[str, Any]:
-    """Return options by dotted names; the parameters are the flags of every command on a job."""
-    flags = {
-        "source": source,
-        "sink": sink,
-        "stage.model": model,
-        "stage.prompt": prompt,
-        "stage.messages": messages_column,
-        "stage.sampling.max_tokens": max_tokens,
-        "stage.sampling.temperature": temperature,
-        "stage.id_column": id_column,
-        "stage.pool.replicas": replicas,
-        "stage.on_error": on_error,
-        "overwrite": overwrite or None,
-        "columns": columns,
-        "output_order": output_order,
-        "extend": extend or None,
-        "executor": None if local is None else "local" if local else "ray",
-    }
-    given = {path: value for path, value in flags.items() if value is not None}
-    return {**given, **parse_settings(settings or [])}
+) -> None: ...
+
+
+def _signature() -> inspect.Signature:
+    others = inspect.signature(_other_flags).parameters
+    flags = [_flag(name) for name in _FLAGS]
+    return inspect.Signature([others["job_file"], *flags, others["local"], others["settings"]])
+
+
+read_job_flags.__signature__ = _signature()  # type: ignore[attr-defined]
+PROMPT_FLAG, MESSAGES_FLAG = (
+    get_args(inspect.signature(read_job_flags).parameters[name].annotation)[1]
+    for name in ("prompt", "messages_column")
+)
 
 
 def with_job_flags(
@@ -204,8 +218,6 @@ def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str
     """
     mapping: dict[str, Any] = {}
     if job_file is not None:
-        from raybatch.job.config import read_job_file  # slow to load
-
         mapping = read_job_file(job_file)
     for path, value in options.items():
         _put(mapping, path, value)

@@ -115,6 +115,16 @@ def is_hidden(field: FieldInfo) -> bool:
     return any(each is _HIDDEN for each in field.metadata)
 
 
+def documented(cls: type) -> dict[str, str]:
+    """Return what the options of a class are, by name."""
+    if hasattr(cls, "__pydantic_fields__"):
+        known = {name: field.description or "" for name, field in fields_of(cls).items()}
+    else:
+        text = (inspect.getdoc(cls) or "").partition("Args:\n")[2].partition("\n\n")[0]
+        known = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
+    return {name: " ".join(text.split()) for name, text in known.items()}
+
+
 def signature_of(
     function: Callable[..., object], cls: type, *, without: Collection[str] = ()
 ) -> inspect.Signature:

@@ -1,7 +1,5 @@
 """The JSON Schema of job files, for editors; from the same classes that check them."""
 
-import inspect
-import re
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -9,7 +7,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticOmit
 
 from raybatch.backends.registry import BACKENDS
-from raybatch.config.option import fields_of, is_hidden
+from raybatch.config.option import documented, fields_of, is_hidden
 from raybatch.job.config import JobConfig
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
@@ -55,16 +53,6 @@ def job_schema() -> dict[str, Any]:
         "title": "job file of raybatch",
         **schema,
     }
-
-
-def documented(cls: type) -> dict[str, str]:
-    """Return what the options of a class are, by name."""
-    if hasattr(cls, "__pydantic_fields__"):
-        known = {name: field.description or "" for name, field in fields_of(cls).items()}
-    else:
-        text = (inspect.getdoc(cls) or "").partition("Args:\n")[2].partition("\n\n")[0]
-        known = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
-    return {name: " ".join(text.split()) for name, text in known.items()}
 
 
 def _tidy(part: Any) -> None:  # noqa: ANN401
