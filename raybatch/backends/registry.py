@@ -13,7 +13,7 @@ from raybatch.backends.model_files import check_known_model, checked_tensors
 from raybatch.backends.native.type import NATIVE
 from raybatch.backends.openai.type import OPENAI
 from raybatch.backends.transformers.type import TRANSFORMERS
-from raybatch.backends.vllm.args import NATIVE_ONLY
+from raybatch.backends.vllm.meanings import NATIVE_ONLY
 from raybatch.backends.vllm.type import VLLM
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency, did_you_mean

@@ -1,67 +1,25 @@
 """Options of the vLLM backend: checked without vLLM, and turned into those of its engine."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
 from pydantic.dataclasses import dataclass
 
+from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning, value_for_vllm
 from raybatch.backends.vllm.names import ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS, VERSION
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task
 
-# options of vLLM that have a name in EngineConfig, which the driver reads as well
-DECIDED_BY_ENGINE: Mapping[str, str] = {
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-    "enable_prefix_caching": "enable_prefix_caching",
-}
-# of these vLLM has defaults for each device, so that ours count only where they were changed
-_UNLESS_DEFAULT = {
-    "block_size": "block_size_tokens",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_batched_tokens",
-}
-# what vLLM calls KV of 8 bits with a scale for each token and KV head
-_KV_CACHE_DTYPES = {"int8": "int8_per_token_head", "fp8": "fp8_per_token_head"}
-_ELSEWHERE = {
-    "model": "take the model of the stage",
-    "model_weights": "take the model of the stage",
-    "hf_config_path": "take the model of the stage",
-    "revision": "take a folder as the model of the stage",
-    "tokenizer": "take a folder with model and tokenizer as the model of the stage",
-    "data_parallel_size": "take pool.replicas, each of which is an engine",
-    "nnodes": "set distributed_executor_backend='ray' for an engine over several hosts",
-}
-# what these may be; other values ask for an engine that the replica cannot drive
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "distributed_executor_backend": (None, "mp", "uni", "ray"),
-    "data_parallel_size": (1,),
-    "nnodes": (1,),
-    "stream_interval": (1,),
-}
 # what these may be says the task of the stage
 _RUNNERS = {"generate": ("auto", "generate"), "pooling": ("auto", "pooling")}
 _CONVERTS = {"generate": ("auto", "none"), "pooling": ("auto", "none", "embed", "classify")}
 # what is made of a model that is none for the task; scores have several ways
+_PLAIN = Meaning()
 _CONVERTED = {"embed": "embed", "classify": "classify"}
-# each multiplies the GPUs of one engine
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-# of vLLM's options, those that change the speed of a run, its memory or its logs, and no answer
-_SPEED = """
-    aggregate_engine_logging async_scheduling block_size collect_detailed_traces compilation_config
-    cpu_offload_gb cudagraph_capture_sizes cudagraph_metrics disable_log_stats
-    distributed_executor_backend download_dir enable_chunked_prefill enable_log_requests
-    enforce_eager gpu_memory_utilization hf_token kv_offloading_backend kv_offloading_size
-    load_format log_config_file log_level long_prefill_token_threshold max_cudagraph_capture_size
-    max_num_batched_tokens max_num_seqs max_parallel_loading_workers num_gpu_blocks_override
-    otlp_traces_endpoint safetensors_load_strategy scheduler_reserve_full_isl scheduling_policy seed
-    show_hidden_metrics_for_version swap_space use_tqdm_on_load watermark
-"""
-_NO_ANSWER = frozenset(_SPEED.split())
 
 
 @options("backend.options.")
@@ -91,27 +49,6 @@ class VllmOptions:
         for name, value in self.engine_kwargs.items():
             _check(name, value)
         _check_parsers(self)
-
-
-# options of the native engine alone, and what there is with vLLM instead; those that a config
-# refuses without one of these are not among them
-NATIVE_ONLY = (
-    (("kv_admission_fraction",), "vLLM has engine_kwargs.watermark and max_num_active_seqs"),
-    (("admission",), "vLLM starts rows in the order in which they come"),
-    (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
-    (
-        ("host_kv_bytes", "kv_checkpoint_blocks", "kv_offload"),
-        "vLLM has options of its own for KV in host memory, which go into engine_kwargs "
-        "(kv_offloading_size)",
-    ),
-    (
-        ("device_weight_bytes", "weight_buffers"),
-        "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
-    ),
-    (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
-    (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
-    (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
-)
 
 
 def native_options(engine: EngineConfig) -> tuple[str, ...]:
@@ -149,21 +86,28 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             f"parsers read text, and task {backend.task!r} makes none; leave them out"
         )
     _refuse_native_options(engine)
-    kv_dtype = options.engine_kwargs.get("kv_cache_dtype")
-    if kv_dtype not in (None, _KV_CACHE_DTYPES.get(engine.kv_cache_dtype, kv_dtype)):
-        raise ConfigError(
-            f"engine.kv_cache_dtype={engine.kv_cache_dtype!r}, which vLLM calls "
-            f"{_KV_CACHE_DTYPES[engine.kv_cache_dtype]!r}, and engine_kwargs.kv_cache_dtype="
-            f"{kv_dtype!r} are one option; leave one of them out"
-        )
-    for name, own in _UNLESS_DEFAULT.items():
-        given = options.engine_kwargs.get(name)
-        if given is not None and not is_default(engine, own) and given != getattr(engine, own):
+    for name, value in _from_engine(engine).items():
+        given = options.engine_kwargs.get(name, value)
+        if given not in (None, value):
+            ours = MEANINGS[name].ours
+            called = f", which vLLM calls {value!r}," if MEANINGS[name].values else ""
             raise ConfigError(
-                f"engine.{own}={getattr(engine, own)} and engine_kwargs.{name}={given!r} are one "
-                "option; leave one of them out"
+                f"engine.{ours}={getattr(engine, str(ours))!r}{called} and engine_kwargs.{name}="
+                f"{given!r} are one option; leave one of them out"
             )
     return options
+
+
+def _from_engine(engine: EngineConfig) -> dict[str, Any]:
+    """Return options of vLLM that stand in the engine's config and were changed there."""
+    values = {}
+    for name, meaning in MEANINGS.items():
+        ours = meaning.ours
+        if ours is not None and (meaning.is_ours_alone or not is_default(engine, ours)):
+            value = getattr(engine, ours)
+            is_renamed = bool(meaning.values) and not meaning.is_ours_alone
+            values[name] = value_for_vllm(name, value) if is_renamed else value
+    return values
 
 
 def engine_args(
@@ -177,13 +121,7 @@ def engine_args(
         "use_tqdm_on_load": False,
         # a constraint holds from the end of the reasoning on
         "reasoning_parser": options.reasoning_parser,
-        **{name: getattr(engine, own) for name, own in DECIDED_BY_ENGINE.items()},
-        **{
-            n: getattr(engine, own)
-            for n, own in _UNLESS_DEFAULT.items()
-            if not is_default(engine, own)
-        },
-        "kv_cache_dtype": _KV_CACHE_DTYPES.get(engine.kv_cache_dtype),
+        **_from_engine(engine),
     }
     if task != "generate" and engine.enable_prefix_caching:
         # not every model that pools can: vLLM knows which
@@ -202,10 +140,8 @@ def engine_args(
 
 def gpus_per_engine(options: VllmOptions) -> int:
     """Return the devices that one engine computes on."""
-    number = 1
-    for name in _PARALLEL:
-        number *= int(options.engine_kwargs.get(name) or 1)
-    return number
+    kwargs = options.engine_kwargs
+    return math.prod(int(kwargs.get(n) or 1) for n, m in MEANINGS.items() if m.multiplies_gpus)
 
 
 def actors_per_engine(options: VllmOptions) -> int:
@@ -217,29 +153,33 @@ def actors_per_engine(options: VllmOptions) -> int:
 def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `backend.options` that take part in the answers of a job."""
     kwargs = options.get("engine_kwargs") or {}
-    kept = {n: value for n, value in kwargs.items() if n not in _NO_ANSWER and n not in _PARALLEL}
+    kept = {}
+    for name, value in kwargs.items():
+        meaning = MEANINGS.get(name, _PLAIN)
+        if not meaning.is_speed and not meaning.multiplies_gpus:
+            kept[name] = value
     others = {name: value for name, value in options.items() if name != "engine_kwargs"}
     return {**others, **({"engine_kwargs": kept} if kept else {})}
 
 
 def _check(name: str, value: object) -> None:
-    own = DECIDED_BY_ENGINE.get(name)
-    if own is not None:
-        raise ConfigError(f"engine_kwargs.{name}: set engine.{own} instead")
-    if name in _ONLY:
-        if value in _ONLY[name]:
+    meaning = MEANINGS.get(name, _PLAIN)
+    if meaning.is_ours_alone:
+        raise ConfigError(f"engine_kwargs.{name}: set engine.{meaning.ours} instead")
+    if meaning.only:
+        if value in meaning.only:
             return
-        hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        allowed = " or ".join(repr(each) for each in _ONLY[name])
+        hint = f"; {meaning.elsewhere}" if meaning.elsewhere else ""
+        allowed = " or ".join(repr(each) for each in meaning.only)
         raise ConfigError(f"engine_kwargs.{name} must be {allowed} here, got {value!r}{hint}")
-    if name in _ELSEWHERE:
-        raise ConfigError(f"engine_kwargs.{name}: {_ELSEWHERE[name]}")
+    if meaning.elsewhere:
+        raise ConfigError(f"engine_kwargs.{name}: {meaning.elsewhere}")
     if name not in ENGINE_ARGS:
-        known = ENGINE_ARGS.difference(_ELSEWHERE)
+        known = [each for each in ENGINE_ARGS if not MEANINGS.get(each, _PLAIN).elsewhere]
         raise ConfigError(
             f"engine_kwargs: vLLM {VERSION} has no option {name!r}{did_you_mean(str(name), known)}"
         )
-    if name in _PARALLEL and (type(value) is not int or value < 1):
+    if meaning.multiplies_gpus and (type(value) is not int or value < 1):
         raise ConfigError(f"engine_kwargs.{name} must be a number of at least 1, got {value!r}")
 
 
