@@ -8,14 +8,17 @@ import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.drafts.speculation import Drafter, LookupDrafter
-from raybatch.engine.drafts.verification import accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules
+from raybatch.engine.drafts.speculation import (
+    Drafter,
+    LookupDrafter,
+    accepted_rows,
+    slots_to_restart,
+)
+from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.memory.swap import RecoveryChoice
 from raybatch.engine.profile.stopwatch import clock_of
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
 from raybatch.engine.recovery_costs import learned_recovery
-from raybatch.engine.row_checks import RowLimits
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-from raybatch.engine.batch.batch_builder import BatchBuilder
+from raybatch.engine.batch.forward_batch import BatchBuilder
 from raybatch.engine.batch.partition import logits_order, row_slots, split_schedule
 from raybatch.engine.forward.runtime import PartBatch
 from raybatch.engine.protocols import Runner

@@ -10,11 +10,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raybatch.errors import ConfigError
-from raybatch.models.json_files import JsonValues, read_json
-from raybatch.models.other_backends import SAME_MODEL, backends_for
+from raybatch.models.json_files import SAME_MODEL, JsonValues, backends_for, read_json
 from raybatch.models.rope import RopeSpec, read_rope
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"eos_token_id": 2, "max_position_embeddings": 2048},
+    "MistralForCausalLM": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "MixtralForCausalLM": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "Qwen3MoeForCausalLM": {
+        "sliding_window": 4096,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+# models have some hundred; what belongs to each of them is listed before a tensor is looked at
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,39 +103,6 @@ class ModelSpec:
     def is_sparse(self, layer_idx: int) -> bool:
         """Return whether the layer has experts."""
         return self.moe is not None and self.moe.is_sparse[layer_idx]
-
-
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"eos_token_id": 2, "max_position_embeddings": 2048},
-    "MistralForCausalLM": {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "Qwen2ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    "MixtralForCausalLM": {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "Qwen3MoeForCausalLM": {
-        "sliding_window": 4096,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
-
-SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
-# models have some hundred; what belongs to each of them is listed before a tensor is looked at
-_MAX_LAYERS = 10_000
 
 
 def read_model_spec(path: Path) -> ModelSpec:

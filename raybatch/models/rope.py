@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from raybatch.errors import ConfigError
-from raybatch.models.json_files import JsonValues
-from raybatch.models.other_backends import SAME_MODEL
+from raybatch.models.json_files import SAME_MODEL, JsonValues
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 

@@ -5,11 +5,30 @@ from typing import Any
 
 import numpy as np
 
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.errors import RaybatchError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
 Message = dict[str, Any]
+
+
+class PromptError(RaybatchError, ValueError):
+    """A row's prompt cannot be used."""
+
+
+class InvalidPrompt(PromptError):  # noqa: N818 - the name is seen in outputs
+    """A null, a wrong type, a wrong message, or text that is not valid UTF-8."""
+
+
+class RenderError(PromptError):
+    """The chat template refused the row or wrote too much."""
+
+
+class TokenizeError(PromptError):
+    """The tokenizer could not turn the text into tokens."""
+
+
+class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
+    """The prompt leaves no room in the model's context."""
 
 
 def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens
 from raybatch.records.payload import DOCUMENT_AT, TYPES_AT, add_payload
-from raybatch.text.prompt_errors import InvalidPrompt, TokenizeError
+from raybatch.text.chat import InvalidPrompt, TokenizeError
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded, Tokenizer
 

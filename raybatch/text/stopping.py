@@ -4,11 +4,19 @@ The engine asks a `StopChecker` after every token; whoever makes the text calls 
 and `truncate_at_stop`.
 """
 
-from typing import Protocol
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy.typing as npt
 
 from raybatch.records.types import Completion, Sampling, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from raybatch.text.tokenizer import Tokenizer
 
 # a character has at most four bytes; after so many tokens a broken one will not become whole
 _MAX_HELD_TOKENS = 8
@@ -158,3 +166,30 @@ def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decod
         before = tokenizer.decode(completion.token_ids[:-1], skip).rstrip("\ufffd")
         start = max(0, len(before) - len(stop) + 1)
     return truncate_at_stop(text, stop, sampling.include_stop_str_in_output, start=start)
+
+
+class LazyTokenizer:
+    """What a `StopChecker` and a grammar need of a tokenizer.
+
+    Args:
+        path: folder of the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tokenizer: Tokenizer | None = None
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        return self._load().decode(token_ids, skip_special_tokens)
+
+    def hugging_face(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer of transformers; it may not be changed."""
+        return self._load().hugging_face
+
+    def _load(self) -> Tokenizer:
+        if self._tokenizer is None:
+            from raybatch.text.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.load(self._path)
+        return self._tokenizer

@@ -17,9 +17,17 @@ from tokenizers import Tokenizer as FastTokenizer
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.records.types import TokenIds
-from raybatch.text.chat import Message, check_messages, join_parts, map_texts, texts
+from raybatch.text.chat import (
+    InvalidPrompt,
+    Message,
+    RenderError,
+    TokenizeError,
+    check_messages,
+    join_parts,
+    map_texts,
+    texts,
+)
 from raybatch.text.chat_template import ChatTemplate
-from raybatch.text.prompt_errors import InvalidPrompt, RenderError, TokenizeError
 from raybatch.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:

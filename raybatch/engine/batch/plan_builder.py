@@ -14,7 +14,7 @@ The drafts of a decoding sequence are decode rows as well, each one position fur
 before it: what a row may see is how many positions of each block are valid for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +22,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.batch.index_tensors import to_device
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 
 Int64s = npt.NDArray[np.int64]
+
+
+def to_device(
+    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return one int64 tensor per array, all views of one buffer on `device`."""
+    if not arrays:
+        return ()
+    packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
+    return torch.split(packed, [len(array) for array in arrays])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

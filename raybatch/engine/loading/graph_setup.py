@@ -7,9 +7,8 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
-from raybatch.engine.forward.decode_graphs import DecodeGraphs, step_sizes
+from raybatch.engine.forward.decode_graphs import CudaGraphs, DecodeGraphs, Graphs, step_sizes
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.step_graph import CudaGraphs, Graphs
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text

@@ -1,6 +1,7 @@
 """Loads a model onto a device, and sets up the process for torch; the KV pool comes later."""
 
 import ctypes
+import logging
 import sys
 from dataclasses import dataclass
 
@@ -14,15 +15,22 @@ from raybatch.engine.loading.limits import (
     pick_device,
     pick_dtype,
 )
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.profile_cache import measured_profile
+from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
+from raybatch.errors import error_text
 from raybatch.models.checkpoint_check import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.residence import Residence, WeightSizes, plan_residence
+from raybatch.policy.batches.step_plan import RowShape, plan_steps
+from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,3 +133,78 @@ def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), name, None)
+
+
+def place_layers(model: LoadedModel) -> LayerStore:
+    """Return the layers of a model, as the decoder uses them; the log says what is streamed."""
+    residence, sizes = model.residence, model.sizes
+    if not residence.streamed:
+        return ResidentLayers(model.weights.layers)
+    layers = StreamedLayers(model.weights.layers, residence, model.device)
+    bytes_per_s = layers.bytes_per_s()
+    # without computations, behind which a GPU hides copies
+    longest_s = pass_time(
+        residence,
+        sizes,
+        layer_s=[0.0] * len(sizes.layer_bytes),
+        bytes_per_s=bytes_per_s,
+        copies_overlap=model.device.type == "cuda",
+    )
+    _logger.info(
+        "%s keeps %d of %d layers on the device, in %.1f of %.1f MB of weights; the others pass "
+        "through %d buffers: every step copies %.1f MB, at %.1f GB/s, and takes %s%.2f ms longer "
+        "for that",
+        model.name,
+        sum(residence.is_resident),
+        len(residence.is_resident),
+        residence.device_bytes / 1e6,
+        sizes.total_bytes / 1e6,
+        residence.num_buffers,
+        residence.pass_bytes / 1e6,
+        bytes_per_s / 1e9,
+        "up to " if model.device.type == "cuda" else "",
+        1e3 * longest_s,
+    )
+    return layers
+
+
+def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
+    """Return the tokens that attend at once, None for the plain forward pass.
+
+    What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
+    by waiting for more tokens; one with experts by the plan for rows of `RowShape`'s defaults. A
+    model that could not be measured runs plain, and a warning says why.
+    """
+    if config.attn_batch_tokens != "auto":
+        return config.attn_batch_tokens
+    if config.speculative_tokens or config.cuda_graphs:
+        # rows of drafts are part of one forward pass, and a graph is one
+        return None
+    if model.spec.moe is None or not any(model.spec.moe.is_sparse):
+        return None
+    try:
+        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
+    except (RuntimeError, MemoryError) as error:
+        _logger.warning(
+            "%s runs by the plain forward pass, as its layers could not be measured: %s",
+            model.name,
+            error_text(error),
+        )
+        return None
+    if not was_read:
+        give_back_freed_memory(model.device)
+    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
+    row = RowShape.within(most)
+    plan = plan_steps(profile.layers, row)
+    how = "by the plain forward pass"
+    if plan.attn_batch_tokens is not None:
+        how = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
+    _logger.info(
+        "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
+        model.name,
+        how,
+        plan.reason,
+        row.prompt_tokens,
+        row.output_tokens,
+    )
+    return plan.attn_batch_tokens

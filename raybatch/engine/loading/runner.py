@@ -22,19 +22,22 @@ from raybatch.engine.forward.runtime import (
     StepResult,
 )
 from raybatch.engine.loading.graph_setup import GraphSetup, plan_graphs
-from raybatch.engine.loading.layer_placing import place_layers
-from raybatch.engine.loading.loaded_model import LoadedModel, load_model
-from raybatch.engine.loading.step_choice import planned_attn_batch
-from raybatch.engine.memory.host_memory import free_memory_bytes, host_memory_bytes
+from raybatch.engine.loading.loaded_model import (
+    LoadedModel,
+    load_model,
+    place_layers,
+    planned_attn_batch,
+)
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
+    free_memory_bytes,
+    host_memory_bytes,
     num_blocks_for,
     num_host_blocks_for,
     pick_kv_dtype,
 )
-from raybatch.engine.memory.kv_tiers import KVTiers
-from raybatch.engine.memory.layer_window import LayerWindow
+from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec

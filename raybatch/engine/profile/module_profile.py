@@ -13,7 +13,7 @@ from raybatch.engine.forward.pick_ops import byte_dtype_of, pick_ops
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
 from raybatch.engine.profile.layer_bench import LayerBench, ProfileOptions, probe_decoder
 from raybatch.engine.profile.stopwatch import Clock, Run, Stopwatch, clock_of
-from raybatch.engine.weights.layer_tensors import map_tensors, tensors_of
+from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.kv_rows import row_width
 from raybatch.models.config import ModelSpec

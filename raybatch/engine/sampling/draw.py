@@ -13,11 +13,15 @@ import numpy.typing as npt
 import torch
 
 from raybatch.kernels.sampling import block_sums, invert, weights_of
+from raybatch.records.hashing import GOLDEN, mix64
 
 # entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
 _RUN_ENTRIES_CPU = 1 << 20
 _RUN_ENTRIES_GPU = 1 << 27
 _WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
+
+Uint64s = npt.NDArray[np.uint64]
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,3 +219,17 @@ def _column(
 
 def _numpy(values: torch.Tensor) -> npt.NDArray[Any]:
     return values.cpu().numpy()
+
+
+def sequence_key(seed: int, sample_idx: int) -> int:
+    """Return the 64-bit key of one sample of one request."""
+    words = np.array([seed & _MASK, sample_idx & _MASK], np.uint64)
+    first = mix64(words[:1] + GOLDEN)
+    return int(mix64(first ^ (words[1:] * GOLDEN + np.uint64(1)))[0])
+
+
+def uniforms(keys: Uint64s, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) with 53 random bits for each pair of key and position."""
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
+    bits = mix64(mix64(keys + counters)) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53

@@ -11,10 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.sampling.draw import Drawn, DrawOptions, draw_dense, draw_greedy, draw_ranked
+from raybatch.engine.sampling.draw import (
+    Drawn,
+    DrawOptions,
+    draw_dense,
+    draw_greedy,
+    draw_ranked,
+    sequence_key,
+    uniforms,
+)
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.penalties import TokenHistory, apply_penalties, mask_tokens
-from raybatch.engine.sampling.randomness import sequence_key, uniforms
 from raybatch.records.types import Sampling, TokenIds
 
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]

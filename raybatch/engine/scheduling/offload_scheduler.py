@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
-from raybatch.engine.memory.offload_store import OffloadStore
-from raybatch.engine.memory.stored_sequence import StoredSequence
+from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.scheduling.prefill_round import PrefillRound
 from raybatch.engine.sequences.block_manager import BlockManager

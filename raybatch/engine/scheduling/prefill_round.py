@@ -6,8 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.offload_store import OffloadStore
-from raybatch.engine.memory.stored_sequence import StoredSequence
+from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.sequences.host_pool import HostBlocks
 from raybatch.engine.sequences.schedule import LayerMoves, Schedule, SchedulerCounters
 from raybatch.engine.sequences.table import PREFILL, Sequence, SequenceTable

@@ -12,15 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
-from raybatch.engine.memory.copies_ahead import CopiesAhead
-from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
+from raybatch.engine.memory.kv_checkpoints import CheckpointCounters, CopiesAhead
 from raybatch.engine.memory.swap import SwapCounters, SwapSpace
 from raybatch.engine.scheduling.admission import Admission
-from raybatch.engine.scheduling.chunks import Chunks
-from raybatch.engine.scheduling.closed_batch import ClosedBatch
-from raybatch.engine.scheduling.draft_room import DraftRoom, spread
-from raybatch.engine.scheduling.needs import Need, Needs
-from raybatch.engine.scheduling.waiting import WaitingQueue
+from raybatch.engine.scheduling.chunks import Chunks, DraftRoom, spread
+from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed

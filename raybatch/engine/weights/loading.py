@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raybatch.config import cache_dir
-from raybatch.engine.weights.layer_tensors import piece_bytes
-from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, view_of
+from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, piece_bytes, view_of
 from raybatch.engine.weights.recipes import recipes_of
 from raybatch.engine.weights.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
 from raybatch.kernels.byte_weights import quantise_weight, weight_scales
