@@ -17,8 +17,7 @@ from raybatch.backends.vllm.args import (
 from raybatch.backends.vllm.model import ScoreForm, form_of_scores, model_length, pooled_length
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError
-from raybatch.models.config import read_model_spec
-from raybatch.models.hub_config import read_max_positions
+from raybatch.models.config import read_max_positions, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 

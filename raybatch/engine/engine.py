@@ -18,12 +18,10 @@ from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.memory.swap import RecoveryChoice
 from raybatch.engine.profile.stopwatch import clock_of
 from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
-from raybatch.engine.recovery_costs import learned_recovery
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step_forward import StepForward
-from raybatch.engine.step_scheduler import make_scheduler
+from raybatch.engine.step import StepForward, learned_recovery, make_scheduler
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 Int64s = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Loads a model onto a device, and sets up the process for torch; the KV pool comes later."""
+"""Loads a model onto a device and decides how it runs its steps; the KV pool comes later."""
 
 import ctypes
 import logging
@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.forward.pick_ops import dense_panel_width
-from raybatch.engine.loading.limits import (
+from raybatch.engine.loading.resolve import (
+    ResolvedEngine,
     check_max_model_len,
-    pick_byte_dtype,
-    pick_device,
-    pick_dtype,
+    resolve,
 )
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
-from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
 from raybatch.errors import error_text
 from raybatch.models.checkpoint_check import check_tensors
@@ -39,14 +36,13 @@ class LoadedModel:
 
     Args:
         name: of its folder.
-        spec: what it is.
-        weights: of it; layers that do not stay on the device are in host memory.
-        sizes: of the weights.
+        weights: layers that do not stay on the device are in host memory.
         residence: which layers stay on the device.
     """
 
     name: str
     spec: ModelSpec
+    resolved: ResolvedEngine
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
@@ -59,7 +55,7 @@ class LoadedModel:
     @property
     def dtype(self) -> torch.dtype:
         """Return the type that the model computes in, that of all weights but quantised ones."""
-        return self.weights.embed.dtype
+        return self.resolved.dtype
 
 
 def load_model(source: str, config: EngineConfig) -> LoadedModel:
@@ -79,60 +75,24 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     spec = read_model_spec(path)
     check_tensors(path, spec)
     check_max_model_len(config, spec.max_model_len, path.name)
-    device = pick_device(config)
-    _set_up_process(config, device)
-    dtype = pick_dtype(config, spec, device)
-    form = _weight_form(config, dtype, device)
-    sizes = weight_sizes(path, spec, form, device=device)
+    resolved = resolve(config, spec)
+    resolved.log_changes(config)
+    _set_up_process(config, resolved.device)
+    form = resolved.weight_form(may_compile=config.compiles_kernels)
+    sizes = weight_sizes(path, spec, form, device=resolved.device)
     residence = plan_residence(
         sizes,
         device_weight_bytes=config.device_weight_bytes,
         weight_buffers=config.weight_buffers,
     )
-    weights = load_weights(path, spec, form, device=device, streamed=residence.streamed)
-    return LoadedModel(name=path.name, spec=spec, weights=weights, sizes=sizes, residence=residence)
-
-
-def give_back_freed_memory(device: torch.device) -> None:
-    """Give freed memory back to the system, or to the device, after a use that does not recur."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    trim = _libc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
-    byte_dtype = pick_byte_dtype(config)
-    width = dense_panel_width(
-        dtype, device, may_compile=config.compiles_kernels, byte_dtype=byte_dtype
+    return LoadedModel(
+        name=path.name,
+        spec=spec,
+        resolved=resolved,
+        weights=load_weights(path, spec, form, device=resolved.device, streamed=residence.streamed),
+        sizes=sizes,
+        residence=residence,
     )
-    return WeightForm(dtype, panel_width=width, byte_dtype=byte_dtype)
-
-
-def _set_up_process(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads)
-        if config.tune_malloc:
-            _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to serve large blocks from the heap and never to give the heap back.
-
-    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
-    """
-    mallopt = _libc("mallopt")
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
-    """Return a function of the C library; None where it is not there."""
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), name, None)
 
 
 def place_layers(model: LoadedModel) -> LayerStore:
@@ -193,8 +153,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         return None
     if not was_read:
         give_back_freed_memory(model.device)
-    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
-    row = RowShape.within(most)
+    row = RowShape.within(model.resolved.max_model_len)
     plan = plan_steps(profile.layers, row)
     how = "by the plain forward pass"
     if plan.attn_batch_tokens is not None:
@@ -208,3 +167,37 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         row.output_tokens,
     )
     return plan.attn_batch_tokens
+
+
+def give_back_freed_memory(device: torch.device) -> None:
+    """Give freed memory back to the system, or to the device, after a use that does not recur."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _set_up_process(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        if config.tune_malloc:
+            _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to serve large blocks from the heap and never to give the heap back.
+
+    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
+    """
+    mallopt = _libc("mallopt")
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
+    """Return a function of the C library; None where it is not there."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), name, None)

@@ -35,7 +35,6 @@ from raybatch.engine.memory.kv_cache import (
     host_memory_bytes,
     num_blocks_for,
     num_host_blocks_for,
-    pick_kv_dtype,
 )
 from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
 from raybatch.engine.sequences.schedule import LayerMoves
@@ -257,7 +256,7 @@ def _make_cache(
     setup: GraphSetup | None,
 ) -> KVCache:
     num_scrap_blocks = int(setup is not None)
-    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
+    dtype = model.resolved.kv_dtype
     num_blocks = num_blocks_for(
         config,
         model.spec,

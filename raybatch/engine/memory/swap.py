@@ -1,10 +1,12 @@
 """Keeps the KV of preempted sequences in host memory where that is cheaper than computing it again.
 
 A move is whole or it did not happen: one that fails leaves the sequence as if it had never been
-tried, and its tokens are computed again.
+tried, and its tokens are computed again. Both ways lead to the same tokens, so the measured times
+that choose between them decide about nothing but time.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,12 +18,18 @@ from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCh
 from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+from raybatch.policy.cost.roofline import Roofline
+from raybatch.policy.recovery import choose_recovery, recompute_time
 
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+# steps of each kind that costs are fitted to, and steps after which they are fitted afresh
+_NUM_STEPS, _REFIT_STEPS = 128, 64
 
 
 class RecoveryChoice(Protocol):
@@ -38,6 +46,53 @@ class RecoveryChoice(Protocol):
 
     def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
         """Learn from a step that has run, and whose tokens are in the table."""
+
+
+class LearnedRecovery:
+    """Learns from the steps of an engine what its tokens cost.
+
+    Args:
+        link: cost of copies between device and host.
+        limits: of the engine.
+    """
+
+    def __init__(self, link: Roofline, limits: EngineLimits) -> None:
+        self._link = link
+        self._limits = limits
+        # apart, because long decoding would push out all that tells what prompts cost
+        self._prefills: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
+        self._decodes: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
+        self._num_new = 0
+        self._costs: CostModel | None = None
+
+    def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
+        """Learn from a step that has run, and whose tokens are in the table."""
+        starts, lens = schedule.chunk_starts, schedule.chunk_lens
+        step = MeasuredStep(
+            seconds=seconds,
+            tokens=schedule.num_tokens,
+            rows=len(schedule.decode_slots),
+            pairs=float((lens * (starts + (lens + 1) / 2)).sum()),
+            context_reads=float(table.num_computed[schedule.decode_slots].sum()),
+        )
+        if np.isfinite(seconds) and seconds > 0:
+            (self._prefills if len(lens) else self._decodes).append(step)
+            self._num_new += 1
+
+    def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
+        """Return whether copying takes no longer than computing, as `RecoveryChoice` says."""
+        if self._num_new >= _REFIT_STEPS or (self._costs is None and self._num_new):
+            steps = [*self._prefills, *self._decodes]
+            self._costs, self._num_new = fit(steps, self._limits), 0
+        if self._costs is None:
+            return True
+        whole_s, shared_s = (
+            recompute_time(self._costs, n) for n in (num_tokens, num_shared_tokens)
+        )
+        found = choose_recovery(
+            kv_bytes=num_bytes, link=self._link, recompute_s=max(0.0, whole_s - shared_s)
+        )
+        return found.way == "transfer"
 
 
 @dataclass(kw_only=True, slots=True)

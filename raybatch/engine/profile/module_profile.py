@@ -66,7 +66,6 @@ def model_shape(
     spec: ModelSpec,
     *,
     dtype: torch.dtype,
-    num_pieces: int = 1,
     kv_dtype: torch.dtype | None = None,
     byte_dtype: torch.dtype | None = None,
 ) -> ModelShape:
@@ -78,7 +77,6 @@ def model_shape(
     Args:
         spec: what the model is.
         dtype: of its weights.
-        num_pieces: see `ModelShape`.
         kv_dtype: of the KV pool; None for that of the weights.
         byte_dtype: of those weights that are bytes; their scales are not counted.
     """
@@ -101,7 +99,6 @@ def model_shape(
         layer=layer,
         num_layers=spec.num_layers,
         other_bytes=num_tables * spec.vocab_size * spec.model_dim * dtype.itemsize,
-        num_pieces=num_pieces,
     )
 
 
@@ -111,7 +108,6 @@ def profile_layer(
     options: ProfileOptions | None = None,
     *,
     clock: Clock | None = None,
-    num_pieces: int = 1,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ModuleProfile:
     """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
@@ -125,7 +121,6 @@ def profile_layer(
         weights: of that model; read only.
         options: what is measured; None takes the defaults.
         clock: seconds; None takes that of `clock_of`.
-        num_pieces: see `ModelShape`.
         tell: called with what is measured next.
     """
     options = options or ProfileOptions()
@@ -135,7 +130,6 @@ def profile_layer(
     model = model_shape(
         spec,
         dtype=dtype,
-        num_pieces=num_pieces,
         kv_dtype=kv_dtype,
         byte_dtype=byte_dtype_of(weights),
     )
@@ -149,7 +143,7 @@ def profile_layer(
         kv_dtype=kv_dtype,
     )
     decoder = probe_decoder(spec, weights, layers, ops)
-    bench = LayerBench(spec, decoder, model.layer, options, stopwatch)
+    bench = LayerBench(spec, decoder, model.layer, options, stopwatch, kv_dtype)
     budgets = [options.budget_s * share for share in _SHARES]
     with torch.inference_mode():
         for layer in layers:
