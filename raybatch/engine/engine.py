@@ -31,9 +31,7 @@ class Engine:
     """Continuous batching over one runner; owned by one thread.
 
     Args:
-        runner: the model with its KV pool.
         sampler: picks tokens; its slots are the engine's.
-        stop_checker: finds stop strings.
         config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
             sequence needs a token per step.
         recovery: how preempted sequences get their KV back; None measures what is quicker.

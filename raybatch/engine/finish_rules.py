@@ -19,8 +19,6 @@ class RowLimits:
     """What the model and the KV cache can take.
 
     Args:
-        vocab_size: token ids of a prompt are below it.
-        max_model_len: longest prompt plus output, in tokens.
         kv_tokens: that the KV cache holds.
         kv_option: that makes it larger.
     """
@@ -33,9 +31,7 @@ class RowLimits:
     def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:
         """Return the completion of a sequence that cannot run, None when it can.
 
-        Args:
-            state: of the sequence.
-            refusal: why its sampling options cannot be had, "" where they can.
+        `refusal` says why its sampling options cannot be had, "" where they can.
         """
         prompt = state.request.prompt_token_ids
         num_tokens = len(prompt) + len(state.token_ids)
@@ -72,11 +68,6 @@ class FinishRules:
 
     Order of the rules: end token, stop token, stop string, length. None but length applies before
     `min_tokens`.
-
-    Args:
-        max_slots: sequences that may run at once.
-        eos_token_ids: end tokens of the model.
-        stop_checker: finds stop strings.
     """
 
     def __init__(

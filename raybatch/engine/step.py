@@ -31,15 +31,7 @@ def make_scheduler(
     table: SequenceTable,
     recovery: RecoveryChoice | None,
 ) -> Scheduler | OffloadScheduler:
-    """Return the scheduler that the options ask for.
-
-    Args:
-        config: options of the engine.
-        runner: copies between the pools.
-        blocks: the device pool's books.
-        table: running sequences.
-        recovery: how preempted sequences get their KV back.
-    """
+    """Return the scheduler that the options ask for."""
     if config.kv_offload:
         return OffloadScheduler(
             blocks,
@@ -82,12 +74,7 @@ def learned_recovery(runner: Runner, config: EngineConfig) -> LearnedRecovery | 
 
 
 class StepForward:
-    """Builds the batches of a step and hands them to the model.
-
-    Args:
-        runner: the model with its KV pool.
-        table: running sequences.
-    """
+    """Builds the batches of a step and hands them to the model."""
 
     def __init__(self, runner: Runner, table: SequenceTable) -> None:
         self._runner = runner

@@ -98,9 +98,7 @@ class StoredTensor:
     """What the header of a file says of one tensor.
 
     Args:
-        file: that has it.
         dtype: as safetensors names it, such as "BF16".
-        shape: of it.
     """
 
     file: Path
@@ -137,10 +135,6 @@ def check_tensors(folder: Path, spec: ModelSpec) -> None:
     Tensors that the model does not need are none of its concern, as in transformers; whole layers
     beyond those that config.json asks for are told in a warning.
 
-    Args:
-        folder: of the checkpoint.
-        spec: of the model, from its config.json.
-
     Raises:
         ConfigError: names the first of them with its file, and says how many there are.
     """
@@ -156,10 +150,6 @@ def check_known_tensors(folder: Path, spec: ModelSpec) -> None:
     """Refuse a checkpoint of a model known here that no backend can run, as far as names tell.
 
     One whose tensors have other names, or other types, may be read by other libraries.
-
-    Args:
-        folder: of the checkpoint.
-        spec: of the model, from its config.json.
 
     Raises:
         ConfigError: as `check_tensors`.

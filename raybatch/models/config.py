@@ -26,7 +26,6 @@ class MoeSpec:
     """The mixture-of-experts layers of a model.
 
     Args:
-        num_experts: experts of one layer.
         top_k: experts that one token visits.
         ffn_dim: hidden size of one expert.
         norm_topk_prob: the weights of the chosen experts are scaled to sum to 1.
@@ -47,7 +46,6 @@ class ModelSpec:
     Args:
         architecture: class name in the checkpoint's config.json.
         windows: for each layer, positions a token sees (itself included), None for all.
-        moe: None for a dense model.
         eos_token_ids: tokens that end a sequence, ascending.
         max_model_len: longest prompt plus output.
         dtype: of the checkpoint's weights.
@@ -329,10 +327,6 @@ def _read_dtype(config: JsonValues) -> CheckpointDType:
 
 def read_max_positions(path: Path, *, trust_remote_code: bool = False) -> int | None:
     """Return the positions that a model was made for; None where its config sets no limit.
-
-    Args:
-        path: folder of the checkpoint.
-        trust_remote_code: run the Python file that the config comes with.
 
     Raises:
         ConfigError: the installed transformers cannot read the config.

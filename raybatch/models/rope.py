@@ -17,7 +17,6 @@ class RopeSpec:
 
     Args:
         kind: how frequencies are changed for long contexts.
-        theta: base of the frequencies.
         factor: how much longer than the original context the model runs.
         original_max_positions: context of the first training (llama3, yarn).
         low_freq_factor: llama3.

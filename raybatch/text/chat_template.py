@@ -35,9 +35,6 @@ _END = "\ue004\ue005 "
 class ChatTemplate:
     """A chat template, parsed once.
 
-    Args:
-        text: of the template.
-
     Raises:
         TemplateError: it is no template.
     """

@@ -34,9 +34,6 @@ class StopChecker:
 
     Text is made from a short window of tokens, so a token costs the same at any length. A match
     that ends within the first `min_tokens` tokens does not count, as in vLLM.
-
-    Args:
-        tokenizer: turns token ids into text.
     """
 
     def __init__(self, tokenizer: Decoder) -> None:
@@ -46,10 +43,7 @@ class StopChecker:
     def add(self, slot: int, sampling: Sampling, generated: npt.ArrayLike = ()) -> None:
         """Watch a slot.
 
-        Args:
-            slot: any; what it held is replaced.
-            sampling: options.
-            generated: tokens made before, by a preempted or migrated sequence.
+        `generated` are tokens made before, by a preempted or migrated sequence.
         """
         self.remove(slot)
         if sampling.stop:
@@ -113,13 +107,7 @@ class _Watch:
 
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | None:
-    """Return the stop string that begins first in `text`; of equals the first listed.
-
-    Args:
-        text: to search.
-        stop: strings to look for.
-        end_after: matches that end at or before this character do not count.
-    """
+    """Return the stop string that begins first in `text`; of equals the first listed."""
     found: list[tuple[int, int]] = []
     for idx, candidate in enumerate(stop):
         position = text.find(candidate, max(0, end_after - len(candidate) + 1))
@@ -129,14 +117,7 @@ def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | Non
 
 
 def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> str:
-    """Cut `text` at the stop string that ended it.
-
-    Args:
-        text: of the whole completion.
-        stop: the string that was found.
-        include: keep the stop string itself.
-        start: character from which to look.
-    """
+    """Cut `text` at the stop string that ended it."""
     position = text.find(stop, start)
     if position < 0:
         return text
@@ -169,11 +150,7 @@ def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decod
 
 
 class LazyTokenizer:
-    """What a `StopChecker` and a grammar need of a tokenizer.
-
-    Args:
-        path: folder of the checkpoint.
-    """
+    """What a `StopChecker` and a grammar need of a tokenizer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -11,12 +11,7 @@ STEP, SPEND = "__raybatch_step", "__raybatch_spend"
 
 
 def guarded(tree: nodes.Template, environment: Environment) -> nodes.Template:
-    """Return a parsed template that counts what it does, by the filters `STEP` and `SPEND`.
-
-    Args:
-        tree: is changed.
-        environment: that has parsed it.
-    """
+    """Return a parsed template that counts what it does, by the filters `STEP` and `SPEND`."""
     found = _Guarding(environment).visit(tree)
     assert isinstance(found, nodes.Template), "a template stays one"
     return found

@@ -125,13 +125,7 @@ def _fits(chars: int) -> None:
 
 
 def check_operator(operator: str, left: object, right: object) -> None:
-    """Raise TemplateLimitError where an operator would make too much.
-
-    Args:
-        operator: "+", "*", "**" or "%".
-        left: before it.
-        right: behind it.
-    """
+    """Raise TemplateLimitError where an operator would make too much."""
     if operator == "%":
         if isinstance(left, _TEXTS):
             said = left.decode("latin-1") if isinstance(left, bytes) else left

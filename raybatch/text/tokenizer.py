@@ -54,7 +54,6 @@ class Encoded(NamedTuple):
     """A prompt in tokens.
 
     Args:
-        token_ids: int32.
         num_special: special tokens that were found in its texts.
         payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
         cuttable: first place of the tokens that may be cut, and the one behind; None cuts any.

@@ -37,13 +37,7 @@ class ForwardBatch:
 
 
 class BatchBuilder:
-    """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks.
-
-    Args:
-        table: running sequences.
-        num_blocks: blocks of the pool.
-        device: where the tensors go.
-    """
+    """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks."""
 
     def __init__(self, table: SequenceTable, num_blocks: int, device: torch.device) -> None:
         self._table = table

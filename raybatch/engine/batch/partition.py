@@ -14,11 +14,6 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
 
     Chunks of which one reads blocks that another fills in this very step stay together, so that no
     part ever waits for another one; such a part, or a single chunk, may be larger.
-
-    Args:
-        schedule: of one step.
-        table: the running sequences.
-        max_tokens: of one part, at least 1.
     """
     assert not len(schedule.draft_tokens), "coroutines take no drafts"
     num_decode = len(schedule.decode_slots)

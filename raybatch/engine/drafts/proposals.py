@@ -113,7 +113,6 @@ class Guesser:
     Args:
         prompt: int32 [P], read only.
         answers: of the engine; what this sequence says is added.
-        group: of the sequence, see `AnswerIndex.add`.
         lag: drafts that are asked for at most.
     """
 

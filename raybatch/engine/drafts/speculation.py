@@ -39,7 +39,6 @@ class LookupDrafter:
     """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
 
     Args:
-        table: running sequences.
         max_tokens: drafts of one sequence and step.
     """
 

@@ -48,11 +48,7 @@ class DecodeBuffers:
     """Inputs and logits of decode steps; steps of every size use the first rows of the same.
 
     Args:
-        shape: of the steps.
         scrap_block: block of the pool that is no sequence's; padded rows read and write it.
-        block_size: positions of a block.
-        vocab_size: columns of the logits.
-        device: where the tensors are.
     """
 
     def __init__(

@@ -52,11 +52,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Graphs of CUDA, which share one pool of memory.
-
-    Args:
-        device: of the graphs.
-    """
+    """Graphs of CUDA, which share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,7 +85,6 @@ class GraphCounts:
     """What graphs did.
 
     Args:
-        num_captured: sizes that were captured.
         num_steps: steps that were repeated from a graph.
         eager_steps: other steps by why: "prompts", "shared prefix", "rows" (more than the largest
             graph has) or "blocks" (more than its buffers hold).
@@ -119,8 +114,6 @@ class DecodeGraphs:
     Args:
         decoder: with ops of fixed shapes.
         cache: its last block is no sequence's.
-        shape: of the steps.
-        graphs: records them.
 
     Raises:
         RuntimeError: a step cannot be captured.

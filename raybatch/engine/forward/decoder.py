@@ -25,7 +25,6 @@ class PreparedBatch:
     """A forward batch with what all its layers share.
 
     Args:
-        batch: tokens of one step.
         rotation: of its positions, complex64 [T, 1, D / 2].
         attention: the plan as index tensors.
     """
@@ -39,7 +38,6 @@ class Decoder:
     """Runs one model for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
     Args:
-        spec: what the model is.
         weights: of that model, on one device and in one dtype.
         layers: lends the weights of layers; None takes those of `weights`, all on the device.
         ops: the form of the ops; those of Triton have not run on a GPU yet, so that they are not

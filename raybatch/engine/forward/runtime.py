@@ -96,8 +96,6 @@ class SequenceView:
     """What a hook sees of one sequence at a yield point.
 
     Args:
-        slot: of the sequence.
-        point: the module that runs next.
         hidden: its hidden states, [R, M], a view; what is written there goes on.
     """
 
@@ -111,13 +109,7 @@ Hook = Callable[[SequenceView], None]
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeCounters:
-    """What has happened since the start.
-
-    Args:
-        num_ffn_calls: feed-forward blocks that ran.
-        num_ffn_rows: rows of them.
-        num_attention_calls: attention blocks that ran.
-    """
+    """What has happened since the start."""
 
     num_ffn_calls: int = 0
     num_ffn_rows: int = 0
@@ -141,9 +133,6 @@ class CoroutineRuntime:
     """Drives one decoder over one KV pool.
 
     Args:
-        decoder: the model.
-        cache: its KV pool.
-        policy: what runs next.
         hooks: called for every sequence at every yield point, in this order; one that raises fails
             its sequence and no other.
     """
@@ -163,11 +152,7 @@ class CoroutineRuntime:
         self._hooks = tuple(hooks)
 
     def forward(self, batches: Sequence[PartBatch]) -> StepResult:
-        """Run parts that do not read what another one writes in this step.
-
-        Args:
-            batches: one for each part.
-        """
+        """Run parts that do not read what another one writes in this step."""
         lot, failed = Lot(), dict[int, str]()
         logits: dict[int, torch.Tensor] = {}
         for index, (batch, slots) in enumerate(batches):

@@ -35,7 +35,6 @@ class LoadedModel:
     """A model on a device.
 
     Args:
-        name: of its folder.
         weights: layers that do not stay on the device are in host memory.
         residence: which layers stay on the device.
     """
@@ -63,10 +62,6 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
     process.
-
-    Args:
-        source: folder, hub id, URI or "demo".
-        config: options of the engine.
 
     Raises:
         ConfigError: the model or an option cannot be run.

@@ -31,7 +31,6 @@ class ResolvedEngine:
 
     Args:
         dtype: in which the model computes.
-        kv_dtype: of the KV pool.
         byte_dtype: of weights that are kept as bytes; None where none are.
         max_model_len: longest prompt plus output.
     """

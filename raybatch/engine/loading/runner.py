@@ -48,10 +48,6 @@ class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     Args:
-        spec: of the model.
-        config: of the engine.
-        decoder: of the model.
-        cache: the pool.
         graphs: captured decode steps; None where there are none.
         num_scrap_blocks: last blocks of the pool that are no sequence's.
     """
@@ -86,11 +82,6 @@ class ModelRunner:
         """Load the model that `source` names, see `load_model`.
 
         Where the options leave it open, a plan from measured layers says how steps run.
-
-        Args:
-            source: folder, hub id, URI or "demo".
-            config: options of the engine.
-            num_engines_on_host: engines that share the memory of the host.
 
         Raises:
             ConfigError: the model or an option cannot be run, as weights that do not fit.
@@ -193,9 +184,7 @@ class ModelRunner:
     def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
         """Run one step of prompts whose KV goes to host memory, layer by layer.
 
-        Args:
-            batch: its blocks are those of the window; the pool's content is lost.
-            moves: of each layer.
+        Blocks of the batch are those of the window; the pool's content is lost.
 
         Returns:
             float32 logits [S, V], once host memory has all of the KV.

@@ -89,19 +89,9 @@ def num_blocks_for(
     """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
     Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
-    `max_model_len` tokens can use.
-
-    Args:
-        config: of the engine.
-        spec: of the model.
-        dtype: of the pool.
-        device: of the pool.
-        free_bytes: of the device, once the weights are loaded.
-        num_engines_on_host: engines that share the memory of a CPU host.
-        num_scrap_blocks: blocks that the pool has beside those of sequences.
-        graph_bytes: what captured steps take of the share beside the pool.
-        host_bytes: memory of a CPU host in all, which no pool may exceed; None where it is not
-            known.
+    `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
+    `graph_bytes` what captured steps take of it beside the pool, and `host_bytes` the memory of a
+    CPU host in all, which no pool may exceed (None: not known).
 
     Raises:
         CapacityError: the memory does not hold a single block.

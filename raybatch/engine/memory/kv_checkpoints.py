@@ -53,7 +53,6 @@ class CheckpointCounters:
     Args:
         num_bytes: copied ahead.
         num_used_blocks: that were in host memory when their sequence yielded.
-        num_failures: copies that failed.
     """
 
     num_bytes: int = 0
@@ -65,7 +64,6 @@ class KVCheckpoints:
     """Keeps checkpoints in the host blocks that nothing else needs; `Sequence.checkpoint` has them.
 
     Args:
-        block_size: tokens of one block.
         blocks: of the host; shared with the KV of sequences that wait, which comes first.
         copier: with the pools; None has no host memory.
         keeps_loaded: let what was brought back stay in host memory as well.
@@ -91,12 +89,8 @@ class KVCheckpoints:
     ) -> int:
         """Copy full blocks that host memory does not have yet; return how many were tried.
 
-        Args:
-            record: of a running sequence that has nothing else in host memory.
-            blocks: its block table.
-            num_shared: leading blocks that are likely to be found again.
-            num_tokens: with KV.
-            most: blocks to copy at most.
+        The sequence runs, and has nothing else in host memory; its first `num_shared` blocks are
+        likely to be found again.
         """
         assert record.swapped is None, "a sequence that runs on what host memory alone has"
         if self._copier is None:
@@ -122,13 +116,7 @@ class KVCheckpoints:
         return count
 
     def find(self, record: Sequence, start: int, stop: int) -> Int32s:
-        """Return the host block of each place in [start, stop) of a sequence, -1 for none.
-
-        Args:
-            record: of a running sequence.
-            start: of its blocks, those before are not asked for.
-            stop: of its blocks.
-        """
+        """Return the host block of each place in [start, stop) of a sequence, -1 for none."""
         found = np.full(stop - start, -1, np.int32)
         held = record.checkpoint
         if held is not None:
@@ -210,9 +198,6 @@ class CopiesAhead:
     """Copies nothing while there is room, so that what is copied is likely to be needed.
 
     Args:
-        table: running sequences.
-        blocks: the device's books.
-        checkpoints: makes the copies.
         most: blocks of one step; 0 never copies.
         num_found_again: of a slot, leading blocks that others use as well.
     """

@@ -99,11 +99,7 @@ class KVTiers:
     ) -> None:
         """Copy one layer of blocks to the host; `finish_layers` waits until it is there.
 
-        Args:
-            layer_idx: in the host's pool.
-            half: where the layer is, [W, G, B, R].
-            block_ids: blocks of `half`.
-            host_ids: as many blocks of the host.
+        `half` is where the layer is, [W, G, B, R].
         """
         if self._stream is not None:
             # at most the layer before is still on its way, so pinned memory is for two
@@ -228,7 +224,6 @@ class LayerWindow:
 
     Args:
         pool: of the device, [L, N, G, B, R], contiguous.
-        tiers: copies between it and host memory.
 
     Source:
         BatchGen (arXiv:2606.21712), section 5.2; that the window lies in the pool of decoding

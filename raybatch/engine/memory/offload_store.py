@@ -30,7 +30,6 @@ class StoredSequence:
         status: as `raybatch.policy.boundary.records.SequencePages` has it.
         host_blocks: that it holds, in order of position.
         num_stored: tokens whose KV is in them.
-        slot: where it runs, if it does.
         waited: boundaries since it came into its status.
         num_failures: times in a row that its KV did not come back.
     """
@@ -53,7 +52,6 @@ class StoredPrefixes:
     """Who has which prefix; a hash covers a block and all before it, so it tells the place as well.
 
     Args:
-        block_size: tokens of one block.
         has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
@@ -100,9 +98,7 @@ class StoredPrefixes:
     def will_find_more(self, record: Sequence, running: Container[bytes]) -> bool:
         """Return whether sequences that are being computed will leave a longer prefix.
 
-        Args:
-            record: of a sequence that waits.
-            running: hashes of all full blocks of these.
+        `running` are the hashes of all their full blocks.
         """
         wanted, count = self._wanted(record), self._count(record)
         # who has the next block to come has all before it
@@ -135,8 +131,6 @@ class OffloadStore:
     """Owns the host's blocks.
 
     Args:
-        block_size: tokens of one block.
-        copier: with the pools.
         has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
@@ -161,10 +155,6 @@ class OffloadStore:
         """Let host memory catch up with what sequences have decoded.
 
         Where the copy fails, host memory has as much of them as before.
-
-        Args:
-            running: by slot.
-            table: with the blocks of the device.
         """
         sources, targets = [], []
         for slot, stored in running.items():

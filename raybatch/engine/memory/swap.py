@@ -38,10 +38,7 @@ class RecoveryChoice(Protocol):
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
         """Return whether copying takes no longer than computing.
 
-        Args:
-            num_bytes: to copy, there and back.
-            num_tokens: with KV.
-            num_shared_tokens: the first ones of them, which will be found again.
+        `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
         """
 
     def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
@@ -49,12 +46,7 @@ class RecoveryChoice(Protocol):
 
 
 class LearnedRecovery:
-    """Learns from the steps of an engine what its tokens cost.
-
-    Args:
-        link: cost of copies between device and host.
-        limits: of the engine.
-    """
+    """Learns from the steps of an engine what its tokens cost."""
 
     def __init__(self, link: Roofline, limits: EngineLimits) -> None:
         self._link = link
@@ -102,10 +94,7 @@ class SwapCounters:
     Args:
         num_saves: sequences whose KV went to host memory.
         num_loads: sequences that got it back.
-        saved_bytes: copied to the host.
-        loaded_bytes: copied back.
         num_tokens: whose KV came back.
-        num_failures: moves that failed.
     """
 
     num_saves: int = 0
@@ -120,7 +109,6 @@ class SwapSpace:
     """Owns the host's blocks; a sequence that waits with some has them in `Sequence.swapped`.
 
     Args:
-        block_size: tokens of one block.
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
         has_checkpoints: let the blocks of sequences that come back stay in host memory.
@@ -146,11 +134,8 @@ class SwapSpace:
     def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
 
-        Args:
-            record: of the sequence; one that has something in host memory keeps that.
-            blocks: its block table.
-            num_shared: leading blocks that are likely to be found again.
-            num_tokens: with KV.
+        A sequence that has something in host memory keeps that; its first `num_shared` blocks are
+        likely to be found again.
         """
         stop = -(-num_tokens // self._block_size)
         if self._copier is None or record.swapped is not None or stop <= num_shared:
@@ -183,12 +168,8 @@ class SwapSpace:
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
         """Bring KV back into `blocks`; False if that fails.
 
-        The host's blocks are given up, or become the checkpoint of the sequence.
-
-        Args:
-            record: of a sequence that has something in host memory.
-            start: place of the first of `blocks` in the sequence, not before what the host has.
-            blocks: of the device, as many as there are to bring back from `start` on.
+        The host's blocks are given up, or become the checkpoint of the sequence. `start` is the
+        place of the first of `blocks` in the sequence, not before what the host has.
         """
         kept, copier = record.swapped, self._copier
         assert kept is not None, "a sequence without anything in host memory"

@@ -40,10 +40,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 def write_cached(path: Path, text: str, *, what: str) -> None:
     """Write a file so that readers see all of it or nothing; a full disk only costs time.
 
-    Args:
-        path: of the file; its folder is made.
-        text: that it holds, without the last line break.
-        what: it is, in the words of a warning.
+    `what` names it in a warning.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,6 @@ class ProfileOptions:
         budget_s: seconds of all measurements; sizes that would not fit are left out, and the
             smallest of each module never is.
         max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
-        block_size: tokens of a block of KV.
-        kv_cache_dtype: of the pool, as `EngineConfig` has it.
         may_compile: measure ops that are compiled for this host, as an engine runs them.
         quantization: how the weights that are measured are kept, see `EngineConfig`.
 
@@ -130,14 +128,7 @@ class AttentionBatch:
     ) -> "AttentionBatch":
         """Make a batch of `tokens` tokens; the last sequence may have fewer than the others.
 
-        Args:
-            decoder: that will attend.
-            spec: of its model.
-            tokens: of the batch.
-            workload: what its sequences are like.
-            like: a tensor with the device and dtype of the model.
-            block_size: tokens of a block of KV.
-            kv_dtype: of the pool; None for that of the model.
+        A `kv_dtype` of None is that of `like`, a tensor with the device and dtype of the model.
         """
         lens = _sequence_lens(tokens, workload)
         cached, device = workload.cached_tokens, like.device

@@ -34,13 +34,9 @@ class ModuleProfile:
     """What was measured of a model's representative layer.
 
     Args:
-        model: its shape, as plans count its work.
         attention: runs with the linears before and after it.
         ffn: runs of the experts, or of the dense block.
-        to_device: copies from the host.
-        to_host: copies to the host.
         layers: whole layers, plain and with attention in parts.
-        copies_overlap: see `ModuleCosts`.
     """
 
     model: ModelShape
@@ -72,13 +68,7 @@ def model_shape(
     """Return a model as plans see it: layers like its sparse ones, or all dense.
 
     A model that has layers of both kinds is planned as if all were sparse, which is on the safe
-    side of its memory.
-
-    Args:
-        spec: what the model is.
-        dtype: of its weights.
-        kv_dtype: of the KV pool; None for that of the weights.
-        byte_dtype: of those weights that are bytes; their scales are not counted.
+    side of its memory. The scales of weights that are bytes are not counted.
     """
     kv_dtype = kv_dtype or dtype
     moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
@@ -114,14 +104,7 @@ def profile_layer(
 
     Repeated runs take turns over layers of the representative kind: one layer alone would stay in
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
-    those of a mapped file come from disk at first.
-
-    Args:
-        spec: what the model is.
-        weights: of that model; read only.
-        options: what is measured; None takes the defaults.
-        clock: seconds; None takes that of `clock_of`.
-        tell: called with what is measured next.
+    those of a mapped file come from disk at first. `tell` is called with what is measured next.
     """
     options = options or ProfileOptions()
     device, dtype = weights.embed.device, weights.embed.dtype

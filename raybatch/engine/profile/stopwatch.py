@@ -35,7 +35,6 @@ class Stopwatch:
     """Times runs.
 
     Args:
-        clock: seconds.
         num_repeats: samples of each size, after a first run that does not count.
     """
 

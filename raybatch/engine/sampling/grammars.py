@@ -50,7 +50,6 @@ class GrammarSlots:
 
     Args:
         load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
-        vocab_size: columns of the logits.
         eos_token_ids: end tokens of the model, which are allowed where an answer may end.
     """
 

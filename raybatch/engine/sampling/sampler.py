@@ -54,8 +54,6 @@ class Sampler:
     stay. One random number belongs to each (seed, sample, position).
 
     Args:
-        vocab_size: columns of the logits.
-        max_slots: slots are 0..max_slots-1.
         eos_token_ids: end tokens of the model, held back by min_tokens.
         grammars: of answers that follow one; None where no answer can.
     """

@@ -119,8 +119,6 @@ class Admission:
     """Decides by a forecast whether one more sequence may run.
 
     Args:
-        table: running sequences.
-        blocks: the KV pool's books.
         fraction: of the pool that a forecast may reach; None lets every sequence start.
     """
 

@@ -16,15 +16,7 @@ _NONE: Int64s = np.empty(0, np.int64)
 
 
 class Chunks:
-    """What a step computes of sequences that are not decoding, or brings back from host memory.
-
-    Args:
-        table: running sequences.
-        blocks: of the pool.
-        groups: pin what they share.
-        swap: host memory for the KV of preempted sequences.
-        counters: of the scheduler.
-    """
+    """What a step computes of sequences that are not decoding, or brings back from host memory."""
 
     def __init__(
         self,
@@ -123,8 +115,6 @@ class DraftRoom:
     block that running sequences will ask for soon, and never another one's blocks.
 
     Args:
-        table: running sequences.
-        blocks: the KV pool's books.
         spare_steps: steps for whose growth blocks are left free.
     """
 

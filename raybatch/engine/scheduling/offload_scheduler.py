@@ -38,12 +38,8 @@ class OffloadScheduler:
     """Owns sequences, the books of both pools and the table of running ones; shares no blocks.
 
     Args:
-        blocks: the device pool's books.
-        table: running sequences.
-        store: host memory.
         num_window_blocks: blocks of the device's pool while prompts are computed.
         max_batched_tokens: token budget of one step of prompts, at least the slots of `table`.
-        options: of the page boundary.
     """
 
     def __init__(

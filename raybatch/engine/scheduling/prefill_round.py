@@ -23,10 +23,6 @@ class PrefillRound:
 
     Args:
         table: running sequences; those of a round have blocks of the window there.
-        store: host memory.
-        num_window_blocks: blocks of the window.
-        max_batched_tokens: of one step.
-        counters: of the scheduler.
     """
 
     def __init__(

@@ -37,8 +37,6 @@ class Scheduler:
     """Owns the queues, the block manager and the table of running sequences.
 
     Args:
-        blocks: the KV pool's books.
-        table: running sequences.
         max_batched_tokens: token budget of one step, at least the slots of `table`, so that no
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one

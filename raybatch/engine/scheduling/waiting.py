@@ -89,11 +89,7 @@ class WaitingQueue:
         return record
 
     def open_batch(self, max_rows: int) -> int:
-        """Put the rows that run as one batch to the head of the queue, and return their number.
-
-        Args:
-            max_rows: of a batch.
-        """
+        """Put the rows that run as one batch to the head of the queue, and return their number."""
         num_begun = len(self._resumed) + sum(len(self._rows(group)) for group in self._ready)
         num_left = max_rows - num_begun
         if num_left <= 0 or self._policy != "multi_bin":
@@ -176,7 +172,6 @@ class Needs:
     """Looks up what sequences need.
 
     Args:
-        blocks: the KV pool's books.
         has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
@@ -215,9 +210,6 @@ class ClosedBatch:
 
     Its members may take several steps to start, as the prompts of a step are limited. Each takes
     the blocks of its full length, so that none of them has to give up its KV.
-
-    Args:
-        blocks: the KV pool's books; read only.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -237,12 +229,7 @@ class ClosedBatch:
         return self._num_places <= 0 and not record.has_started
 
     def takes(self, record: Sequence, need: Need) -> bool:
-        """Return whether memory holds a sequence as well; the first that it does not is the last.
-
-        Args:
-            record: that the batch is not closed to.
-            need: its blocks.
-        """
+        """Return whether memory holds a sequence as well; the first it does not is the last."""
         if self._is_empty or record.has_started or self._size(record, need) <= self._num_blocks:
             return True
         self._num_places = 0

@@ -58,10 +58,6 @@ class BlockManager:
 
     A reservation promises blocks to a sequence that takes them later, chunk by chunk; promised
     blocks are not available to others.
-
-    Args:
-        num_blocks: blocks of the pool.
-        block_size: tokens of one block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -117,9 +113,7 @@ class BlockManager:
     def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:
         """Return `count` blocks with one user each: free ones first, then the LRU cached ones.
 
-        Args:
-            count: number of blocks.
-            is_reserved: take them out of a promise made by `reserve`.
+        `is_reserved` takes them out of a promise made by `reserve`.
 
         Raises:
             RuntimeError: fewer blocks are available; callers ask `num_available` first.

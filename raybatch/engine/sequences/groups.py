@@ -24,9 +24,7 @@ class PrefixGroup:
     """The sequences of one engine that share a prefix.
 
     Args:
-        group_id: of the plan.
         prefix: the common tokens, whole blocks; read only.
-        max_blocks: blocks of the prefix.
         num_members: sequences that wait or run.
         has_started: a member was admitted, so that the others go before new groups.
         blocks: pinned blocks, the first ones of the prefix.

@@ -54,11 +54,7 @@ class SwappedKV:
 
 
 class HostBlocks:
-    """Hands out the blocks of the host's pool, lowest id first; each has one owner.
-
-    Args:
-        num_blocks: blocks of the pool.
-    """
+    """Hands out the blocks of the host's pool, lowest id first; each has one owner."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

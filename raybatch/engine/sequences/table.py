@@ -66,7 +66,6 @@ class Sequence:
     """One sample of one request, as long as it is unfinished.
 
     Args:
-        request: what was asked.
         sample_idx: 0..n-1.
         arrival: order of submission; the latest is preempted first.
         arrival_step: steps of the engine before it was queued, set by the scheduler.
@@ -135,12 +134,6 @@ class SequenceTable:
 
     `num_tokens` counts the known tokens (prompt and generated), `num_computed` those with KV. A
     decoding sequence has all but its last token computed.
-
-    Args:
-        max_slots: sequences that may run at once.
-        num_blocks: blocks of the pool.
-        block_size: tokens of one block.
-        max_model_len: longest prompt plus output.
     """
 
     def __init__(
@@ -250,8 +243,7 @@ class SequenceTable:
     def num_needed_blocks(self, num_steps: int) -> int:
         """Return how many blocks running sequences will need in the `num_steps` after this one.
 
-        Args:
-            num_steps: at most the positions of a block.
+        `num_steps` is at most the positions of a block.
         """
         held = self.num_blocks + self.num_reserved
         num_stored = np.where(self.phase == DECODE, self.num_computed + 1, self.num_tokens)

@@ -76,10 +76,6 @@ class StreamCopies(CountedCopies):
 
     A transfer waits for the kernels that used its buffer before, and the kernels of its layer wait
     for the transfer; the host waits for neither.
-
-    Args:
-        pairs: source and target of each tensor, by layer and buffer.
-        device: a GPU.
     """
 
     def __init__(self, pairs: CopyPairs, device: torch.device) -> None:
@@ -121,10 +117,7 @@ class WeightCounters:
     """What was copied to the device since the start.
 
     Args:
-        num_copies: of a layer's weights.
-        num_bytes: of all of them.
         num_stalls: layers whose weights were not there yet when they were asked for.
-        num_failures: copies that failed.
     """
 
     num_copies: int = 0
@@ -149,11 +142,7 @@ class LayerStore(Protocol):
 
 
 class ResidentLayers:
-    """All layers on the device.
-
-    Args:
-        layers: of the model.
-    """
+    """All layers on the device."""
 
     is_streamed = False
     counters = WeightCounters()
@@ -177,7 +166,6 @@ class StreamedLayers:
     Args:
         layers: of the model; those that stay are on the device, the others in host memory.
         residence: which of them stay, and how many buffers the ring has.
-        device: where the ring is.
         make_copier: of the copies to be made; None takes that of the device.
     """
 

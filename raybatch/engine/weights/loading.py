@@ -80,12 +80,7 @@ def load_weights(
 ) -> ModelWeights:
     """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
 
-    Args:
-        model_path: folder of the checkpoint.
-        spec: what the model is.
-        form: of the weights; panels are for a CPU alone.
-        device: where they go.
-        streamed: layers that stay in host memory, pinned where the device is a GPU.
+    Layers in `streamed` stay in host memory, pinned where the device is a GPU.
     """
     if device.type == "cpu":
         try:

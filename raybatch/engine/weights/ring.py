@@ -73,7 +73,6 @@ class WeightRing:
     Args:
         layers: that pass through, ascending.
         num_buffers: of the ring, at least 1.
-        copier: brings weights.
     """
 
     def __init__(self, layers: Sequence[int], num_buffers: int, copier: WeightCopier) -> None:
