@@ -14,10 +14,11 @@ from raybatch.engine.drafts.speculation import (
     accepted_rows,
     slots_to_restart,
 )
-from raybatch.engine.finish_rules import FinishRules, RowLimits
+from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
 from raybatch.engine.memory.swap import RecoveryChoice
 from raybatch.engine.profile.stopwatch import clock_of
-from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
+from raybatch.engine.protocols import Runner, SamplerLike
+from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
@@ -176,7 +177,6 @@ class Engine:
         return [record.state() for record in records]
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold."""
         block_size = self._blocks.block_size
         return Capacity(
             kv_tokens=self._blocks.num_blocks * block_size,
@@ -186,7 +186,6 @@ class Engine:
         )
 
     def stats(self) -> ReplicaStats:
-        """Return the counters."""
         counters, swapped = self._scheduler.counters, self._scheduler.moves
         weights, ahead = self._runner.weight_counters, self._scheduler.ahead
         graphs = self._runner.graph_counts
@@ -203,7 +202,7 @@ class Engine:
             num_swapped_tokens=swapped.num_tokens,
             swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
             checkpoint_bytes=ahead.num_bytes,
-            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.block_bytes,
+            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.tiers.block_bytes,
             num_failed_copies=swapped.num_failures + ahead.num_failures + weights.num_failures,
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
@@ -282,7 +281,7 @@ class Engine:
         return completions
 
     def _take_tokens(
-        self, schedule: Schedule, slots: Int64s, result: SampleResultLike
+        self, schedule: Schedule, slots: Int64s, result: SampleResult
     ) -> list[Completion]:
         table, completions, is_good = self._table, list[Completion](), result.is_finite
         for slot in slots_to_restart(schedule, is_good).tolist():
@@ -303,7 +302,7 @@ class Engine:
             completions += self._append(rows, slots, result)
         return completions
 
-    def _append(self, rows: Int64s, slots: Int64s, result: SampleResultLike) -> list[Completion]:
+    def _append(self, rows: Int64s, slots: Int64s, result: SampleResult) -> list[Completion]:
         """Give each of some sequences the token of one of its rows; return those that end."""
         table, slots, token_ids = self._table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:
@@ -382,6 +381,6 @@ def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
 
 def _row_blocks(runner: Runner, config: EngineConfig) -> tuple[int, str]:
     """Return the blocks that one row can have at most, and the option that bounds them."""
-    if config.kv_offload and runner.num_host_blocks < runner.num_blocks:
-        return runner.num_host_blocks, "engine.host_kv_bytes"
+    if config.kv_offload and runner.tiers.num_host_blocks < runner.num_blocks:
+        return runner.tiers.num_host_blocks, "engine.host_kv_bytes"
     return runner.num_blocks, "engine.kv_cache_bytes"

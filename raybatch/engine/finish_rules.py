@@ -1,11 +1,11 @@
-"""When a sequence ends: rules of all running sequences as arrays, checked in one pass per step."""
+"""Which rows an engine refuses, and when a running sequence ends: arrays, one pass per step."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.protocols import StopCheckerLike
 from raybatch.engine.sequences.table import completion_of
 from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
 
@@ -63,6 +63,19 @@ class RowLimits:
         )
 
 
+class StopCheckerLike(Protocol):
+    """Finds stop strings in the text of sequences that have some."""
+
+    def add(self, slot: int, sampling: Sampling) -> None:
+        """Take a sequence into an empty slot."""
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def check(self, slot: int, token_id: int) -> str | None:
+        """Append a token and return the stop string that it completed, if any."""
+
+
 class FinishRules:
     """Finds the sequences that end with the token just generated.
 
@@ -99,7 +112,6 @@ class FinishRules:
                 self._stop_checker.check(slot, token_id)
 
     def remove(self, slot: int) -> None:
-        """Empty a slot."""
         if self._has_stop_strings[slot]:
             self._stop_checker.remove(slot)
             self._has_stop_strings[slot] = False

@@ -36,7 +36,7 @@ def make_scheduler(
         return OffloadScheduler(
             blocks,
             table,
-            OffloadStore(table.block_size, runner, has_cache=config.enable_prefix_caching),
+            OffloadStore(table.block_size, runner.tiers, has_cache=config.enable_prefix_caching),
             num_window_blocks=runner.num_window_blocks,
             max_batched_tokens=config.max_batched_tokens,
             options=BoundaryOptions(
@@ -47,7 +47,9 @@ def make_scheduler(
             ),
         )
     checkpoint_blocks = config.kv_checkpoint_blocks or 0
-    swap = SwapSpace(table.block_size, runner, recovery, has_checkpoints=checkpoint_blocks > 0)
+    swap = SwapSpace(
+        table.block_size, runner.tiers, recovery, has_checkpoints=checkpoint_blocks > 0
+    )
     return Scheduler(
         blocks,
         table,
@@ -62,7 +64,7 @@ def make_scheduler(
 
 def learned_recovery(runner: Runner, config: EngineConfig) -> LearnedRecovery | None:
     """Measure the copies of an idle runner; None where there is no host memory for KV."""
-    if not runner.num_host_blocks:
+    if not runner.tiers.num_host_blocks:
         return None
     limits = EngineLimits(
         kv_tokens=runner.num_blocks * config.block_size_tokens,
@@ -70,7 +72,7 @@ def learned_recovery(runner: Runner, config: EngineConfig) -> LearnedRecovery | 
         block_size=config.block_size_tokens,
         max_batched_tokens=config.max_batched_tokens,
     )
-    return LearnedRecovery(link(runner.copy_bytes_per_s()), limits)
+    return LearnedRecovery(link(runner.tiers.copy_bytes_per_s()), limits)
 
 
 class StepForward:

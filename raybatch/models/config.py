@@ -73,7 +73,6 @@ class ModelSpec:
     dtype: CheckpointDType
 
     def is_sparse(self, layer_idx: int) -> bool:
-        """Return whether the layer has experts."""
         return self.moe is not None and self.moe.is_sparse[layer_idx]
 
 

@@ -61,7 +61,6 @@ class JsonValues:
     where: str
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - of JSON
-        """Return a value as it is."""
         return self.values.get(key, default)
 
     def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:

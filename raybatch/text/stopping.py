@@ -53,7 +53,6 @@ class StopChecker:
             self._watches[slot] = watch
 
     def remove(self, slot: int) -> None:
-        """Forget a slot; forgetting a free one does nothing."""
         self._watches.pop(slot, None)
 
     def check(self, slot: int, token_id: int) -> str | None:
@@ -157,7 +156,6 @@ class LazyTokenizer:
         self._tokenizer: Tokenizer | None = None
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
         return self._load().decode(token_ids, skip_special_tokens)
 
     def hugging_face(self) -> PreTrainedTokenizerFast:

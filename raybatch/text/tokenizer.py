@@ -129,7 +129,6 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:

@@ -21,8 +21,8 @@ from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.backends.transformers.model import HubModel
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
-from raybatch.engine.finish_rules import FinishRules, RowLimits
-from raybatch.engine.protocols import SamplerLike, StopCheckerLike
+from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
+from raybatch.engine.protocols import SamplerLike
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import completion_of

@@ -131,7 +131,6 @@ class Guesser:
 
     @property
     def num_fed(self) -> int:
-        """Tokens of the answer that it was told."""
         return len(self._answer)
 
     def feed(self, token_ids: Sequence[int]) -> None:

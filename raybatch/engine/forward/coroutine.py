@@ -70,7 +70,6 @@ class SequenceCoroutine:
 
     @property
     def index(self) -> int:
-        """The first part's number."""
         return self.parts[0].index
 
     def split(self) -> list["SequenceCoroutine"]:

@@ -30,7 +30,6 @@ class DecodeShape:
 
     @property
     def max_rows(self) -> int:
-        """Return the rows of the largest step."""
         return self.sizes[-1]
 
     def entries_of(self, size: int) -> int:
@@ -38,7 +37,6 @@ class DecodeShape:
         return min(size * self.most_blocks, self.max_entries)
 
     def buffer_bytes(self, vocab_size: int) -> int:
-        """Return the bytes of the buffers."""
         entries = 3 * self.entries_of(self.max_rows)
         rows = 5 * self.max_rows + 2
         return (entries + rows) * _ITEM_BYTES + self.max_rows * vocab_size * 4

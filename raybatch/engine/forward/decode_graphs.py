@@ -139,7 +139,6 @@ class DecodeGraphs:
 
     @property
     def counts(self) -> GraphCounts:
-        """Return what was done so far."""
         return GraphCounts(
             num_captured=len(self._graphs),
             num_steps=self._num_steps,

@@ -113,17 +113,14 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self._spec.num_layers
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
         return self._spec.vocab_size
 
     @property
     def layers(self) -> LayerStore:
-        """Where the weights of the layers come from."""
         return self._layers
 
     @torch.inference_mode()

@@ -49,7 +49,6 @@ class CombineAtExperts:
         self._min_tokens = math.inf if min_tokens is None else min_tokens
 
     def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        """Return the coroutines that run next."""
         points = sorted(waiting)
         for point in points:
             if point.module is Module.FFN and _num_rows(waiting[point]) >= self._min_tokens:
@@ -79,7 +78,6 @@ class LayerByLayer:
         self._policy = policy
 
     def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        """Return the coroutines that run next."""
         lowest = min(waiting).layer
         return self._policy.choose({p: c for p, c in waiting.items() if p.layer == lowest})
 

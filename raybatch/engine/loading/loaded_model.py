@@ -48,7 +48,6 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Return where the weights are."""
         return self.weights.embed.device
 
     @property

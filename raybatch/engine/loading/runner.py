@@ -126,39 +126,24 @@ class ModelRunner:
 
     @property
     def attn_batch_tokens(self) -> int | None:
-        """Return how many tokens attend at once where steps run as coroutines, else None."""
         tokens = self.config.attn_batch_tokens
         # `load` decides; without it, nothing was measured that would speak for parts
         return None if tokens == "auto" else tokens
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks that sequences can have."""
         return int(self.cache.k.shape[1]) - self._num_scrap_blocks
 
     @property
     def num_window_blocks(self) -> int:
-        """Return the blocks of the pool while it holds two layers, 0 where it never does."""
         return 0 if self._window is None else self._window.num_blocks
 
     @property
-    def num_host_blocks(self) -> int:
-        """Return the number of blocks in host memory."""
-        return self.tiers.num_host_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes of one block, keys and values of all layers."""
-        return self.tiers.block_bytes
-
-    @property
     def weight_counters(self) -> WeightCounters:
-        """Return what was copied of weights that do not stay on the device."""
         return self.decoder.layers.counters
 
     @property
     def device(self) -> torch.device:
-        """Return where weights, pool and the tensors of a batch live."""
         return self.cache.k.device
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -173,11 +158,9 @@ class ModelRunner:
 
     @property
     def graph_counts(self) -> GraphCounts:
-        """Return what captured steps did."""
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
-        """Run one step as coroutines; parts must not read what another one writes."""
         return self.runtime.forward(parts)
 
     @torch.inference_mode()
@@ -202,40 +185,17 @@ class ModelRunner:
         window.finish()
         return logits
 
-    def save_blocks(
-        self, block_ids: npt.NDArray[np.int64], host_ids: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy blocks of the pool into as many of host memory."""
-        self.tiers.save(block_ids, host_ids)
-
-    def load_blocks(
-        self, host_ids: npt.NDArray[np.int64], block_ids: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy blocks of host memory into as many of the pool."""
-        self.tiers.load(host_ids, block_ids)
-
-    def copy_host_blocks(
-        self, source_ids: npt.NDArray[np.int64], target_ids: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy blocks of host memory into as many others."""
-        self.tiers.copy_host_blocks(source_ids, target_ids)
-
-    def copy_bytes_per_s(self) -> float:
-        """Measure copies between both pools, which must be idle."""
-        return self.tiers.bytes_per_s()
-
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
-        """Zero these blocks of the pool."""
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
 
 
 def _host_memory(runner: ModelRunner) -> str:
     """Return what the log says of KV in host memory."""
-    if not runner.num_host_blocks:
+    if not runner.tiers.num_host_blocks:
         return ""
     role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"
-    return f", and {runner.num_host_blocks} in host memory, {role}"
+    return f", and {runner.tiers.num_host_blocks} in host memory, {role}"
 
 
 def _make_cache(

@@ -26,7 +26,7 @@ COPY_ERRORS = (RuntimeError, MemoryError, OSError)
 
 
 class BlockCopier(Protocol):
-    """Copies blocks between the pools of device and host."""
+    """Copies blocks between the pools of device and host, each id to the one at its place."""
 
     @property
     def num_host_blocks(self) -> int:
@@ -44,6 +44,9 @@ class BlockCopier(Protocol):
 
     def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
         """Copy blocks of the host into as many others."""
+
+    def copy_bytes_per_s(self) -> float:
+        """Measure copies between both pools, which must be idle."""
 
 
 @dataclass(kw_only=True, slots=True)

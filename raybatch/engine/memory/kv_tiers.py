@@ -33,7 +33,7 @@ class _Arriving(NamedTuple):
 
 
 class KVTiers:
-    """A device's pool with a host's behind it; owned by one thread.
+    """A device's pool with a host's behind it, a `BlockCopier`; owned by one thread.
 
     On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
     before them, and the next step waits only for what was brought back.
@@ -65,8 +65,7 @@ class KVTiers:
         if device.k.device.type == "cuda":
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
-    def save(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        """Copy blocks of the device into as many of the host, ids one by one."""
+    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
         if self._stream is not None:
             self._save_async(self._stream, block_ids, host_ids)
             return
@@ -76,8 +75,7 @@ class KVTiers:
             torch.index_select(self._device.k, 1, ids, out=self.host.k[:, first:last])
             torch.index_select(self._device.v, 1, ids, out=self.host.v[:, first:last])
 
-    def load(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        """Copy blocks of the host into as many of the device, ids one by one."""
+    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
         if self._stream is not None:
             self._load_async(self._stream, host_ids, block_ids)
             return
@@ -88,7 +86,6 @@ class KVTiers:
             self._device.v.index_copy_(1, ids, self.host.v[:, first:last])
 
     def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
-        """Copy blocks of the host into as many others, ids one by one."""
         if self._stream is not None:
             # a block may still be on its way to the host
             self._stream.synchronize()
@@ -130,15 +127,15 @@ class KVTiers:
         """Wait until the host has all that `save_layer` was asked for."""
         self._scatter(keep=0)
 
-    def bytes_per_s(self) -> float:
+    def copy_bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
         count = min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1])
         ids = np.arange(count)
         seconds = []
         for _ in range(1 + _NUM_TRIALS):
             began = time.perf_counter()
-            self.save(ids, ids)
-            self.load(ids, ids)
+            self.save_blocks(ids, ids)
+            self.load_blocks(ids, ids)
             if self._stream is not None:
                 torch.cuda.synchronize(self._device.k.device)
             seconds.append(time.perf_counter() - began)
@@ -251,18 +248,15 @@ class LayerWindow:
         return self._caches[layer_idx % len(self._caches)]
 
     def load(self, layer_idx: int, moves: LayerMoves) -> None:
-        """Bring what the step reads of a layer back from host memory."""
         if len(moves.load_blocks):
             half = self._halves[layer_idx % len(self._halves)]
             self._tiers.load_layer(layer_idx, moves.load_host, half, moves.load_blocks)
 
     def save(self, layer_idx: int, moves: LayerMoves) -> None:
-        """Copy what the step wrote of a layer to host memory."""
         half = self._halves[layer_idx % len(self._halves)]
         self._tiers.save_layer(layer_idx, half, moves.save_blocks, moves.save_host)
 
     def finish(self) -> None:
-        """Wait until host memory has all that was saved."""
         self._tiers.finish_layers()
 
 

@@ -78,7 +78,6 @@ class StoredPrefixes:
         self._num_known[holder.id] = max(first, stop)
 
     def drop(self, holder: StoredSequence) -> None:
-        """Forget what a sequence has stored."""
         # a prompt that nobody has looked at yet is not hashed for this
         count = self._num_known.pop(holder.id, 0)
         for block_hash in self.hashes(holder.record)[:count] if count else ():
@@ -146,7 +145,6 @@ class OffloadStore:
         stored.host_blocks += self.blocks.allocate(count)
 
     def drop(self, stored: StoredSequence) -> None:
-        """Give up what host memory has of a sequence."""
         self.prefixes.drop(stored)
         self.blocks.release(stored.host_blocks)
         stored.host_blocks, stored.num_stored = [], 0

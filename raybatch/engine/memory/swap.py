@@ -58,7 +58,6 @@ class LearnedRecovery:
         self._costs: CostModel | None = None
 
     def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
-        """Learn from a step that has run, and whose tokens are in the table."""
         starts, lens = schedule.chunk_starts, schedule.chunk_lens
         step = MeasuredStep(
             seconds=seconds,
@@ -72,7 +71,6 @@ class LearnedRecovery:
             self._num_new += 1
 
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
-        """Return whether copying takes no longer than computing, as `RecoveryChoice` says."""
         if self._num_new >= _REFIT_STEPS or (self._costs is None and self._num_new):
             steps = [*self._prefills, *self._decodes]
             self._costs, self._num_new = fit(steps, self._limits), 0

@@ -35,7 +35,6 @@ class DrawOptions:
     uniform: npt.NDArray[np.float64]
 
     def take(self, rows: npt.NDArray[np.int64]) -> "DrawOptions":
-        """Return the options of some rows."""
         return DrawOptions(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],

@@ -99,13 +99,7 @@ class GrammarSlots:
         self._matchers.pop(slot, None)
 
     def has(self, slot: int) -> bool:
-        """Return whether the answer of this slot follows a grammar."""
         return slot in self._matchers
-
-    @property
-    def is_used(self) -> bool:
-        """Whether any answer follows a grammar."""
-        return bool(self._matchers)
 
     def mask(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
         """Set the logits of tokens that cannot come next to -inf.

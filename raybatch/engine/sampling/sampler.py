@@ -82,7 +82,6 @@ class Sampler:
         self._held_back: dict[int, npt.NDArray[np.int64]] = {}
 
     def refusal(self, sampling: Sampling) -> str:
-        """Return why no sequence can run with these options, "" where one can."""
         if sampling.structured_outputs is None:
             return ""
         if self._grammars is None:

@@ -133,7 +133,6 @@ class Admission:
         self._forecast: KVForecast | None = None
 
     def begin_step(self) -> None:
-        """Forget the forecast of the step before."""
         self._forecast = None
         # the pool offers so many blocks for one step
         self._credit = min(self._credit + self._limit, _MAX_CREDIT_STEPS * self._limit)

@@ -75,12 +75,10 @@ class OffloadScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot."""
         return len(self._new) + len(self._sequences) - self.table.num_running
 
     @property
     def moves(self) -> SwapCounters:
-        """KV that was copied to host memory and back."""
         return self.store.counters
 
     @property
@@ -95,7 +93,6 @@ class OffloadScheduler:
 
     @property
     def num_pinned(self) -> int:
-        """Blocks held for prefix groups, of which there are none."""
         return 0
 
     def add(self, record: Sequence) -> None:
@@ -106,12 +103,10 @@ class OffloadScheduler:
             self._new[record.arrival] = record
 
     def waiting(self) -> list[Sequence]:
-        """Return the sequences without a slot, by arrival."""
         known = [stored.record for stored in self._sequences.values() if stored.slot is None]
         return sorted((*known, *self._new.values()), key=lambda record: record.arrival)
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
         taken = [record for record in self.waiting() if is_wanted(record)]
         for record in taken:
             if self._new.pop(record.arrival, None) is None:
@@ -135,17 +130,14 @@ class OffloadScheduler:
         )
 
     def advance(self, schedule: Schedule) -> Int64s:
-        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
         if schedule.moves is not None:
             self._round.note_computed(schedule)
         return note_computed(self.table, schedule)
 
     def finish(self, slot: int) -> Sequence:
-        """Take out a running sequence that has ended by itself."""
         return self.remove(slot)
 
     def remove(self, slot: int) -> Sequence:
-        """Take a running sequence out for good."""
         stored = self._vacate(slot)
         self._forget(stored)
         return stored.record

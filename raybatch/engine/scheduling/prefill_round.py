@@ -44,7 +44,6 @@ class PrefillRound:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are prompts to compute."""
         return bool(self._waiting or self._running)
 
     def begin(self, sequences: Iterable[StoredSequence]) -> None:
@@ -52,7 +51,6 @@ class PrefillRound:
         self._waiting += sorted(sequences, key=lambda stored: stored.id)
 
     def schedule(self, preempted: Iterable[int], ended: Iterable[Sequence]) -> Schedule:
-        """Return the next step of the round."""
         chunks: list[tuple[int, int, int]] = []
         budget = self._budget
         for slot in sorted(self._running, key=lambda slot: self._running[slot].id):
@@ -70,7 +68,6 @@ class PrefillRound:
         )
 
     def note_computed(self, schedule: Schedule) -> None:
-        """Note that the chunks of a step are in host memory."""
         block_size = self._table.block_size
         columns = (schedule.chunk_slots, schedule.chunk_starts, schedule.chunk_lens)
         for slot, start, length in zip(*(c.tolist() for c in columns), strict=True):
@@ -86,7 +83,6 @@ class PrefillRound:
         return done
 
     def has(self, slot: int) -> bool:
-        """Return whether a sequence of the round runs in `slot`."""
         return slot in self._running
 
     def vacate(self, slot: int) -> StoredSequence:

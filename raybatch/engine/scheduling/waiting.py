@@ -236,7 +236,6 @@ class ClosedBatch:
         return False
 
     def add(self, record: Sequence, need: Need) -> None:
-        """Note a sequence that starts; the arguments are those of `takes`."""
         self._is_empty = False
         self._num_places -= 1
         self._num_blocks -= self._size(record, need)

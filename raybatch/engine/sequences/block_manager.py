@@ -107,7 +107,6 @@ class BlockManager:
         self.num_reserved += count
 
     def unreserve(self, count: int) -> None:
-        """Take back a promise of `count` blocks."""
         self.num_reserved -= count
 
     def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:

@@ -3,33 +3,11 @@
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Int32s = npt.NDArray[np.int32]
-
-
-class BlockBooks(Protocol):
-    """What the pools of device and host have in common."""
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that may be allocated."""
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that some sequence holds."""
-
-    def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks; RuntimeError where fewer are available."""
-
-    def release(self, blocks: Int32s) -> None:
-        """Take back blocks that `allocate` gave."""
-
-    def check(self, tables: Sequence[Int32s]) -> None:
-        """Raise RuntimeError unless the books agree with what the sequences hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,7 +59,6 @@ class HostBlocks:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def release(self, blocks: Iterable[int] | Int32s) -> None:
-        """Take back blocks that `allocate` gave."""
         for block in blocks:
             heapq.heappush(self._free, int(block))
 

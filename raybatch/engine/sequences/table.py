@@ -162,12 +162,10 @@ class SequenceTable:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a slot."""
         return len(self.records) - len(self._free_slots)
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether another sequence may be placed."""
         return bool(self._free_slots)
 
     def record(self, slot: int) -> Sequence:
@@ -218,7 +216,6 @@ class SequenceTable:
         return record
 
     def add_blocks(self, slot: int, blocks: list[int]) -> None:
-        """Append `blocks` to the block table of `slot`."""
         start = self.num_blocks[slot]
         self.block_table[slot, start : start + len(blocks)] = blocks
         self.num_blocks[slot] = start + len(blocks)

@@ -34,7 +34,6 @@ class CountedCopies:
         self._pairs = pairs
 
     def copy(self, layer: int, buffer: int) -> None:
-        """Copy the weights of a layer into a buffer."""
         pairs = self._pairs(layer, buffer)
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
@@ -54,7 +53,6 @@ class HostCopies(CountedCopies):
         return None
 
     def start(self, layer: int, buffer: int, after: object) -> Transfer:
-        """Note what is to be copied."""
         return _Later(self, layer, buffer)
 
 
@@ -90,7 +88,6 @@ class StreamCopies(CountedCopies):
         return event
 
     def start(self, layer: int, buffer: int, after: object) -> Transfer:
-        """Queue a transfer."""
         with torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
@@ -151,7 +148,6 @@ class ResidentLayers:
         self._uses = tuple(nullcontext(layer) for layer in layers)
 
     def use(self, layer: int) -> AbstractContextManager[LayerWeights]:
-        """Lend the weights of a layer."""
         return self._uses[layer]
 
 
@@ -189,7 +185,6 @@ class StreamedLayers:
 
     @property
     def counters(self) -> WeightCounters:
-        """What was copied."""
         return WeightCounters(
             num_copies=self._copier.num_copies,
             num_bytes=self._copier.num_bytes,
