@@ -245,7 +245,7 @@ class Engine:
                 num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
                 has_started=has_started,
                 logprobs=logprobs,
-                num_told=len(state.token_ids),
+                num_reported=len(state.token_ids),
             )
         )
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, FixedDecode, PrefillPart
 from raybatch.kernels.context_attention import (
     PreparedContexts,
     merge_contexts_,
     prepare_contexts,
 )
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
-from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 from raybatch.kernels.kv_rows import dequantise, is_quantised, quantise
 

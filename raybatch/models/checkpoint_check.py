@@ -34,16 +34,16 @@ def needed_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, Shape]:
             stacked.
     """
     table = (spec.vocab_size, spec.model_dim)
-    found: dict[str, Shape] = {"model.embed_tokens.weight": table}
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": table}
     for i in range(spec.num_layers):
         prefix = f"model.layers.{i}."
-        found |= {prefix + name: shape for name, shape in _attention(spec)}
+        tensors |= {prefix + name: shape for name, shape in _attention(spec)}
         parts = _sparse(spec, prefix, stored) if spec.is_sparse(i) else _dense(spec)
-        found |= {prefix + name: shape for name, shape in parts}
-    found["model.norm.weight"] = (spec.model_dim,)
+        tensors |= {prefix + name: shape for name, shape in parts}
+    tensors["model.norm.weight"] = (spec.model_dim,)
     if not spec.is_tied:
-        found["lm_head.weight"] = table
-    return found
+        tensors["lm_head.weight"] = table
+    return tensors
 
 
 def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
@@ -112,13 +112,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: a file is missing, cut, or no safetensors file.
     """
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118
                     part = file.get_slice(name)
-                    found[name] = StoredTensor(
+                    tensors[name] = StoredTensor(
                         file=path, dtype=part.get_dtype(), shape=tuple(part.get_shape())
                     )
         except (SafetensorError, OSError) as error:
@@ -126,7 +126,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 f"{path} is no complete safetensors file ({error}); download it again, in a clone "
                 "with `git lfs pull`"
             ) from error
-    return found
+    return tensors
 
 
 def check_tensors(folder: Path, spec: ModelSpec) -> None:

@@ -265,9 +265,9 @@ def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
             f"{path / 'config.json'} names no architecture; pass the folder of a Hugging Face "
             'checkpoint, whose config.json has "architectures"'
         )
-    found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
+    names = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
     raise ConfigError(
-        f"{path / 'config.json'}: architecture {found} is not supported by the native engine; "
+        f"{path / 'config.json'}: architecture {names} is not supported by the native engine; "
         f"it runs {', '.join(FAMILIES)}; {backends_for([*map(str, named)])}"
     )
 
@@ -338,5 +338,5 @@ def read_max_positions(path: Path, *, trust_remote_code: bool = False) -> int | 
         raise ConfigError(
             f"transformers cannot read {path / 'config.json'}: {error_text(error)}"
         ) from error
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if found is None else int(found)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else int(positions)

@@ -82,9 +82,9 @@ def _check_parts(content: object, idx: int, kinds: Collection[str] | None) -> li
         where = f"messages[{idx}].content[{part_idx}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or not (kind in kinds if kinds else isinstance(kind, str)):
-            told = repr(kind) if isinstance(part, Mapping) else _kind(part)
+            received = repr(kind) if isinstance(part, Mapping) else _kind(part)
             wanted = " or ".join(map(repr, kinds or ("text",)))
-            raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {told}")
+            raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {received}")
         if kind != "text":
             parts.append({str(key): item for key, item in part.items() if item is not None})
             continue
@@ -107,14 +107,14 @@ def join_parts(messages: Sequence[Message]) -> list[Message]:
 
 def texts(messages: Sequence[Message]) -> list[str]:
     """Return every string inside the messages, in order; roles left out."""
-    found: list[str] = []
+    strings: list[str] = []
 
     def keep(text: str) -> str:
-        found.append(text)
+        strings.append(text)
         return text
 
     map_texts(messages, keep)
-    return found
+    return strings
 
 
 def map_texts(messages: Sequence[Message], change: Callable[[str], str]) -> list[Message]:

@@ -80,11 +80,11 @@ class _Watch:
         self._num_tokens += 1
         new = self._decode_next(token_id)
         text = self._tail + new
-        found = None
+        stop = None
         if new and self._num_tokens > self._min_tokens:
-            found = find_stop(text, self._stop, end_after=len(self._tail))
+            stop = find_stop(text, self._stop, end_after=len(self._tail))
         self._tail = text[-self._reach :] if self._reach else ""
-        return found
+        return stop
 
     def _decode_next(self, token_id: int) -> str:
         """Return the text that this token adds; empty while a character is incomplete."""
@@ -107,12 +107,12 @@ class _Watch:
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | None:
     """Return the stop string that begins first in `text`; of equals the first listed."""
-    found: list[tuple[int, int]] = []
+    matches: list[tuple[int, int]] = []
     for idx, candidate in enumerate(stop):
         position = text.find(candidate, max(0, end_after - len(candidate) + 1))
         if position >= 0:
-            found.append((position, idx))
-    return stop[min(found)[1]] if found else None
+            matches.append((position, idx))
+    return stop[min(matches)[1]] if matches else None
 
 
 def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> str:

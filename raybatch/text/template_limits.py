@@ -128,8 +128,8 @@ def check_operator(operator: str, left: object, right: object) -> None:
     """Raise TemplateLimitError where an operator would make too much."""
     if operator == "%":
         if isinstance(left, _TEXTS):
-            said = left.decode("latin-1") if isinstance(left, bytes) else left
-            _check_format(said, _PERCENT_FIELD, [right])
+            text = left.decode("latin-1") if isinstance(left, bytes) else left
+            _check_format(text, _PERCENT_FIELD, [right])
     elif operator == "+":
         if not isinstance(left, int | float) and not isinstance(right, int | float):
             _fits(_size(left) + _size(right))
@@ -268,18 +268,18 @@ def _indents(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
 
 
 def _replaces(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
-    found = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-    if len(found) >= 3:
-        _check_replace(*found[:3])
+    strings = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    if len(strings) >= 3:
+        _check_replace(*strings[:3])
     return args
 
 
 def _joins(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
     # the first is what jinja2 wants to tell the filter
-    context, given, *rest = args
-    if not isinstance(given, Iterable):
+    context, pieces, *rest = args
+    if not isinstance(pieces, Iterable):
         return args
-    values = list(islice(given, MAX_PIECES + 1))
+    values = list(islice(pieces, MAX_PIECES + 1))
     _check_join(str(kwargs.get("d", rest[0] if rest else "")), values)
     return (context, values, *rest)
 

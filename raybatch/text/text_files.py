@@ -57,16 +57,16 @@ def check_template(folder: Path, *, has_tools: bool) -> None:
     Raises:
         ConfigError: names the file and the place in it.
     """
-    found = template_of(folder, has_tools=has_tools)
-    if found is None:
+    template = template_of(folder, has_tools=has_tools)
+    if template is None:
         return
     try:
-        ChatTemplate(found.text)
+        ChatTemplate(template.text)
     except (TemplateError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
         raise ConfigError(
-            f"{found.file}{where}: the chat template cannot be parsed: {error}; mend it, give "
+            f"{template.file}{where}: the chat template cannot be parsed: {error}; mend it, give "
             "another as chat_template, or ask plain text with chat=False"
         ) from error
 
@@ -77,10 +77,10 @@ def template_of(folder: Path, *, has_tools: bool) -> TemplateText | None:
     Raises:
         ConfigError: a file cannot be read.
     """
-    found = _templates_in_files(folder) or _templates_in_config(folder)
-    if has_tools and _WITH_TOOLS in found:
-        return found[_WITH_TOOLS]
-    return found.get(_DEFAULT)
+    templates = _templates_in_files(folder) or _templates_in_config(folder)
+    if has_tools and _WITH_TOOLS in templates:
+        return templates[_WITH_TOOLS]
+    return templates.get(_DEFAULT)
 
 
 def _templates_in_files(folder: Path) -> dict[str, TemplateText]:
@@ -93,10 +93,10 @@ def _templates_in_files(folder: Path) -> dict[str, TemplateText]:
 
 def _templates_in_config(folder: Path) -> dict[str, TemplateText]:
     path = folder / _CONFIG
-    told = (read_json(path) or {}).get("chat_template")
-    if isinstance(told, str):
-        return {_DEFAULT: TemplateText(path, told)}
-    listed = told if isinstance(told, list) else []
+    value = (read_json(path) or {}).get("chat_template")
+    if isinstance(value, str):
+        return {_DEFAULT: TemplateText(path, value)}
+    listed = value if isinstance(value, list) else []
     return {
         str(one["name"]): TemplateText(path, str(one["template"]))
         for one in listed

@@ -48,10 +48,10 @@ def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Int64s:
 
 def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Int64s:
     """Return the order of the rows of the parts' logits in which they are those of `schedule`."""
-    found = np.concatenate([slots_with_logits(part, table) for part in parts])
-    sorter = np.argsort(found)
+    slots = np.concatenate([slots_with_logits(part, table) for part in parts])
+    sorter = np.argsort(slots)
     wanted = slots_with_logits(schedule, table)
-    return sorter[np.searchsorted(found, wanted, sorter=sorter)]
+    return sorter[np.searchsorted(slots, wanted, sorter=sorter)]
 
 
 def _connected(schedule: Schedule, table: SequenceTable) -> list[list[int]]:

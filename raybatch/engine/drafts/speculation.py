@@ -84,9 +84,9 @@ class LookupDrafter:
             if not count:
                 self._next_look[slot] = table.num_tokens[slot] + _REST_TOKENS
                 continue
-            found = guesser.draft(count)
-            if found:
-                drafts[slot] = found
+            draft = guesser.draft(count)
+            if draft:
+                drafts[slot] = draft
         return drafts
 
     def note_step(self, num_rows: int, seconds: float) -> None:

@@ -161,8 +161,8 @@ class Decoder:
         """
         weights = self._weights
         normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
-        found = self._ops.linear(normed, weights.head)
-        return found.float() if out is None else out.copy_(found)
+        logits = self._ops.linear(normed, weights.head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         return rotation_table(

@@ -50,13 +50,13 @@ class ResolvedEngine:
 
     def log_changes(self, config: EngineConfig) -> None:
         """Log each option that was left open, and what it came to."""
-        for name, asked, value in (
+        for name, option, value in (
             ("device", config.device, self.device),
             ("dtype", config.dtype, self.dtype),
             ("kv_cache_dtype", config.kv_cache_dtype, self.kv_dtype),
             ("max_model_len", config.max_model_len, self.max_model_len),
         ):
-            if asked in ("auto", None):
+            if option in ("auto", None):
                 _logger.info("engine.%s: %s", name, str(value).removeprefix("torch."))
 
 
@@ -96,12 +96,12 @@ def pick_device(config: EngineConfig) -> torch.device:
         raise ConfigError(f"engine.device {config.device!r} is not a device: {error}") from error
 
 
-def check_max_model_len(config: EngineConfig, own: int, model: str) -> None:
-    """Raise ConfigError where the options ask for more than the `own` tokens of a model."""
-    if config.max_model_len is not None and config.max_model_len > own:
+def check_max_model_len(config: EngineConfig, model_tokens: int, model: str) -> None:
+    """Raise ConfigError where the options ask for more than the `model_tokens` of a model."""
+    if config.max_model_len is not None and config.max_model_len > model_tokens:
         raise ConfigError(
-            f"engine.max_model_len is {config.max_model_len}, but {model} was made for {own} "
-            "tokens; lower it or leave it out"
+            f"engine.max_model_len is {config.max_model_len}, but {model} was made for "
+            f"{model_tokens} tokens; lower it or leave it out"
         )
 
 

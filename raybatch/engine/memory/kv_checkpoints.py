@@ -107,8 +107,8 @@ class KVCheckpoints:
             return 0
         added = np.array(self._blocks.allocate(count), np.int32)
         try:
-            own = blocks[start : start + count].astype(np.int64)
-            self._copier.save_blocks(own, added.astype(np.int64))
+            sources = blocks[start : start + count].astype(np.int64)
+            self._copier.save_blocks(sources, added.astype(np.int64))
         except COPY_ERRORS as error:
             self._blocks.release(added)
             self.counters.num_failures += 1
@@ -120,13 +120,14 @@ class KVCheckpoints:
 
     def find(self, record: Sequence, start: int, stop: int) -> Int32s:
         """Return the host block of each place in [start, stop) of a sequence, -1 for none."""
-        found = np.full(stop - start, -1, np.int32)
+        host_blocks = np.full(stop - start, -1, np.int32)
         held = record.checkpoint
         if held is not None:
             first, last = max(start, held.first_block), held.first_block + len(held.host_blocks)
             if first < last:
-                found[first - start : last - start] = held.host_blocks[first - held.first_block :]
-        return found
+                of_places = held.host_blocks[first - held.first_block :]
+                host_blocks[first - start : last - start] = of_places
+        return host_blocks
 
     def take(self, record: Sequence, used: Int32s) -> None:
         """End the checkpoint of a sequence; the host blocks in `used` have another owner now."""

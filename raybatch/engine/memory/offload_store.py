@@ -113,7 +113,7 @@ class StoredPrefixes:
                 raise RuntimeError(
                     f"sequence {holder.id} is found by blocks that it has not stored"
                 )
-        if expected != {key: set(found) for key, found in self._holders.items()}:
+        if expected != {key: set(ids) for key, ids in self._holders.items()}:
             raise RuntimeError("stored prefixes: who is found differs from who has stored")
 
     def _wanted(self, record: Sequence) -> list[bytes]:

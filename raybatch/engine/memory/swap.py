@@ -79,10 +79,10 @@ class LearnedRecovery:
         whole_s, shared_s = (
             recompute_time(self._costs, n) for n in (num_tokens, num_shared_tokens)
         )
-        found = choose_recovery(
+        choice = choose_recovery(
             kv_bytes=num_bytes, link=self._link, recompute_s=max(0.0, whole_s - shared_s)
         )
-        return found.way == "transfer"
+        return choice.way == "transfer"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,8 +148,8 @@ class SwapSpace:
         added = np.array(self.blocks.allocate(num_missing), np.int32)
         try:
             if num_missing:
-                own = blocks[num_shared:stop][is_missing].astype(np.int64)
-                self._copier.save_blocks(own, added.astype(np.int64))
+                sources = blocks[num_shared:stop][is_missing].astype(np.int64)
+                self._copier.save_blocks(sources, added.astype(np.int64))
         except COPY_ERRORS as error:
             self.blocks.release(added)
             self.checkpoints.drop(record)

@@ -29,12 +29,12 @@ def cpu_name() -> str:
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    found = {}
+    installed = {}
     for package in packages:
         # a source tree that is not installed has no version
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def write_cached(path: Path, text: str, *, what: str) -> None:

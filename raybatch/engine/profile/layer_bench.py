@@ -226,8 +226,8 @@ class LayerBench:
         runs = [self._layer_run(tokens, size, workload, like) for size in part_tokens]
         seconds = self._stopwatch.compare(runs, budget_s)
         return [
-            MeasuredLayer(phase=phase, gate_tokens=tokens, attention_tokens=size, seconds=found)
-            for size, found in zip(part_tokens, seconds, strict=False)
+            MeasuredLayer(phase=phase, gate_tokens=tokens, attention_tokens=size, seconds=best_s)
+            for size, best_s in zip(part_tokens, seconds, strict=False)
         ]
 
     def _layer_run(

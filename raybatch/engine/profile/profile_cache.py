@@ -44,9 +44,9 @@ def measured_profile(
     """
     options = options or ProfileOptions()
     path = profile_path(spec, weights.embed.dtype, weights.embed.device, options, folder=folder)
-    found = None if fresh else load_profile(path)
-    if found is not None:
-        return found, True
+    cached = None if fresh else load_profile(path)
+    if cached is not None:
+        return cached, True
     _logger.info(
         "measuring what layers cost here, about %.0f s; this happens once", options.budget_s
     )

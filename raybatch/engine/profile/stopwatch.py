@@ -88,10 +88,10 @@ class Stopwatch:
                 break
         samples: list[list[float]] = [[] for _ in first_s]
         for repeat in range(self._num_repeats):
-            for run, found in zip(runs, samples, strict=False):
+            for run, times in zip(runs, samples, strict=False):
                 start = self._clock()
                 run(1 + repeat)
-                found.append(self._clock() - start)
+                times.append(self._clock() - start)
         return tuple(map(min, samples))
 
     def _median_s(self, run: Run, left_s: float) -> float | None:

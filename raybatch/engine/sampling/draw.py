@@ -54,8 +54,8 @@ class Drawn:
 
 def draw_greedy(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
     """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
-    found = [_argmax_run(run) for _, run in _runs(logits, rows)]
-    ids, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    winners = [_argmax_run(run) for _, run in _runs(logits, rows)]
+    ids, values = (torch.cat(parts) for parts in zip(*winners, strict=True))
     return Drawn(token_ids=_numpy(ids), max_logits=_numpy(values))
 
 
@@ -121,10 +121,10 @@ def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
     if run.is_cuda:
         return run.topk(width, dim=-1).values
     # numpy orders values alone with the CPU's vector units, several times as fast as torch
-    found = run.numpy()
+    values = run.numpy()
     if width < run.shape[1]:
-        found = np.partition(found, run.shape[1] - width, axis=-1)[:, -width:]
-    return torch.from_numpy(np.sort(found, axis=-1)[:, ::-1].copy())
+        values = np.partition(values, run.shape[1] - width, axis=-1)[:, -width:]
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
 def _pick(

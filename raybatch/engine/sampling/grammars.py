@@ -41,7 +41,7 @@ def check_grammar(text: str) -> str:
     try:
         _grammar(text)
     except (RuntimeError, ValueError) as error:
-        return _told(error)
+        return _message(error)
     return ""
 
 
@@ -79,7 +79,7 @@ class GrammarSlots:
         try:
             self._compile(text)
         except (RuntimeError, ValueError, ConfigError, MissingDependency) as error:
-            return _told(error)
+            return _message(error)
         return ""
 
     def add(self, slot: int, text: str | None, generated: npt.ArrayLike = ()) -> None:
@@ -121,17 +121,17 @@ class GrammarSlots:
         self._matchers[slot].accept_token(token_id)
 
     def _compile(self, text: str) -> Any:  # noqa: ANN401 - XGrammar is loaded where it is used
-        found = self._compiled.get(text)
-        if found is None:
+        compiled = self._compiled.get(text)
+        if compiled is None:
             grammar = _grammar(text)
             if self._compiler is None:
                 self._compiler = self._make_compiler()
-            found = self._compiler.compile_grammar(grammar)
-            self._compiled[text] = found
+            compiled = self._compiler.compile_grammar(grammar)
+            self._compiled[text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(text)
-        return found
+        return compiled
 
     def _make_compiler(self) -> Any:  # noqa: ANN401
         import xgrammar
@@ -168,5 +168,5 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
     return Grammar.from_ebnf(f"root ::= {texts}")
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"structured_outputs: {_SOURCE.sub('', str(error)).strip()}"

@@ -284,12 +284,12 @@ def gather_logprobs(
     values, ids = wanted.topk(width, dim=-1)
     sampled = torch.from_numpy(token_ids[rows]).to(logits.device)[:, None]
     all_ids = torch.cat([sampled, ids], dim=1).cpu().numpy().astype(np.int32)
-    own = wanted.gather(1, sampled)
-    all_values = (torch.cat([own, values], dim=1) - normalizer).cpu().numpy()
-    found: list[TokenLogprobs | None] = [None] * len(num_logprobs)
+    sampled_logits = wanted.gather(1, sampled)
+    all_values = (torch.cat([sampled_logits, values], dim=1) - normalizer).cpu().numpy()
+    logprobs: list[TokenLogprobs | None] = [None] * len(num_logprobs)
     for idx, row in enumerate(rows.tolist()):
-        found[row] = _without_repeat(all_ids[idx], all_values[idx], int(num_logprobs[row]))
-    return found
+        logprobs[row] = _without_repeat(all_ids[idx], all_values[idx], int(num_logprobs[row]))
+    return logprobs
 
 
 def _without_repeat(

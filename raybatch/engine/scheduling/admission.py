@@ -98,8 +98,8 @@ class KVForecast:
         peaks = self._peaks.copy()
         peaks[place:] += count * (size + self._growth[place:])
         before = float(self._sums[place - 1]) if place else 0.0
-        own = before + count * size + growth * (place + count) if count else 0.0
-        return self._shared + max(own, float(peaks.max(initial=0.0)))
+        its_peak = before + count * size + growth * (place + count) if count else 0.0
+        return self._shared + max(its_peak, float(peaks.max(initial=0.0)))
 
     def add(self, size: float, remaining: float, num_shared: int) -> None:
         """Count one more sequence in, and `num_shared` more shared blocks."""

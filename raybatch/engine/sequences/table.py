@@ -78,7 +78,7 @@ class Sequence:
         num_computed_before: tokens whose KV was lost by preemption.
         has_started: was admitted here or elsewhere.
         logprobs: collected per generated token; None unless asked for.
-        num_told: generated tokens that are known outside the engine.
+        num_reported: generated tokens that are known outside the engine.
         swapped: KV in host memory, until all that it holds is on the device again.
         checkpoint: KV of full blocks that host memory has ahead, while it runs.
         may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
@@ -96,7 +96,7 @@ class Sequence:
     num_computed_before: int = 0
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
-    num_told: int = 0
+    num_reported: int = 0
     swapped: SwappedKV | None = None
     checkpoint: SwappedKV | None = None
     may_draft: bool = True
@@ -259,8 +259,8 @@ class SequenceTable:
     def generated_since(self, slot: int, start: int) -> list[int]:
         """Return the tokens that `slot` generated from its `start`-th on."""
         stop = self.num_tokens[slot] - self.num_prompt[slot]
-        found: list[int] = self._generated[slot, start:stop].tolist()
-        return found
+        token_ids: list[int] = self._generated[slot, start:stop].tolist()
+        return token_ids
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         """Return running sequences with so many generated tokens that nobody was told of."""
@@ -269,8 +269,8 @@ class SequenceTable:
         states = []
         for slot in long.tolist():
             record, token_ids = self.record(slot), self.generated(slot)
-            if len(token_ids) >= record.num_told + min_new_tokens:
-                record.num_told = len(token_ids)
+            if len(token_ids) >= record.num_reported + min_new_tokens:
+                record.num_reported = len(token_ids)
                 states.append(replace(record.state(), token_ids=token_ids))
         return states
 

@@ -127,14 +127,14 @@ def map_tensors(record: _T, change: Callable[[torch.Tensor], torch.Tensor]) -> _
 
 def tensors_of(record: object) -> list[torch.Tensor]:
     """Return the tensors of a record in the order of `map_tensors`."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(record, note)
-    return found
+    map_tensors(record, collect)
+    return tensors
 
 
 def piece_bytes(num_elements: int, dtype: torch.dtype) -> int:

@@ -174,8 +174,8 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
     layers = []
     for i in range(spec.num_layers):
         prefix = f"{i}."
-        own = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
-        layers.append(_assemble_layer(own, spec))
+        of_layer = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
+        layers.append(_assemble_layer(of_layer, spec))
     embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
     return ModelWeights(
         embed=embed,

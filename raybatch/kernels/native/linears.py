@@ -141,7 +141,7 @@ def _agree_with_torch(ops: CompiledLinears, dtype: torch.dtype) -> bool:
         Linear(gate_up, 2 * ffn_dim, gate_up_bias, scales[0]),
         Linear(down, num_inputs, down_bias, scales[1]),
     )
-    found, expected = x.clone(), x.clone()
-    ops.add_mlp_(found, x, *layers)
+    output, expected = x.clone(), x.clone()
+    ops.add_mlp_(output, x, *layers)
     reference.add_mlp_(expected, x, *layers)
-    return torch.allclose(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    return torch.allclose(output, expected, atol=_TOLERANCE, rtol=_TOLERANCE)

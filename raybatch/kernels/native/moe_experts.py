@@ -101,7 +101,7 @@ def _agrees_with_torch(
         scales = made(2, 2 * ffn_dim) / 30, made(2, model_dim) / 30
     starts = torch.tensor([0, 13, num_rows])
     tokens, targets = torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(1)
-    found = compute(
+    output = compute(
         x, gate_up, down, tokens, targets, starts, up_scales=scales[0], down_scales=scales[1]
     )
     for expert in range(2):
@@ -113,6 +113,6 @@ def _agrees_with_torch(
         ]
         gate, up = functional.linear(x[tokens[rows]], weights[0]).chunk(2, dim=1)
         expected = functional.linear(functional.silu(gate) * up, weights[1])
-        if not torch.allclose(found[targets[rows]], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
+        if not torch.allclose(output[targets[rows]], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
             return False
     return True
