@@ -89,9 +89,7 @@ def host_vectors() -> tuple[str, ...]:
 def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None:
     """Return a source of this folder as a library, None where it cannot be had, which is logged.
 
-    Args:
-        source: name of the file.
-        names: that the source uses and does not define, with their values.
+    `names` are those that the source uses and does not define, with their values.
 
     Raises:
         ConfigError: RAYBATCH_KERNEL_VECTORS names vectors that the host lacks.

@@ -85,11 +85,7 @@ def decode_form(
 ) -> DecodeForm | None:
     """Return the kernel for one shape, compiled once per process; None where there is none.
 
-    Args:
-        head_dim: of one head.
-        num_grouped: query heads of one KV head.
-        block_size: positions of one cache block.
-        kv_dtype: of the pool: float32, or of a quantised one.
+    `kv_dtype` is that of the pool: float32, or of a quantised one.
     """
     if num_grouped * block_size > _MAX_WEIGHTS:
         return None

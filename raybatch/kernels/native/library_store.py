@@ -31,11 +31,8 @@ _logger = logging.getLogger(__name__)
 def library_name(command: Iterable[str], files: Iterable[Path]) -> str | None:
     """Return the name of what a command makes here of files: a hash of all that decides about it.
 
-    None where the host does not tell its processor: another one may lack an instruction.
-
-    Args:
-        command: of the compiler, its flags and its version.
-        files: that it reads.
+    None where the host does not tell its processor: another one may lack an instruction. `command`
+    has the compiler, its flags and its version.
     """
     processor = _processor()
     if processor is None:

@@ -38,9 +38,6 @@ class CompiledLinears:
     """The compiled forms of the ops of `raybatch.kernels.linear`, for panels of `PANEL_WIDTH`.
 
     Linears in another form go to torch.
-
-    Args:
-        libraries: the kernels for each dtype of weights.
     """
 
     libraries: Mapping[torch.dtype, ctypes.CDLL]
@@ -108,8 +105,7 @@ class CompiledLinears:
 def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears | None:
     """Return the compiled ops, once per process; None where there is no compiler.
 
-    Args:
-        byte_dtype: dtype of the weights that are bytes, beside those in float32.
+    `byte_dtype` is the dtype of the weights that are bytes, beside those in float32.
     """
     libraries: dict[torch.dtype, ctypes.CDLL] = {}
     for dtype in (torch.float32, *([] if byte_dtype is None else [byte_dtype])):

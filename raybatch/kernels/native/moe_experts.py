@@ -34,13 +34,7 @@ _logger = logging.getLogger(__name__)
 def panelled_experts(
     up_width: int, down_width: int, dtype: torch.dtype = torch.float32
 ) -> PanelledExperts | None:
-    """Return the kernel for panels of these widths, compiled once per process; None without one.
-
-    Args:
-        up_width: outputs of one panel of gate and up.
-        down_width: outputs of one panel of down.
-        dtype: of the weights, float32 or one of `raybatch.kernels.byte_weights`.
-    """
+    """Return the kernel for panels of these widths, compiled once per process; None without one."""
     if any(width % _WIDTH_STEP or width > _MAX_WIDTH for width in (up_width, down_width)):
         return None
     names = {"UP_WIDTH": up_width, "DOWN_WIDTH": down_width, "WEIGHT_FORM": WEIGHT_FORMS[dtype]}

@@ -22,7 +22,6 @@ if _HAS_TRITON:
         import triton.language as tl
 
         import raybatch.kernels.triton.attention
-        import raybatch.kernels.triton.kv_store
         import raybatch.kernels.triton.moe
         import raybatch.kernels.triton.norm
         import raybatch.kernels.triton.rotary
