@@ -19,7 +19,6 @@ class RowLimits:
     """What the model and the KV cache can take.
 
     Args:
-        kv_tokens: that the KV cache holds.
         kv_option: that makes it larger.
     """
 

@@ -28,10 +28,8 @@ _WAY_OUT = (
 def needed_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, Shape]:
     """Return the tensors that a model needs, by name in the checkpoint.
 
-    Args:
-        spec: of the model.
-        stored: names in its checkpoint, which say how it keeps its experts: each for itself, or
-            stacked.
+    `stored` are the names in its checkpoint, which say how it keeps its experts: each for itself,
+    or stacked.
     """
     table = (spec.vocab_size, spec.model_dim)
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": table}

@@ -29,7 +29,6 @@ class MoeSpec:
         top_k: experts that one token visits.
         ffn_dim: hidden size of one expert.
         norm_topk_prob: the weights of the chosen experts are scaled to sum to 1.
-        is_sparse: for each layer of the model, whether it has experts.
     """
 
     num_experts: int
@@ -44,11 +43,9 @@ class ModelSpec:
     """Everything the engine needs to know about a model, beside its weights.
 
     Args:
-        architecture: class name in the checkpoint's config.json.
         windows: for each layer, positions a token sees (itself included), None for all.
         eos_token_ids: tokens that end a sequence, ascending.
         max_model_len: longest prompt plus output.
-        dtype: of the checkpoint's weights.
     """
 
     architecture: str
@@ -88,7 +85,6 @@ class ModelFamily:
     Args:
         defaults: values that transformers has for keys that a config.json leaves out.
         always_qkv_bias: q, k and v have a bias and o has none, whatever `attention_bias` says.
-        may_have_mlp_bias: `mlp_bias` is read.
         read_windows: of a config and a number of layers, `ModelSpec.windows`.
         read_moe: of the same, the experts; None for a dense family.
     """

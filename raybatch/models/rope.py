@@ -19,10 +19,6 @@ class RopeSpec:
         kind: how frequencies are changed for long contexts.
         factor: how much longer than the original context the model runs.
         original_max_positions: context of the first training (llama3, yarn).
-        low_freq_factor: llama3.
-        high_freq_factor: llama3.
-        beta_fast: yarn.
-        beta_slow: yarn.
         truncate: yarn rounds the bounds of its ramp to whole dimensions.
         attention_factor: cos and sin are scaled by it (yarn).
     """

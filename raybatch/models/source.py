@@ -175,11 +175,7 @@ def fetch_folder(
 ) -> Path:
     """Copy the folder at `uri` into the cache once; it appears complete.
 
-    Args:
-        uri: of the folder.
-        what: lies there, in the words of errors.
-        patterns: of the names of its files.
-        needed: name of the file without which it is no such folder.
+    `what` names it in errors; `needed` is the file without which it is no such folder.
 
     Raises:
         ConfigError: it cannot be read, or lacks that file.

@@ -34,11 +34,8 @@ class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
 def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
     """Return the messages as plain dicts, without keys that are null.
 
-    A null key is what an Arrow struct makes of an absent one.
-
-    Args:
-        messages: of a row.
-        kinds: types of the parts that a content may have; None takes all, as they are.
+    A null key is what an Arrow struct makes of an absent one. `kinds` are the types of the parts
+    that a content may have; None takes all, as they are.
 
     Raises:
         InvalidPrompt: naming the message and what is wrong with it.

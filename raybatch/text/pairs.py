@@ -31,13 +31,8 @@ def read_pair(
 ) -> Encoded:
     """Return a query and a document in tokens; only the document may be cut.
 
-    Args:
-        tokenizer: of the model.
-        query: first text.
-        document: second text.
-        form: "pair" is one sequence as the tokenizer makes it of two texts, "joined" one of the
-            texts one after the other, "apart" two sequences.
-        special_tokens: "escape" makes special tokens in the texts plain text.
+    A `form` of "pair" is one sequence as the tokenizer makes it of two texts, "joined" one of the
+    texts one after the other, "apart" two sequences.
 
     Raises:
         InvalidPrompt: a text is empty.

@@ -50,9 +50,7 @@ def check_tokenizer(folder: Path) -> None:
 def check_template(folder: Path, *, has_tools: bool) -> None:
     """Refuse a checkpoint whose chat template cannot be parsed.
 
-    Args:
-        folder: of the checkpoint; one without a template is fine.
-        has_tools: rows are rendered with tools, for which it may have a template of its own.
+    A folder without a template is fine; one for tools may have a template of its own.
 
     Raises:
         ConfigError: names the file and the place in it.

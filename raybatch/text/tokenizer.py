@@ -54,10 +54,8 @@ class Encoded(NamedTuple):
     """A prompt in tokens.
 
     Args:
-        num_special: special tokens that were found in its texts.
         payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
         cuttable: first place of the tokens that may be cut, and the one behind; None cuts any.
-        num_images: that stand among its tokens.
         asked_ids: `token_ids` before stand-ins for images were put among them; None where equal.
     """
 
@@ -167,10 +165,8 @@ class Tokenizer:
     def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded:
         """Return a plain prompt in tokens, with the begin token where the model wants one.
 
-        Args:
-            text: the prompt.
-            special_tokens: "escape" makes special tokens in `text` ordinary text; "allow" lets
-                them be control tokens, and a begin token at the start of `text` is not doubled.
+        With "escape", special tokens in `text` are ordinary text; "allow" lets them be control
+        tokens, and a begin token at the start of `text` is not doubled.
 
         Raises:
             InvalidPrompt: not a string, or no tokens.

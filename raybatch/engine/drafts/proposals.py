@@ -57,11 +57,8 @@ class AnswerIndex:
     def add(self, contexts: Sequence[int], text: Sequence[int], start: int, group: int) -> None:
         """Note that `contexts` stand before the tokens `start`, `start + 1`, ... of `text`.
 
-        Args:
-            contexts: of neighbouring tokens.
-            text: an answer; it may grow later.
-            start: place of the first of these tokens.
-            group: 0 for none, else a number above 0.
+        `start` is the place of the first of these tokens in `text`, which may grow later; a `group`
+        is above 0, and 0 is none.
         """
         places = [_Place(text, start + i) for i in range(len(contexts))]
         self._young.update(zip(contexts, places, strict=True))
@@ -82,11 +79,7 @@ class AnswerIndex:
 
 
 class PromptIndex:
-    """Where contexts stand in a prompt. Complexity: sorts once, then a binary search each.
-
-    Args:
-        token_ids: int32 [P], read only.
-    """
+    """Where contexts stand in a prompt. Complexity: sorts once, then a binary search each."""
 
     def __init__(self, token_ids: TokenIds) -> None:
         self._token_ids = token_ids
@@ -111,8 +104,6 @@ class Guesser:
     worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
 
     Args:
-        prompt: int32 [P], read only.
-        answers: of the engine; what this sequence says is added.
         lag: drafts that are asked for at most.
     """
 

@@ -36,11 +36,7 @@ class Drafter(Protocol):
 
 
 class LookupDrafter:
-    """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
-
-    Args:
-        max_tokens: drafts of one sequence and step.
-    """
+    """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`)."""
 
     def __init__(self, table: SequenceTable, max_tokens: int) -> None:
         self._table = table
@@ -113,11 +109,8 @@ def accepted_rows(schedule: Schedule, token_ids: Int64s) -> list[Int64s]:
     """Return the rows whose tokens go on a sequence, as rounds with a row per slot at most.
 
     The first round has the rows that a step without drafts has. A later one has those that were
-    computed with a draft as their input which is the token drawn in the round before.
-
-    Args:
-        schedule: of the step.
-        token_ids: int64 [S], drawn for each row with logits.
+    computed with a draft as their input which is the token drawn in the round before. `token_ids`
+    were drawn for each row with logits, int64 [S].
     """
     lens = schedule.decode_lens
     num_decode_rows = int(lens.sum())
@@ -142,11 +135,8 @@ def slots_to_restart(schedule: Schedule, is_finite: Bools) -> Int64s:
     """Return the slots with drafts of which a row has no finite logits.
 
     A draft that the model cannot stand spoils KV which other rows of its sequence read with weight
-    0, and 0 times NaN is NaN. So such a sequence is computed again, without drafts.
-
-    Args:
-        schedule: of the step.
-        is_finite: bool [S], of each row with logits.
+    0, and 0 times NaN is NaN. So such a sequence is computed again, without drafts. `is_finite` is
+    that of each row with logits, bool [S].
     """
     if not len(schedule.draft_lens) or is_finite.all():
         return np.empty(0, np.int64)

@@ -159,8 +159,7 @@ class DecodeGraphs:
     def check(self, plain: Decoder) -> None:
         """Compare every graph with a plain forward pass; the pool must be unused, and is after it.
 
-        Args:
-            plain: the same model with ops that are known to be right.
+        `plain` is the same model with ops that are known to be right.
 
         Raises:
             GraphMismatchError: they differ by more than rounding does.

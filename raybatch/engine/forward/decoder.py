@@ -26,7 +26,6 @@ class PreparedBatch:
 
     Args:
         rotation: of its positions, complex64 [T, 1, D / 2].
-        attention: the plan as index tensors.
     """
 
     batch: ForwardBatch

@@ -30,7 +30,6 @@ class GraphSetup:
     """Graphs that an engine is going to capture once it has its pool.
 
     Args:
-        ops: of fixed shapes, for the captured steps alone.
         is_asked: the options ask for graphs, so that it is an error to have none.
     """
 

@@ -36,7 +36,6 @@ class LoadedModel:
 
     Args:
         weights: layers that do not stay on the device are in host memory.
-        residence: which layers stay on the device.
     """
 
     name: str

@@ -32,7 +32,6 @@ class ResolvedEngine:
     Args:
         dtype: in which the model computes.
         byte_dtype: of weights that are kept as bytes; None where none are.
-        max_model_len: longest prompt plus output.
     """
 
     device: torch.device

@@ -48,7 +48,6 @@ class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     Args:
-        graphs: captured decode steps; None where there are none.
         num_scrap_blocks: last blocks of the pool that are no sequence's.
     """
 

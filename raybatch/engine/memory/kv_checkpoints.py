@@ -54,7 +54,6 @@ class CheckpointCounters:
     """Copies ahead since the start.
 
     Args:
-        num_bytes: copied ahead.
         num_used_blocks: that were in host memory when their sequence yielded.
     """
 
@@ -68,7 +67,6 @@ class KVCheckpoints:
 
     Args:
         blocks: of the host; shared with the KV of sequences that wait, which comes first.
-        copier: with the pools; None has no host memory.
         keeps_loaded: let what was brought back stay in host memory as well.
     """
 

@@ -39,7 +39,6 @@ class KVTiers:
     before them, and the next step waits only for what was brought back.
 
     Args:
-        device: the pool that the model reads and writes.
         num_host_blocks: blocks in host memory, pinned where the device is a GPU; may be 0.
     """
 

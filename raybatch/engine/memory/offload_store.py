@@ -49,11 +49,7 @@ class StoredSequence:
 
 
 class StoredPrefixes:
-    """Who has which prefix; a hash covers a block and all before it, so it tells the place as well.
-
-    Args:
-        has_cache: requests share equal leading blocks; samples of one request always do.
-    """
+    """Who has which prefix; a hash covers a block and all before it, so also its place."""
 
     def __init__(self, block_size: int, *, has_cache: bool) -> None:
         self._block_size = block_size

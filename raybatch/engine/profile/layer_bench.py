@@ -38,8 +38,6 @@ class ProfileOptions:
         budget_s: seconds of all measurements; sizes that would not fit are left out, and the
             smallest of each module never is.
         max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
-        may_compile: measure ops that are compiled for this host, as an engine runs them.
-        quantization: how the weights that are measured are kept, see `EngineConfig`.
 
     Raises:
         ConfigError: there is no size, or a number is too small.

@@ -31,13 +31,7 @@ _SHARES = (0.2, 0.25, 0.05, 0.5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
-    """What was measured of a model's representative layer.
-
-    Args:
-        attention: runs with the linears before and after it.
-        ffn: runs of the experts, or of the dense block.
-        layers: whole layers, plain and with attention in parts.
-    """
+    """What was measured of a model's representative layer."""
 
     model: ModelShape
     attention: tuple[MeasuredWork, ...]

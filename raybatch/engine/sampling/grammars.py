@@ -32,9 +32,6 @@ _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 def check_grammar(text: str) -> str:
     """Return what is wrong with a constraint as far as that needs no tokenizer, "" for nothing.
 
-    Args:
-        text: of `structured_text`.
-
     Raises:
         MissingDependency: XGrammar is not installed.
     """
@@ -69,8 +66,7 @@ class GrammarSlots:
     def refusal(self, text: str | None) -> str:
         """Return why a sequence cannot run with this constraint, "" where it can.
 
-        Args:
-            text: of `structured_text`; None for a sequence without a constraint.
+        A sequence without a constraint has None.
         """
         if text is None:
             return ""
@@ -104,10 +100,7 @@ class GrammarSlots:
     def mask(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
         """Set the logits of tokens that cannot come next to -inf.
 
-        Args:
-            logits: float32 [S, V], changed.
-            rows: of the sequences in `logits`.
-            slots: of the same sequences.
+        `rows` and `slots` are those of the same sequences; the logits, float32 [S, V], are changed.
         """
         import xgrammar
 

@@ -107,13 +107,8 @@ class Sampler:
     ) -> None:
         """Take over a sequence in a free slot.
 
-        Args:
-            slot: any slot; what it held is replaced.
-            sampling: options.
-            seed: 64-bit, of the request.
-            sample_idx: 0..n-1.
-            prompt_token_ids: read only, for the repetition penalty.
-            generated: tokens made before, by a preempted or migrated sequence.
+        What the slot held is replaced; `generated` are tokens made before, by a preempted or
+        migrated sequence.
         """
         self.remove(slot)
         self._is_random[slot] = sampling.temperature >= _MIN_TEMPERATURE
@@ -157,10 +152,8 @@ class Sampler:
     ) -> SampleResult:
         """Draw one token per row and remember it where a penalty needs it.
 
-        Args:
-            logits: of the last position of each row.
-            slots: slot of each row; one that is not stateless occurs once.
-            num_generated: tokens that each row has generated so far: the position of this one.
+        `num_generated` is the position of each row's token; a slot that is not stateless occurs
+        once.
         """
         rows = np.arange(len(slots))
         is_held_back = num_generated < self._min_tokens[slots]
@@ -270,10 +263,7 @@ def gather_logprobs(
 ) -> list[TokenLogprobs | None] | None:
     """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
 
-    Args:
-        logits: as the model gave them.
-        token_ids: sampled, one per row.
-        num_logprobs: most likely tokens that each row wants; negative where it wants none.
+    `num_logprobs` is how many each row wants, negative where it wants none.
     """
     rows = np.flatnonzero(num_logprobs >= 0)
     if not len(rows):

@@ -27,9 +27,6 @@ class OutputLengths:
     while the first ones end. A running output therefore counts as one that is longer than it is
     now (the product-limit estimate of survival analysis). What is longer than all that ended is
     taken to reach its upper bound.
-
-    Args:
-        size: ended outputs that are remembered.
     """
 
     def __init__(self, size: int = 512) -> None:
@@ -140,11 +137,8 @@ class Admission:
     def accepts(self, record: Sequence, *, num_shared: int, num_new: int, num_waiting: int) -> bool:
         """Return whether `record` may start.
 
-        Args:
-            record: a waiting sequence.
-            num_shared: blocks that it uses together with others.
-            num_new: of these, blocks that nobody uses yet.
-            num_waiting: sequences in the queue; if all fit there is no reason to wait.
+        `num_shared` blocks are used together with others, `num_new` of them by nobody yet. If all
+        `num_waiting` sequences fit, there is no reason to wait.
         """
         if math.isinf(self._limit):
             return True

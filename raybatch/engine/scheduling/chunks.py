@@ -35,10 +35,8 @@ class Chunks:
     def take(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         """Bring back what host memory has of `slot`, or take a chunk; return the tokens taken.
 
-        Args:
-            slot: of a sequence with tokens to compute.
-            budget: tokens that the step has left.
-            chunks: of the step so far, as slot, first token and length; one more is appended.
+        `chunks` are those of the step so far, as slot, first token and length; one more is
+        appended.
         """
         table = self._table
         stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
@@ -128,10 +126,7 @@ class DraftRoom:
     ) -> tuple[Int64s, Int64s]:
         """Return the number of drafts of each slot and the drafts; allocates their blocks.
 
-        Args:
-            decode_slots: int64 [D], each with the block of its next token.
-            drafts: by slot; those of other slots are ignored.
-            budget: drafts that the step may compute.
+        Each of the `decode_slots`, int64 [D], has the block of its next token.
 
         Returns:
             int64 [D] and all drafts, slot after slot; two empty arrays where there are none.

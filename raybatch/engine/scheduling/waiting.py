@@ -169,11 +169,7 @@ class Need(NamedTuple):
 
 
 class Needs:
-    """Looks up what sequences need.
-
-    Args:
-        has_cache: requests share equal leading blocks; samples of one request always do.
-    """
+    """Looks up what sequences need."""
 
     def __init__(self, blocks: BlockManager, *, has_cache: bool) -> None:
         self._blocks = blocks

@@ -40,10 +40,7 @@ def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> l
 def hash_prompt(request: Request, block_size: int, *, has_cache: bool) -> list[bytes]:
     """Return the hashes by which the full blocks of a prompt are found, as `hash_blocks`.
 
-    Args:
-        request: with the prompt.
-        block_size: tokens of one block.
-        has_cache: requests share equal leading blocks; samples of one request always do.
+    With `has_cache`, requests share equal leading blocks; samples of one request always do.
     """
     if has_cache:
         return hash_blocks(request.prompt_token_ids, block_size)

@@ -92,10 +92,8 @@ class PrefixGroups:
     def pin(self, group: PrefixGroup | None, start: int, blocks: Iterable[int]) -> None:
         """Take a share in those of `blocks` that go on where the pinned ones end.
 
-        Args:
-            group: None does nothing.
-            start: index of the first of `blocks` in its sequence.
-            blocks: used blocks of a member, each full after this step.
+        The `blocks` are used, and full after this step; `start` is the place of the first in its
+        sequence.
         """
         if group is None or start > len(group.blocks):
             return

@@ -40,12 +40,7 @@ def completion_of(
 ) -> Completion:
     """Return the completion of a sequence.
 
-    Args:
-        state: with all of its tokens.
-        reason: why it ended.
-        stop_reason: the stop string or stop token that ended it, None for the end token.
-        error: "" for a good one.
-        vector: what was made of the prompt where nothing is generated.
+    `vector` is what was made of the prompt where nothing is generated.
     """
     return Completion(
         request_id=state.request.request_id,
@@ -66,7 +61,6 @@ class Sequence:
     """One sample of one request, as long as it is unfinished.
 
     Args:
-        sample_idx: 0..n-1.
         arrival: order of submission; the latest is preempted first.
         arrival_step: steps of the engine before it was queued, set by the scheduler.
         max_len: tokens at which it ends by length, prompt included.
@@ -76,7 +70,6 @@ class Sequence:
         block_hashes: of the full blocks of the prompt; None before the first admission.
         num_cached_tokens: prompt tokens whose KV came from another request.
         num_computed_before: tokens whose KV was lost by preemption.
-        has_started: was admitted here or elsewhere.
         logprobs: collected per generated token; None unless asked for.
         num_reported: generated tokens that are known outside the engine.
         swapped: KV in host memory, until all that it holds is on the device again.

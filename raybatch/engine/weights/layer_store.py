@@ -160,8 +160,6 @@ class StreamedLayers:
     """Some layers on the device, the others in host memory behind a ring; owned by one thread.
 
     Args:
-        layers: of the model; those that stay are on the device, the others in host memory.
-        residence: which of them stay, and how many buffers the ring has.
         make_copier: of the copies to be made; None takes that of the device.
     """
 

@@ -118,9 +118,8 @@ def _in_panels(part: Part, width: int) -> Part:
 def map_tensors(record: _T, change: Callable[[torch.Tensor], torch.Tensor]) -> _T:
     """Return a record with each of its tensors changed, and all else as it is.
 
-    Args:
-        record: a tensor, a dataclass, or lists, tuples and dicts of these.
-        change: called for each tensor once, in the order of the fields.
+    A record is a tensor, a dataclass, or lists, tuples and dicts of these; each tensor is changed
+    once, in the order of the fields.
     """
     return cast(_T, _map(record, change))
 
@@ -150,9 +149,8 @@ def packed_bytes(record: object) -> int:
 def packed_into(record: _T, buffer: torch.Tensor) -> _T:
     """Return a record whose tensors are views of a buffer; what they hold is not copied.
 
-    Args:
-        record: whose shapes, dtypes and order in memory the views have.
-        buffer: uint8, at least `packed_bytes` long.
+    The views have the shapes, dtypes and order in memory of the record's tensors; `buffer` is
+    uint8, at least `packed_bytes` long.
     """
     start = 0
 

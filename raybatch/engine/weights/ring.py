@@ -72,7 +72,6 @@ class WeightRing:
 
     Args:
         layers: that pass through, ascending.
-        num_buffers: of the ring, at least 1.
     """
 
     def __init__(self, layers: Sequence[int], num_buffers: int, copier: WeightCopier) -> None:
