@@ -131,7 +131,7 @@ class Engine:
         return completions
 
     def num_unfinished(self) -> int:
-        """Return the number of requests that have samples to come."""
+        """Return the number of requests with unfinished samples."""
         return len(self._num_open)
 
     def drain(self) -> list[Request]:
@@ -152,7 +152,7 @@ class Engine:
         return list(requests.values())
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop requests; no completion comes for them. Unknown ids are ignored."""
+        """Drop requests, without completions. Unknown ids are ignored."""
         self.export(request_ids)
         wanted = set(request_ids)
         self._failed = [c for c in self._failed if c.request_id not in wanted]
@@ -160,7 +160,7 @@ class Engine:
             self._num_open.pop(request_id, None)
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return running sequences that have so many tokens more than when this was last asked."""
+        """Return running sequences with so many tokens more than at the last call."""
         return self._table.begun(min_new_tokens)
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:

@@ -115,7 +115,7 @@ class Checkpoint:
 def stat_key(path: Path, *parts: str) -> str:
     """Return a file name for data derived from the checkpoint at this place.
 
-    Times of change are part of it beside the fingerprint, which only samples large files.
+    Times of change are part of it as well as the fingerprint, which only samples large files.
     """
     digest = hashlib.sha256()
     for part in parts:

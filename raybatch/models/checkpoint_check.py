@@ -93,7 +93,7 @@ def _sparse(spec: ModelSpec, prefix: str, stored: Container[str]) -> Iterator[tu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """What the header of a file says of one tensor.
+    """What the header of a file has about one tensor.
 
     Args:
         dtype: as safetensors names it, such as "BF16".
@@ -131,7 +131,7 @@ def check_tensors(folder: Path, spec: ModelSpec) -> None:
     """Refuse a checkpoint that lacks a tensor of its model, or has one that is not of it.
 
     Tensors that the model does not need are none of its concern, as in transformers; whole layers
-    beyond those that config.json asks for are told in a warning.
+    beyond those that config.json asks for are logged as a warning.
 
     Raises:
         ConfigError: names the first of them with its file, and says how many there are.
@@ -145,7 +145,7 @@ def check_tensors(folder: Path, spec: ModelSpec) -> None:
 
 
 def check_known_tensors(folder: Path, spec: ModelSpec) -> None:
-    """Refuse a checkpoint of a model known here that no backend can run, as far as names tell.
+    """Refuse a checkpoint of a model known here that no backend can run, judged by tensor names.
 
     One whose tensors have other names, or other types, may be read by other libraries.
 

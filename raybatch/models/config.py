@@ -40,7 +40,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Everything the engine needs to know about a model, beside its weights.
+    """Everything the engine needs to know about a model besides its weights.
 
     Args:
         windows: for each layer, positions a token sees (itself included), None for all.
@@ -84,7 +84,7 @@ class ModelFamily:
 
     Args:
         defaults: values that transformers has for keys that a config.json leaves out.
-        always_qkv_bias: q, k and v have a bias and o has none, whatever `attention_bias` says.
+        always_qkv_bias: q, k and v have a bias and o has none, for any `attention_bias`.
         read_windows: of a config and a number of layers, `ModelSpec.windows`.
         read_moe: of the same, the experts; None for a dense family.
     """

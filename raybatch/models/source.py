@@ -226,7 +226,7 @@ def _copy(filesystem: Any, sources: dict[str, str], target: Path) -> None:  # no
 
 
 def _version_of(entry: dict[str, Any]) -> str:
-    """Return what a file system tells about the content: a checksum, else a time of change."""
+    """Return what a file system knows of the content: a checksum, else a time of change."""
     for key in ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created"):
         if entry.get(key) is not None:
             return str(entry[key])

@@ -112,7 +112,7 @@ class ChatTemplate:
     def _marked(
         self, messages: Sequence[Mapping[str, Any]], field: str
     ) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with a mark at the end of the last one, and what that one says."""
+        """Return the messages with a mark at the end of the last one, and the text of that one."""
         marked = deepcopy([dict(message) for message in messages])
         value = marked[-1].get(field)
         if value is None or field not in self._text:
@@ -138,7 +138,7 @@ def _cut_at_end(rendered: str, last: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model has said, which is for training."""
+    """`{% generation %}` marks the answers of a model, which is for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

@@ -1,7 +1,6 @@
 """Stop strings: found while tokens arrive, cut off when the text is made.
 
-The engine asks a `StopChecker` after every token; whoever makes the text calls `visible_token_ids`
-and `truncate_at_stop`.
+The engine calls a `StopChecker` after every token; whatever makes the text calls `completion_text`.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def checked_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Call
 def _checked(made: Callable[..., Any], check: _Check) -> Callable[..., Any]:
     """Return a filter whose arguments are looked at, and made countable, before it runs."""
 
-    # what else a filter wants to be given is said by its attributes
+    # jinja2 reads from a filter's attributes what else to pass to it
     @wraps(made)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any filter
         return made(*check(args, kwargs), **kwargs)
@@ -275,7 +275,7 @@ def _replaces(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
 
 
 def _joins(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
-    # the first is what jinja2 wants to tell the filter
+    # jinja2 passes its context first
     context, pieces, *rest = args
     if not isinstance(pieces, Iterable):
         return args

@@ -25,7 +25,7 @@ class TemplateText(NamedTuple):
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a folder whose tokenizer is not there or damaged, as far as its files tell.
+    """Refuse a folder whose tokenizer files are missing or damaged.
 
     Raises:
         ConfigError: names the file.

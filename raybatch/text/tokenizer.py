@@ -130,7 +130,7 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
-        """Return whether the chat template says `name` anywhere, as it must to read an option."""
+        """Return whether the chat template mentions `name`, as it must to read an option."""
         if chat_template is None and not self.has_chat_template:
             return False
         tools: list[dict[str, Any]] | None = [{}] if name == "tools" else None
@@ -145,7 +145,7 @@ class Tokenizer:
 
     @property
     def has_types(self) -> bool:
-        """Whether the model is told which of two texts a token is of."""
+        """Whether the model reads which of two texts a token is of."""
         return "token_type_ids" in self._tokenizer.model_input_names
 
     def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> tuple[FastTokenizer, int]:
@@ -201,7 +201,7 @@ class Tokenizer:
     ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
 
-        The model is asked for a new message, or to go on with the last one if that is the
+        The prompt ends with the begin of a new message, or inside the last one if that is the
         assistant's.
 
         Args:

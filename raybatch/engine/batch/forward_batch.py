@@ -25,7 +25,7 @@ class ForwardBatch:
         attention: what each row attends to.
         logits_attention: the same for the rows of `logits_idx` alone, every one a decode row over
             all the KV of its sequence; of the last layer, nothing else is needed. None where all
-            rows need logits or the saving is not wanted.
+            rows need logits.
     """
 
     token_ids: torch.Tensor

@@ -169,7 +169,7 @@ class PlanBuilder:
         is_end = (np.diff(group) != 0) | (np.diff(position) != 1)
         ends = np.append(np.flatnonzero(is_end) + 1, len(blocks))
         first_blocks = blocks[np.concatenate(([0], ends[:-1]))]
-        # the first block of a run stands for all of them: whoever reads it is a member
+        # the first block of a run stands for all of them: every reader of it is a member
         self._group_of_block[first_blocks] = np.arange(len(ends))
         found_groups, found_members = [], []
         attended = users.num_attended[slots]

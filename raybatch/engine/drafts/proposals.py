@@ -1,4 +1,4 @@
-"""Guesses of the tokens that follow, from what has been said before; no model, no clock.
+"""Guesses of the tokens that follow, from prompts and earlier answers; no model, no clock.
 
 Answers repeat parts of their prompt, and rows of one template answer alike. So what follows the
 last three tokens is looked up where they stood before: in the prompt of the sequence itself, in
@@ -96,7 +96,7 @@ class PromptIndex:
 
 
 class Guesser:
-    """Guesses for one sequence; is told every token that was really drawn.
+    """Guesses for one sequence; `feed` takes every token that was really drawn.
 
     It follows the text in which the last tokens were found as long as that is right, so a copied
     passage is looked up once. Each token that was expected counts as a right or a wrong guess,
@@ -104,7 +104,7 @@ class Guesser:
     worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
 
     Args:
-        lag: drafts that are asked for at most.
+        lag: most drafts of one step.
     """
 
     def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:

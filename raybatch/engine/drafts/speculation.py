@@ -58,7 +58,7 @@ class LookupDrafter:
         self._is_known[slot] = False
         guesser = self._guessers.pop(slot, None)
         if self._table.phase[slot] != EMPTY:
-            # one that never drafted has said what others may say, too
+            # also the tokens of one that never drafted may help others
             guesser = guesser or self._guesser(slot)
             guesser.skip(self._table.generated_since(slot, guesser.num_fed))
         if guesser is not None:
@@ -89,7 +89,7 @@ class LookupDrafter:
         self._times.note(num_rows, seconds)
 
     def _look(self, slot: int) -> Guesser:
-        """Return the guesser of a slot, told all tokens."""
+        """Return the guesser of a slot, up to date with its tokens."""
         guesser = self._guessers.get(slot)
         if guesser is None:
             guesser = self._guessers[slot] = self._guesser(slot)

@@ -126,7 +126,7 @@ class DecodeBuffers:
 
 
 def working_bytes(spec: ModelSpec, num_rows: int, dtype: torch.dtype) -> int:
-    """Return what a captured step holds beside its buffers, at most: tensors of one layer or head.
+    """Return the most that a captured step needs besides its buffers: tensors of one layer or head.
 
     Reasoned from shapes and not measured on a GPU; twice the sum, as freed pieces do not all fit
     what comes after them.

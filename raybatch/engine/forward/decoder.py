@@ -1,6 +1,6 @@
 """A decoder-only transformer: tokens of one step in, logits out. No state but its weights.
 
-`forward` runs a whole step; its parts are there one by one for whoever stops between modules.
+`forward` runs a whole step; its parts are methods too, for coroutines that stop between modules.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Runs the parts of a step through the layers: which coroutines fire next, and together.
 
 The default order is that of BatchGen's Algorithm 1: attention part by part, then the feed-forward
-block of a layer once for all parts that have come to it, so that experts see large batches.
+block of a layer once for all parts that have reached it, so that experts see large batches.
 """
 
 import math
@@ -116,7 +116,7 @@ class RuntimeCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What came out of the parts of a step.
+    """The results of the parts of a step.
 
     Args:
         logits: float32 [S, V], part after part; rows of failed sequences mean nothing.
@@ -214,7 +214,7 @@ class CoroutineRuntime:
                 try:
                     hook(view)
                 except Exception as error:
-                    # whatever a user's function raises is the end of its row alone
+                    # an exception of a user's function fails its row alone
                     failed[slot] = error_text(error)
 
 

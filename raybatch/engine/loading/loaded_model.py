@@ -89,7 +89,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
 
 
 def place_layers(model: LoadedModel) -> LayerStore:
-    """Return the layers of a model, as the decoder uses them; the log says what is streamed."""
+    """Return the layers of a model, as the decoder uses them; logs what is streamed."""
     residence, sizes = model.residence, model.sizes
     if not residence.streamed:
         return ResidentLayers(model.weights.layers)
@@ -126,7 +126,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
 
     What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
     by waiting for more tokens; one with experts by the plan for rows of `RowShape`'s defaults. A
-    model that could not be measured runs plain, and a warning says why.
+    model that could not be measured runs plain, with a warning.
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens

@@ -1,4 +1,4 @@
-"""What the options of an engine come to for one model on one device, and budgets too small for it.
+"""The options of an engine resolved for one model on one device, and the check of its budgets.
 
 `resolve` is the one place where "auto" of a dtype is decided. How steps run (`attn_batch_tokens`,
 `cuda_graphs`) is decided later, from layers measured on the device.
@@ -48,7 +48,7 @@ class ResolvedEngine:
         return WeightForm(self.dtype, panel_width=width, byte_dtype=self.byte_dtype)
 
     def log_changes(self, config: EngineConfig) -> None:
-        """Log each option that was left open, and what it came to."""
+        """Log each option that was left open, with its resolved value."""
         for name, option, value in (
             ("device", config.device, self.device),
             ("dtype", config.dtype, self.dtype),
@@ -62,7 +62,7 @@ class ResolvedEngine:
 def resolve(
     config: EngineConfig, spec: ModelSpec, device: torch.device | None = None
 ) -> ResolvedEngine:
-    """Return what the options come to for a model on a device; None takes that of `pick_device`.
+    """Return the resolved options for a model on a device; None takes that of `pick_device`.
 
     Raises:
         ConfigError: there is no such device.

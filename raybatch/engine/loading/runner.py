@@ -80,7 +80,7 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load the model that `source` names, see `load_model`.
 
-        Where the options leave it open, a plan from measured layers says how steps run.
+        Where the options leave it open, a plan from measured layers decides how steps run.
 
         Raises:
             ConfigError: the model or an option cannot be run, as weights that do not fit.
@@ -190,7 +190,7 @@ class ModelRunner:
 
 
 def _host_memory(runner: ModelRunner) -> str:
-    """Return what the log says of KV in host memory."""
+    """Return the part of the log message about KV in host memory."""
     if not runner.tiers.num_host_blocks:
         return ""
     role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"

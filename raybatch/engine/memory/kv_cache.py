@@ -144,7 +144,7 @@ def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.d
 def free_memory_bytes(device: torch.device) -> int:
     """Return the free bytes of a GPU, or what this process may still take on the host.
 
-    A container's limit counts as the host's size; where the system tells nothing it is 4 GiB.
+    A container's limit counts as the host's size; where the system does not report it, it is 4 GiB.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -154,7 +154,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def host_memory_bytes() -> int | None:
-    """Return the memory of the host in all, or a container's limit; None if nothing tells."""
+    """Return the memory of the host in all, or a container's limit; None if unknown."""
     candidates = [_meminfo("MemTotal"), _cgroup_limit()]
     return min((value for value in candidates if value is not None), default=None)
 

@@ -1,7 +1,7 @@
 """KV that running sequences have in host memory already, ahead of a preemption.
 
 Full blocks never change, so a copy of them stays right until its sequence ends. When the sequence
-yields, only what is behind them is copied; when it comes back, its copy stays for the next time.
+is preempted, only what is behind them is copied; when it runs again, the copy stays.
 """
 
 import logging

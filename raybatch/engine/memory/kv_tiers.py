@@ -123,7 +123,7 @@ class KVTiers:
         half.v.index_copy_(0, ids, staged[:, 1])
 
     def finish_layers(self) -> None:
-        """Wait until the host has all that `save_layer` was asked for."""
+        """Wait until the host has all copies of `save_layer`."""
         self._scatter(keep=0)
 
     def copy_bytes_per_s(self) -> float:

@@ -17,7 +17,7 @@ from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.policy.boundary.records import Status
 
 logger = logging.getLogger(__name__)
-# a sequence whose KV did not come back so often in a row ends the engine, which says why
+# an engine ends, with the error, once so many copies in a row failed for one sequence
 _MAX_FAILURES = 3
 
 
@@ -30,8 +30,8 @@ class StoredSequence:
         status: as `raybatch.policy.boundary.records.SequencePages` has it.
         host_blocks: that it holds, in order of position.
         num_stored: tokens whose KV is in them.
-        waited: boundaries since it came into its status.
-        num_failures: times in a row that its KV did not come back.
+        waited: boundaries since its status changed.
+        num_failures: loads of its KV that failed in a row.
     """
 
     record: Sequence
@@ -66,7 +66,7 @@ class StoredPrefixes:
         return record.block_hashes
 
     def add(self, holder: StoredSequence) -> None:
-        """Let others find the full blocks that a sequence has stored since this was last asked."""
+        """Let others find the full blocks that a sequence has stored since the last call."""
         hashes, first = self.hashes(holder.record), self._num_known.get(holder.id, 0)
         stop = min(len(hashes), holder.num_stored // self._block_size)
         for block_hash in hashes[first:stop]:
@@ -87,7 +87,7 @@ class StoredPrefixes:
         count = self._count(record)
         if not count:
             return 0, None
-        # who has a block has all before it
+        # a holder of a block has all before it
         return count, next(iter(self._holders[self.hashes(record)[count - 1]].values()))
 
     def will_find_more(self, record: Sequence, running: Container[bytes]) -> bool:
@@ -96,7 +96,7 @@ class StoredPrefixes:
         `running` are the hashes of all their full blocks.
         """
         wanted, count = self._wanted(record), self._count(record)
-        # who has the next block to come has all before it
+        # a holder of the next block has all before it
         return count < len(wanted) and wanted[count] in running
 
     def check(self, holders: Iterable[StoredSequence]) -> None:

@@ -51,7 +51,7 @@ class LearnedRecovery:
     def __init__(self, link: Roofline, limits: EngineLimits) -> None:
         self._link = link
         self._limits = limits
-        # apart, because long decoding would push out all that tells what prompts cost
+        # kept apart, because long decoding would push out all measurements of prompts
         self._prefills: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
         self._decodes: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
         self._num_new = 0
@@ -92,7 +92,7 @@ class SwapCounters:
     Args:
         num_saves: sequences whose KV went to host memory.
         num_loads: sequences that got it back.
-        num_tokens: whose KV came back.
+        num_tokens: whose KV was restored.
     """
 
     num_saves: int = 0
@@ -109,7 +109,7 @@ class SwapSpace:
     Args:
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
-        has_checkpoints: let the blocks of sequences that come back stay in host memory.
+        has_checkpoints: let the blocks of restored sequences stay in host memory.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Files of what was measured on a host: what tells hosts apart, and writing that is never torn.
+"""Cached measurements of a host: what identifies the host, and atomic writes.
 
 Imports no torch: the driver looks such files up as well.
 """
@@ -23,7 +23,7 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # what has no name tells itself apart by what it can
+    # without a model name, the architecture has to do
     return names[0] if names else platform.machine()
 
 

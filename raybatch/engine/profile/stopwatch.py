@@ -71,7 +71,7 @@ class Stopwatch:
         """Return the least seconds of runs that take turns, so that drift meets all alike.
 
         The least and not the median: what else the host does only adds to a run, and ways that
-        differ by a few per cent are told apart.
+        differ by a few per cent are to be distinguished.
 
         Args:
             runs: ways to do the same; each gets a number that counts up.

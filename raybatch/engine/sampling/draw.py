@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawOptions:
-    """Options and numbers of S rows, float64 unless said; `top_k` is V where there is none."""
+    """Options and random numbers of S rows; `top_k` is V where there is none."""
 
     temperature: npt.NDArray[np.float64]
     top_k: npt.NDArray[np.int64]

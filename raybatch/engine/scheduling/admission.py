@@ -57,7 +57,7 @@ class OutputLengths:
         self._tail = np.append(np.cumsum(weighted[::-1])[::-1], 0.0)
 
     def expect(self, num_generated: Int64s, max_generated: Int64s) -> Float64s:
-        """Return the mean final length of outputs that have come to `num_generated` tokens."""
+        """Return the mean final length of outputs that have `num_generated` tokens now."""
         first = np.searchsorted(self._ended, num_generated, side="right")
         alive = self._survival[first]
         total = self._tail[first] + self._survival[-1] * max_generated

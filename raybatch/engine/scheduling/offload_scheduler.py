@@ -1,8 +1,8 @@
 """Steps of an engine whose KV lives in host memory: rounds of prompts, and decoding between stops.
 
-`raybatch.policy.boundary.page_boundary` decides at each stop, the page boundary, who ends, yields,
-grows and is loaded; this module keeps the tables as the plans say. A page is a block. Between two
-boundaries every active sequence has the blocks that it needs, on the device and in host memory.
+`raybatch.policy.boundary.page_boundary` plans each stop, the page boundary: which sequences end,
+are suspended, grow or are loaded. This module carries the plans out. A page is a block. Between two
+boundaries every active sequence has the blocks that it needs in both memories.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,7 +83,7 @@ class OffloadScheduler:
 
     @property
     def ahead(self) -> CheckpointCounters:
-        """Nothing: all KV is copied before its sequence yields, and `moves` counts it."""
+        """Always zero: all KV is copied before its sequence is suspended, and `moves` counts it."""
         return CheckpointCounters()
 
     @property
@@ -253,7 +253,7 @@ class OffloadScheduler:
             id=stored.id,
             status=stored.status,
             context_tokens=context,
-            # a prompt whose only token comes with it has nothing to decode, and has not ended
+            # a prompt of a single token has nothing to decode, and has not ended
             remaining_tokens=max(1, record.max_len - 1 - context),
             device_pages=device_pages,
             host_pages=len(stored.host_blocks),
@@ -262,7 +262,7 @@ class OffloadScheduler:
         )
 
     def _yield(self, plan: BoundaryPlan, preempted: list[int]) -> None:
-        """Take the device's blocks from those that yield, and the host's from the evicted."""
+        """Take the device's blocks from suspended sequences, and the host's from evicted ones."""
         for id in (*plan.evict, *plan.suspend):
             stored = self._sequences[id]
             is_behind = False

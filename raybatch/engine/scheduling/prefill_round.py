@@ -15,7 +15,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class PrefillRound:
-    """Fills steps with prompts, first come, first served, and says which blocks move in each layer.
+    """Fills steps with prompts, first come, first served, and lists the blocks each layer moves.
 
     A prompt may be cut where the budget of a step ends; its next chunk reads the one before from
     host memory. So does one whose beginning another sequence has there. A prompt waits for others

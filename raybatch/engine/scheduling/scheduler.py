@@ -44,7 +44,7 @@ class Scheduler:
         admission: who starts next; "static" and "multi_bin" run closed batches.
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
-        checkpoint_blocks: of sequences that are about to yield, copied ahead in one step.
+        checkpoint_blocks: of sequences likely to be preempted next, copied ahead in one step.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Scheduler:
         if not preempted and not ended:
             ended = self._admit(budget, chunks, admitted)
         columns = np.array(chunks, np.int64).reshape(-1, 3)
-        # with those that came back from host memory, which have no drafts
+        # including sequences restored from host memory, which have no drafts
         decode_slots = np.flatnonzero(self.table.phase == DECODE)
         if len(draft_lens):
             draft_lens = spread(draft_lens, grown, decode_slots)
@@ -195,7 +195,7 @@ class Scheduler:
     def restart(self, slot: int) -> tuple[Sequence, Int64s]:
         """Queue a running sequence again, so that its KV is computed anew; as `discard`."""
         blocks = self.table.blocks(slot).astype(np.int64)
-        # whoever found its blocks would find them cleared
+        # another sequence that matched these blocks would read zeros
         self.blocks.forget(blocks.tolist())
         num_computed = int(self.table.num_computed[slot])
         record = self._vacate(slot)

@@ -4,7 +4,7 @@ A block is in exactly one of three states:
 
     free    no content worth keeping; handed out lowest id first, so that the pool stays dense
     used    at least one running sequence has it in its block table
-    cached  no user, but its prefix may be asked for again; evicted in LRU order when needed
+    cached  no user, but its prefix may be requested again; evicted in LRU order when needed
 """
 
 import hashlib

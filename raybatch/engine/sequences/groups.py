@@ -6,7 +6,7 @@ the group takes a share in every prefix block as soon as it is scheduled:
     blocks      | 0 | 1 | 2 | 3 |    first member: computes 0..3, then its own part
     group       | x | x | x |        pinned so far; a member that starts now computes 3 itself
 
-So the prefix survives whatever happens to that member, and another one goes on where it stopped.
+So the prefix survives the preemption of that member, and another one goes on where it stopped.
 """
 
 from collections.abc import Iterable

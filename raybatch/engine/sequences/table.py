@@ -108,7 +108,7 @@ class Sequence:
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
     ) -> Completion:
-        """Return what came out, for a sequence that does not run any more."""
+        """Return the completion of a sequence that does not run any more."""
         return completion_of(self.state(), reason, stop_reason, error=error)
 
     def state(self) -> SequenceState:
@@ -256,7 +256,7 @@ class SequenceTable:
         return token_ids
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return running sequences with so many generated tokens that nobody was told of."""
+        """Return running sequences with at least so many tokens that were not reported yet."""
         num_generated = self.num_tokens - self.num_prompt
         long = np.flatnonzero((self.phase != EMPTY) & (num_generated >= min_new_tokens))
         states = []

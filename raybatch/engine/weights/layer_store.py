@@ -114,7 +114,7 @@ class WeightCounters:
     """What was copied to the device since the start.
 
     Args:
-        num_stalls: layers whose weights were not there yet when they were asked for.
+        num_stalls: layers whose weights had not arrived when they were needed.
     """
 
     num_copies: int = 0
