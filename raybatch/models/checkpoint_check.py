@@ -1,4 +1,4 @@
-"""Holds the tensors of a checkpoint against its config.json: headers alone, no data, no torch."""
+"""Compares the tensors of a checkpoint with its config.json: names and shapes; loads no torch."""
 
 import logging
 import re

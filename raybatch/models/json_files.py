@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, each of which holds one object, and its values."""
+"""JSON files of a checkpoint and their values; which backend runs what the native one does not."""
 
 import json
 import math

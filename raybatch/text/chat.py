@@ -1,4 +1,4 @@
-"""Checks OpenAI messages of a row and maps their text; rendering is the tokenizer's."""
+"""Checks OpenAI messages of a row and maps their text; errors of prompts. The tokenizer renders."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.sequences.block_manager import BlockManager
-from raybatch.engine.sequences.host_pool import HostBlocks
+from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks
 from tests.engine.fakes import generate, make_request, run_all
 from tests.engine.test_engine import VOCAB, make_engine, tokens_of
 from tests.engine.test_groups import _mixed_requests, expected, member

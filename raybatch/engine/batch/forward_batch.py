@@ -1,4 +1,4 @@
-"""The input of one forward pass, passed as an argument; there is no global context."""
+"""The input of one forward pass, and how it is built from a schedule; no global context."""
 
 from dataclasses import dataclass
 

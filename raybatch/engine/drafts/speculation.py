@@ -1,4 +1,4 @@
-"""Which running sequences get drafts in a step, and how many; measures what they cost and bring."""
+"""Which running sequences get drafts in a step, how many, and which drafts are accepted."""
 
 from collections.abc import Mapping
 from typing import Protocol

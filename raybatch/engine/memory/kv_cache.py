@@ -1,4 +1,4 @@
-"""The KV pool: two tensors, and how many blocks of them the memory holds."""
+"""The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
 import mmap
 import sys

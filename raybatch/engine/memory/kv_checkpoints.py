@@ -1,4 +1,4 @@
-"""KV that running sequences have in host memory already, ahead of a preemption.
+"""KV of running sequences that host memory has ahead of a preemption, and which to copy next.
 
 Full blocks never change, so a copy of them stays right until its sequence ends. When the sequence
 is preempted, only what is behind them is copied; when it runs again, the copy stays.
@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.sequences.block_manager import BlockManager
-from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
+from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 
 logger = logging.getLogger(__name__)

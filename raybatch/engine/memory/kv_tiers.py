@@ -2,7 +2,9 @@
 
 The host's pool has the same record and the same legend, [L, N, G, B, R], but lies block by block in
 memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
-one gather and one scatter, whatever the number of layers, and on a GPU one transfer for each run.
+one gather and one scatter for any number of layers, and on a GPU one transfer for each run.
+
+While prompts are computed whose KV goes to the host, the device's pool is a `LayerWindow`.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""Host memory as the store of all KV: what each sequence has there, and the copies from and to it.
+"""Host memory as the store of all KV: what each sequence has there, shared prefixes, and copies.
 
-A copy that fails costs its sequence what host memory has of it, and no other anything.
+A copy that fails costs one sequence its KV in host memory, and the others nothing.
 """
 
 import logging
@@ -11,8 +11,7 @@ import numpy as np
 
 from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier
 from raybatch.engine.memory.swap import SwapCounters
-from raybatch.engine.sequences.block_manager import hash_prompt
-from raybatch.engine.sequences.host_pool import HostBlocks
+from raybatch.engine.sequences.block_manager import HostBlocks, hash_prompt
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.policy.boundary.records import Status
 

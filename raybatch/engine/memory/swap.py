@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCheckpoints
-from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
+from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit

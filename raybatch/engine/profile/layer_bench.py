@@ -1,4 +1,4 @@
-"""Times the modules of a decoder by themselves, and whole layers with attention in parts."""
+"""Times the modules of a decoder, and whole layers with attention in parts, on made-up batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

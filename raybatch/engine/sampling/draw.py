@@ -1,7 +1,8 @@
-"""Draw one token per row by inverting the cumulative probability at a given number in [0, 1).
+"""Draw one token per row by inverting the cumulative probability at a random number in [0, 1).
 
-Every result is a function of its own row: the same logits, options and number give the same token
-in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
+A random number depends on its sequence and position alone, so preemption and migration change
+none. Every result is a function of its own row: the same logits, options and number give the same
+token in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
 """
 
 from collections.abc import Iterator

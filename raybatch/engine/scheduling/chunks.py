@@ -1,4 +1,4 @@
-"""Takes chunks of sequences into a step: allocates their blocks, and shares what they fill."""
+"""Fills a step: with chunks of prompts, whose blocks it allocates and shares, and with drafts."""
 
 from collections.abc import Mapping
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
-from raybatch.engine.sequences.host_pool import HostBlocks
+from raybatch.engine.sequences.block_manager import HostBlocks
 from raybatch.engine.sequences.schedule import LayerMoves, Schedule, SchedulerCounters
 from raybatch.engine.sequences.table import PREFILL, Sequence, SequenceTable
 

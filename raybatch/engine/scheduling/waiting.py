@@ -1,4 +1,4 @@
-"""The queues of sequences without a slot: who is admitted next."""
+"""Sequences without a slot: the order of admission, the blocks that each needs, closed batches."""
 
 import heapq
 from collections import deque

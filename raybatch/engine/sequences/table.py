@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.block_users import BlockUsers
 from raybatch.engine.sequences.groups import PrefixGroup
-from raybatch.engine.sequences.host_pool import SwappedKV
 from raybatch.records.types import (
     Completion,
     FinishReason,

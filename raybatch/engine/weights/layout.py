@@ -1,7 +1,7 @@
 """How the linears of a model lie in memory on a CPU, where that decides their speed.
 
 A prepared tensor carries its layout at the end of its name. All shapes are those that the decoder
-sees, [..., out, in], but for panels.
+sees, [..., out, in], but for panels. Tensors of a layer are also packed into one buffer here.
 """
 
 from collections.abc import Callable
