@@ -23,7 +23,7 @@ from raybatch.backends.native.backend import create
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.weights.layer_tensors import tensors_of
+from raybatch.engine.weights.layout import tensors_of
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 from raybatch.models.source import resolve_model
 from raybatch.records.types import Request, Sampling

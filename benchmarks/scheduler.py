@@ -11,7 +11,7 @@ import time
 import numpy as np
 import torch
 
-from raybatch.engine.batch.batch_builder import BatchBuilder
+from raybatch.engine.batch.forward_batch import BatchBuilder
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager

@@ -8,19 +8,21 @@ import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.drafts.speculation import Drafter, LookupDrafter
-from raybatch.engine.drafts.verification import accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules
+from raybatch.engine.drafts.speculation import (
+    Drafter,
+    LookupDrafter,
+    accepted_rows,
+    slots_to_restart,
+)
+from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
 from raybatch.engine.memory.swap import RecoveryChoice
 from raybatch.engine.profile.stopwatch import clock_of
-from raybatch.engine.protocols import Runner, SampleResultLike, SamplerLike, StopCheckerLike
-from raybatch.engine.recovery_costs import learned_recovery
-from raybatch.engine.row_checks import RowLimits
+from raybatch.engine.protocols import Runner, SamplerLike
+from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step_forward import StepForward
-from raybatch.engine.step_scheduler import make_scheduler
+from raybatch.engine.step import StepForward, learned_recovery, make_scheduler
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 Int64s = npt.NDArray[np.int64]
@@ -30,9 +32,7 @@ class Engine:
     """Continuous batching over one runner; owned by one thread.
 
     Args:
-        runner: the model with its KV pool.
         sampler: picks tokens; its slots are the engine's.
-        stop_checker: finds stop strings.
         config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
             sequence needs a token per step.
         recovery: how preempted sequences get their KV back; None measures what is quicker.
@@ -131,7 +131,7 @@ class Engine:
         return completions
 
     def num_unfinished(self) -> int:
-        """Return the number of requests that have samples to come."""
+        """Return the number of requests with unfinished samples."""
         return len(self._num_open)
 
     def drain(self) -> list[Request]:
@@ -152,7 +152,7 @@ class Engine:
         return list(requests.values())
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop requests; no completion comes for them. Unknown ids are ignored."""
+        """Drop requests, without completions. Unknown ids are ignored."""
         self.export(request_ids)
         wanted = set(request_ids)
         self._failed = [c for c in self._failed if c.request_id not in wanted]
@@ -160,7 +160,7 @@ class Engine:
             self._num_open.pop(request_id, None)
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return running sequences that have so many tokens more than when this was last asked."""
+        """Return running sequences with so many tokens more than at the last call."""
         return self._table.begun(min_new_tokens)
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
@@ -177,7 +177,6 @@ class Engine:
         return [record.state() for record in records]
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold."""
         block_size = self._blocks.block_size
         return Capacity(
             kv_tokens=self._blocks.num_blocks * block_size,
@@ -187,7 +186,6 @@ class Engine:
         )
 
     def stats(self) -> ReplicaStats:
-        """Return the counters."""
         counters, swapped = self._scheduler.counters, self._scheduler.moves
         weights, ahead = self._runner.weight_counters, self._scheduler.ahead
         graphs = self._runner.graph_counts
@@ -204,7 +202,7 @@ class Engine:
             num_swapped_tokens=swapped.num_tokens,
             swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
             checkpoint_bytes=ahead.num_bytes,
-            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.block_bytes,
+            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.tiers.block_bytes,
             num_failed_copies=swapped.num_failures + ahead.num_failures + weights.num_failures,
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
@@ -247,7 +245,7 @@ class Engine:
                 num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
                 has_started=has_started,
                 logprobs=logprobs,
-                num_told=len(state.token_ids),
+                num_reported=len(state.token_ids),
             )
         )
 
@@ -283,7 +281,7 @@ class Engine:
         return completions
 
     def _take_tokens(
-        self, schedule: Schedule, slots: Int64s, result: SampleResultLike
+        self, schedule: Schedule, slots: Int64s, result: SampleResult
     ) -> list[Completion]:
         table, completions, is_good = self._table, list[Completion](), result.is_finite
         for slot in slots_to_restart(schedule, is_good).tolist():
@@ -304,7 +302,7 @@ class Engine:
             completions += self._append(rows, slots, result)
         return completions
 
-    def _append(self, rows: Int64s, slots: Int64s, result: SampleResultLike) -> list[Completion]:
+    def _append(self, rows: Int64s, slots: Int64s, result: SampleResult) -> list[Completion]:
         """Give each of some sequences the token of one of its rows; return those that end."""
         table, slots, token_ids = self._table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:
@@ -383,6 +381,6 @@ def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
 
 def _row_blocks(runner: Runner, config: EngineConfig) -> tuple[int, str]:
     """Return the blocks that one row can have at most, and the option that bounds them."""
-    if config.kv_offload and runner.num_host_blocks < runner.num_blocks:
-        return runner.num_host_blocks, "engine.host_kv_bytes"
+    if config.kv_offload and runner.tiers.num_host_blocks < runner.num_blocks:
+        return runner.tiers.num_host_blocks, "engine.host_kv_bytes"
     return runner.num_blocks, "engine.kv_cache_bytes"

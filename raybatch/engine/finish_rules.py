@@ -1,15 +1,78 @@
-"""When a sequence ends: rules of all running sequences as arrays, checked in one pass per step."""
+"""Which rows an engine refuses, and when a running sequence ends: arrays, one pass per step."""
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.protocols import StopCheckerLike
-from raybatch.records.types import FinishReason, Sampling, TokenIds
+from raybatch.engine.sequences.table import completion_of
+from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
 
 Finish = tuple[int, FinishReason, str | int | None]
 Int64s = npt.NDArray[np.int64]
-
 _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLimits:
+    """What the model and the KV cache can take.
+
+    Args:
+        kv_option: that makes it larger.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    kv_tokens: int
+    kv_option: str = "engine.kv_cache_bytes"
+
+    def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:
+        """Return the completion of a sequence that cannot run, None when it can.
+
+        `refusal` says why its sampling options cannot be had, "" where they can.
+        """
+        prompt = state.request.prompt_token_ids
+        num_tokens = len(prompt) + len(state.token_ids)
+        reason: FinishReason = "error"
+        if not len(prompt):
+            error = "EmptyPrompt: the prompt has no tokens"
+        elif num_tokens >= self.max_model_len:
+            error = f"PromptTooLong: {num_tokens} tokens, the model's limit is {self.max_model_len}"
+        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            error = f"BadTokenId: token ids must be in 0..{self.vocab_size - 1}"
+        elif num_tokens > self.kv_tokens and len(state.token_ids):
+            # as it would have ended where it began
+            return completion_of(state, "capacity")
+        elif num_tokens > self.kv_tokens:
+            reason = "capacity"
+            error = (
+                f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}; raise "
+                f"{self.kv_option}"
+            )
+        elif refusal:
+            error = f"InvalidSampling: {refusal}"
+        else:
+            return None
+        return Completion(
+            request_id=state.request.request_id,
+            sample_idx=state.sample_idx,
+            finish_reason=reason,
+            error=error,
+        )
+
+
+class StopCheckerLike(Protocol):
+    """Finds stop strings in the text of sequences that have some."""
+
+    def add(self, slot: int, sampling: Sampling) -> None:
+        """Take a sequence into an empty slot."""
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def check(self, slot: int, token_id: int) -> str | None:
+        """Append a token and return the stop string that it completed, if any."""
 
 
 class FinishRules:
@@ -17,11 +80,6 @@ class FinishRules:
 
     Order of the rules: end token, stop token, stop string, length. None but length applies before
     `min_tokens`.
-
-    Args:
-        max_slots: sequences that may run at once.
-        eos_token_ids: end tokens of the model.
-        stop_checker: finds stop strings.
     """
 
     def __init__(
@@ -53,7 +111,6 @@ class FinishRules:
                 self._stop_checker.check(slot, token_id)
 
     def remove(self, slot: int) -> None:
-        """Empty a slot."""
         if self._has_stop_strings[slot]:
             self._stop_checker.remove(slot)
             self._has_stop_strings[slot] = False

@@ -1,4 +1,4 @@
-"""What the step loop needs from a model, a sampler and a stop checker; small enough for fakes."""
+"""What the step loop needs from a model and a sampler; small enough for fakes."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,12 +11,12 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decode_graphs import GraphCounts
 from raybatch.engine.forward.runtime import PartBatch, StepResult
 from raybatch.engine.memory.kv_checkpoints import BlockCopier
+from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Sampling, TokenIds
 
 Int64s = npt.NDArray[np.int64]
-TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 
 class ModelLimits(Protocol):
@@ -35,7 +35,7 @@ class ModelLimits(Protocol):
         """Longest prompt plus output, in tokens."""
 
 
-class Runner(BlockCopier, Protocol):
+class Runner(Protocol):
     """A model with its KV pool. KV of all rows is written before any row attends, layer by layer.
 
     So a row may attend to blocks that another row of the same forward batch fills.
@@ -52,6 +52,10 @@ class Runner(BlockCopier, Protocol):
     @property
     def num_window_blocks(self) -> int:
         """Blocks of the pool in steps whose KV goes to host memory; 0 where there are none."""
+
+    @property
+    def tiers(self) -> BlockCopier:
+        """Copies between this pool and host memory, which may have no blocks."""
 
     @property
     def device(self) -> torch.device:
@@ -81,27 +85,8 @@ class Runner(BlockCopier, Protocol):
     def weight_counters(self) -> WeightCounters:
         """Weights that were copied to the device."""
 
-    def copy_bytes_per_s(self) -> float:
-        """Measure copies between both pools while no sequence is there."""
-
     def clear_blocks(self, block_ids: Int64s) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
-
-
-class SampleResultLike(Protocol):
-    """Tokens picked in one step."""
-
-    @property
-    def token_ids(self) -> Int64s:
-        """One token per row, int64 [S]."""
-
-    @property
-    def is_finite(self) -> npt.NDArray[np.bool_]:
-        """False for a row whose logits allow no choice, bool [S]."""
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprobs | None] | None:
-        """Per row None or a pair (token ids, log probabilities); None where no row asked."""
 
 
 class SamplerLike(Protocol):
@@ -130,20 +115,5 @@ class SamplerLike(Protocol):
         Rows of such sequences may be sampled several at a time, and again.
         """
 
-    def sample(
-        self, logits: torch.Tensor, slots: Int64s, num_generated: Int64s
-    ) -> SampleResultLike:
+    def sample(self, logits: torch.Tensor, slots: Int64s, num_generated: Int64s) -> SampleResult:
         """Pick one token per row of `logits` [S, V]; only stateless slots occur twice."""
-
-
-class StopCheckerLike(Protocol):
-    """Finds stop strings in the text of sequences that have some."""
-
-    def add(self, slot: int, sampling: Sampling) -> None:
-        """Take a sequence into an empty slot."""
-
-    def remove(self, slot: int) -> None:
-        """Empty a slot."""
-
-    def check(self, slot: int, token_id: int) -> str | None:
-        """Append a token and return the stop string that it completed, if any."""

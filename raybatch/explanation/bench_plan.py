@@ -11,8 +11,13 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import LoadedModel, give_back_freed_memory, load_model
-from raybatch.engine.memory.host_memory import free_memory_bytes, host_memory_bytes
-from raybatch.engine.memory.kv_cache import kv_bytes_per_token, num_blocks_for, pick_kv_dtype
+from raybatch.engine.memory.kv_cache import (
+    free_memory_bytes,
+    host_memory_bytes,
+    kv_bytes_per_token,
+    num_blocks_for,
+    pick_kv_dtype,
+)
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile

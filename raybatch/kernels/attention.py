@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, FixedDecode, PrefillPart
 from raybatch.kernels.context_attention import (
     PreparedContexts,
     merge_contexts_,
     prepare_contexts,
 )
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
-from raybatch.kernels.decode_form import DecodeForm
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 from raybatch.kernels.kv_rows import dequantise, is_quantised, quantise
 
@@ -75,13 +74,8 @@ def prepare_attention(
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
-    Args:
-        plan: of this step.
-        positions: of every token in its sequence.
-        slot_mapping: where every token's KV goes.
-        pool: keys of any layer; only its shape and dtype are read.
-        windows: the different windows of the model's layers.
-        decode: the form of the attention of decode tokens.
+    Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
+    windows of the model's layers.
     """
     block_size = pool.shape[2]
     walk = None
@@ -122,10 +116,7 @@ def prepare_fixed(
 ) -> PreparedAttention:
     """Do what `prepare_attention` does for decode rows, by operations of fixed shapes.
 
-    Args:
-        part: the rows.
-        pool: keys of any layer; only its shape and dtype are read.
-        windows: the different windows of the model's layers.
+    See `prepare_attention` for `pool` and `windows`.
     """
     block_size = pool.shape[2]
     return PreparedAttention(

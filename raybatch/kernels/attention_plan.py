@@ -1,6 +1,8 @@
 """What attention has to do in one step, as index tensors; built once, used by all layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,3 +105,16 @@ class AttentionPlan:
     decode: DecodePart | None
     prefill: PrefillPart | None
     contexts: tuple[ContextPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeForm:
+    """Two functions that belong together, as `plan_walk` and `attend_decode` do.
+
+    Args:
+        plan: turns a `DecodePart` into what `attend` reads, once per step.
+        attend: returns outputs and log-sum-exp of the decode tokens in one layer.
+    """
+
+    plan: Callable[..., Any]
+    attend: Callable[..., Any]

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.fp8 import read_fp8
-
 # the options' names, and the largest number of each type
 BYTE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+# 0x87f00000 as an int32
+_BITS = 0x87F00000 - (1 << 32)
 
 
 def weight_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -33,7 +34,9 @@ def quantise_weight(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     """Return a weight [..., out, in] over its scales [..., out], the nearest numbers of `dtype`."""
     if weight.dim() > 2:
         parts = zip(weight, scales, strict=True)
-        return torch.stack([quantise_weight(part, own, dtype) for part, own in parts])
+        return torch.stack(
+            [quantise_weight(part, part_scales, dtype) for part, part_scales in parts]
+        )
     scaled = weight / scales.unsqueeze(-1)
     return scaled.round_().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
 
@@ -52,3 +55,14 @@ def dequantise_weight(
     num_panels, _, width = weight.shape
     filled = functional.pad(scales, (0, num_panels * width - len(scales)))
     return floats.mul_(filled.view(num_panels, 1, width)).to(dtype)
+
+
+def read_fp8(elements: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of bits uint8 in float32; a tenth of the time of torch on a CPU.
+
+    Put where float32 has sign, exponent and digits, they are a number whose exponent is too low by
+    120. The bits of NaN read as 480.
+    """
+    bits = elements.to(torch.int32)
+    bits.bitwise_left_shift_(24).bitwise_right_shift_(4).bitwise_and_(_BITS)
+    return bits.view(torch.float32).mul_(2.0**120)

@@ -74,11 +74,8 @@ def prepare_contexts(
 ) -> PreparedContexts:
     """Do once per step what all layers share.
 
-    Args:
-        parts: at least one.
-        positions: of every row of the forward batch in its sequence.
-        pool: keys of any layer; only its shape and dtype are read.
-        has_windows: some layer has a sliding window.
+    `positions` are those of every row of the forward batch in its sequence; of `pool`, the keys of
+    any layer, only shape and dtype are read.
     """
     num_kv_heads = pool.shape[1]
     batches: list[_Batch] = []

@@ -80,14 +80,8 @@ def compiled_ops(
 ) -> Ops:
     """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
 
-    Args:
-        head_dim: of one head.
-        num_grouped: query heads of one KV head.
-        block_size: positions of one cache block.
-        panel_widths: of the experts' gate and up, and of their down; None where they have no
-            panels.
-        byte_dtype: dtype of the weights of linears and experts where they are bytes.
-        kv_dtype: of the KV pool: float32, or of a quantised one.
+    `panel_widths` are those of the experts' gate and up, and of their down (None: no panels);
+    `byte_dtype` is that of linears and experts kept as bytes.
     """
     ops, small, linears = REFERENCE, small_ops(), compiled_linears(byte_dtype)
     if small is not None:
@@ -119,7 +113,7 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, kv_store, moe, norm, rotary, sampling
+    from raybatch.kernels.triton import attention, moe, norm, rotary, sampling
 
     return Ops(
         rms_norm=norm.rms_norm,
@@ -129,7 +123,7 @@ def _on_gpu() -> Ops:
         add_mlp_=linear.add_mlp_,
         moe_ffn=moe.moe_ffn,
         prepare_attention=attention.prepare_attention,
-        store_kv=kv_store.store_kv,
+        store_kv=attention.store_kv,
         attend=attention.attend,
         prepare_fixed=attention.prepare_fixed,
         is_fixed=True,

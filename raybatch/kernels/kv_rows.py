@@ -11,7 +11,7 @@ index and copy in all ways on all devices. A row of zero bytes stands for zeros.
 
 import torch
 
-from raybatch.kernels.fp8 import read_fp8
+from raybatch.kernels.byte_weights import read_fp8
 
 # types of the pools
 INT8, FP8 = torch.int8, torch.uint8

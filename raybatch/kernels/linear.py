@@ -19,7 +19,6 @@ class Linear:
     Args:
         weight: [out, in], or panels [N, in, P] (see `raybatch.kernels.panels`) of which the last
             one may hold more outputs than there are.
-        num_outputs: how many there are.
         bias: [out].
         scales: float32 [out] of weights that are bytes (see `raybatch.kernels.byte_weights`).
     """

@@ -32,12 +32,7 @@ def adapter_source(name: str, root: str | None) -> str:
 
 
 def check_adapter(source: str, *, max_rank: int | None = None) -> None:
-    """Raise ConfigError unless an adapter is there and of no higher rank; reads its config alone.
-
-    Args:
-        source: folder or URI.
-        max_rank: that the engines take; None knows no limit.
-    """
+    """Raise ConfigError unless an adapter is there and of no higher rank."""
     try:
         with fsspec.open(f"{source.rstrip('/')}/{_CONFIG}", "rb") as file:
             config: Any = json.load(file)

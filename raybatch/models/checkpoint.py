@@ -58,11 +58,13 @@ def indexed_files(path: Path) -> dict[str, str]:
     raw = read_json(index)
     if raw is None:
         return {}
-    found = raw.get("weight_map")
-    is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
-    if not found or not is_map:
+    weight_map = raw.get("weight_map")
+    is_map = isinstance(weight_map, dict) and all(
+        isinstance(file, str) for file in weight_map.values()
+    )
+    if not weight_map or not is_map:
         raise ConfigError(f"{index} is not a valid weight index; download the checkpoint again")
-    return dict(found)
+    return dict(weight_map)
 
 
 class Checkpoint:
@@ -113,7 +115,7 @@ class Checkpoint:
 def stat_key(path: Path, *parts: str) -> str:
     """Return a file name for data derived from the checkpoint at this place.
 
-    Times of change are part of it beside the fingerprint, which only samples large files.
+    Times of change are part of it as well as the fingerprint, which only samples large files.
     """
     digest = hashlib.sha256()
     for part in parts:

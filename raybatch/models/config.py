@@ -4,17 +4,21 @@ The file is read directly, so that an engine starts without importing transforme
 missing keys are those of the architecture in transformers.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raybatch.errors import ConfigError
-from raybatch.models.json_files import JsonValues, read_json
-from raybatch.models.other_backends import SAME_MODEL, backends_for
+from raybatch.errors import ConfigError, error_text
+from raybatch.models.json_files import SAME_MODEL, JsonValues, backends_for, read_json
 from raybatch.models.rope import RopeSpec, read_rope
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
+Windows = tuple[int | None, ...]
+
+# models have some hundred; what belongs to each of them is listed before a tensor is looked at
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +26,9 @@ class MoeSpec:
     """The mixture-of-experts layers of a model.
 
     Args:
-        num_experts: experts of one layer.
         top_k: experts that one token visits.
         ffn_dim: hidden size of one expert.
         norm_topk_prob: the weights of the chosen experts are scaled to sum to 1.
-        is_sparse: for each layer of the model, whether it has experts.
     """
 
     num_experts: int
@@ -38,15 +40,12 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Everything the engine needs to know about a model, beside its weights.
+    """Everything the engine needs to know about a model besides its weights.
 
     Args:
-        architecture: class name in the checkpoint's config.json.
         windows: for each layer, positions a token sees (itself included), None for all.
-        moe: None for a dense model.
         eos_token_ids: tokens that end a sequence, ascending.
         max_model_len: longest prompt plus output.
-        dtype: of the checkpoint's weights.
     """
 
     architecture: str
@@ -64,48 +63,146 @@ class ModelSpec:
     has_qk_norm: bool
     is_tied: bool
     rope: RopeSpec
-    windows: tuple[int | None, ...]
+    windows: Windows
     moe: MoeSpec | None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     dtype: CheckpointDType
 
     def is_sparse(self, layer_idx: int) -> bool:
-        """Return whether the layer has experts."""
         return self.moe is not None and self.moe.is_sparse[layer_idx]
 
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"eos_token_id": 2, "max_position_embeddings": 2048},
-    "MistralForCausalLM": {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "Qwen2ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    "MixtralForCausalLM": {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "Qwen3MoeForCausalLM": {
-        "sliding_window": 4096,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFamily:
+    """What sets an architecture apart from Llama.
 
-SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
-# models have some hundred; what belongs to each of them is listed before a tensor is looked at
-_MAX_LAYERS = 10_000
+    A new family is one more record in `FAMILIES`. What it has beyond these fields (another norm,
+    activation or kind of block) needs code in `models/checkpoint_check.py` (names of its tensors),
+    `engine/weights/recipes.py` (how they are put together) and `engine/forward/decoder.py`. Give it
+    a tiny model in `tests/engine/tiny_models.py`: its tokens must be those of transformers.
+
+    Args:
+        defaults: values that transformers has for keys that a config.json leaves out.
+        always_qkv_bias: q, k and v have a bias and o has none, for any `attention_bias`.
+        read_windows: of a config and a number of layers, `ModelSpec.windows`.
+        read_moe: of the same, the experts; None for a dense family.
+    """
+
+    defaults: Mapping[str, Any]
+    always_qkv_bias: bool = False
+    may_have_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    read_windows: Callable[[JsonValues, int], Windows]
+    read_moe: Callable[[JsonValues, int], MoeSpec] | None = None
+
+
+def _no_windows(_: JsonValues, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def _equal_windows(config: JsonValues, num_layers: int) -> Windows:
+    window = config.get("sliding_window")
+    return (None if window is None else int(window),) * num_layers
+
+
+def _optional_windows(config: JsonValues, num_layers: int) -> Windows:
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    return _equal_windows(config, num_layers)
+
+
+def _windows_by_layer(config: JsonValues, num_layers: int) -> Windows:
+    windows = _optional_windows(config, num_layers)
+    if windows[0] is None:
+        return windows
+    first = int(config.get("max_window_layers", num_layers))
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
+    ]
+    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ConfigError(
+            f"{config.where}: layer_types must name full_attention or sliding_attention for each "
+            f"of the {num_layers} layers, got {kinds!r}"
+        )
+    return tuple(windows[0] if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _mixtral_moe(config: JsonValues, num_layers: int) -> MoeSpec:
+    return MoeSpec(
+        num_experts=config.size("num_local_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        ffn_dim=config.size("intermediate_size"),
+        norm_topk_prob=True,
+        is_sparse=(True,) * num_layers,
+    )
+
+
+def _qwen3_moe(config: JsonValues, num_layers: int) -> MoeSpec:
+    step = config.size("decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    # transformers 5 writes num_local_experts, earlier versions num_experts
+    key = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
+    return MoeSpec(
+        num_experts=config.size(key),
+        top_k=config.size("num_experts_per_tok"),
+        ffn_dim=config.size("moe_intermediate_size"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    )
+
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    "LlamaForCausalLM": ModelFamily(
+        defaults={"eos_token_id": 2, "max_position_embeddings": 2048},
+        may_have_mlp_bias=True,
+        read_windows=_no_windows,
+    ),
+    "MistralForCausalLM": ModelFamily(
+        defaults={
+            "eos_token_id": 2,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        read_windows=_equal_windows,
+    ),
+    "Qwen2ForCausalLM": ModelFamily(
+        defaults={"sliding_window": 4096, "max_window_layers": 28},
+        always_qkv_bias=True,
+        read_windows=_windows_by_layer,
+    ),
+    "Qwen3ForCausalLM": ModelFamily(
+        defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+        has_qk_norm=True,
+        read_windows=_windows_by_layer,
+    ),
+    "MixtralForCausalLM": ModelFamily(
+        defaults={
+            "eos_token_id": 2,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        read_windows=_equal_windows,
+        read_moe=_mixtral_moe,
+    ),
+    "Qwen3MoeForCausalLM": ModelFamily(
+        defaults={
+            "sliding_window": 4096,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        has_qk_norm=True,
+        read_windows=_optional_windows,
+        read_moe=_qwen3_moe,
+    ),
+}
 
 
 def read_model_spec(path: Path) -> ModelSpec:
@@ -120,7 +217,8 @@ def read_model_spec(path: Path) -> ModelSpec:
             f"{path} has no config.json; pass the folder of a Hugging Face checkpoint"
         )
     architecture = _read_architecture(raw, path)
-    config = JsonValues({**_DEFAULTS[architecture], **raw}, where=str(path / "config.json"))
+    family = FAMILIES[architecture]
+    config = JsonValues({**family.defaults, **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
     num_heads, num_kv_heads, head_dim = _read_heads(config)
     num_layers = config.size("num_hidden_layers", most=_MAX_LAYERS)
@@ -139,14 +237,14 @@ def read_model_spec(path: Path) -> ModelSpec:
         head_dim=head_dim,
         ffn_dim=config.size("intermediate_size"),
         rms_eps=config.number("rms_norm_eps", 1e-6, may_be_zero=True),
-        has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_attention_bias,
-        has_o_bias=has_attention_bias and architecture != "Qwen2ForCausalLM",
-        has_mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
-        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        has_qkv_bias=family.always_qkv_bias or has_attention_bias,
+        has_o_bias=has_attention_bias and not family.always_qkv_bias,
+        has_mlp_bias=family.may_have_mlp_bias and bool(config.get("mlp_bias", False)),
+        has_qk_norm=family.has_qk_norm,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         rope=rope,
-        windows=_read_windows(config, architecture, num_layers),
-        moe=_read_moe(config, architecture, num_layers),
+        windows=family.read_windows(config, num_layers),
+        moe=family.read_moe(config, num_layers) if family.read_moe else None,
         eos_token_ids=merge_eos(config.get("eos_token_id"), generation.get("eos_token_id")),
         max_model_len=max_positions,
         dtype=_read_dtype(config),
@@ -156,17 +254,17 @@ def read_model_spec(path: Path) -> ModelSpec:
 def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
     named = raw.get("architectures") or []
     for name in named:
-        if name in _DEFAULTS:
+        if name in FAMILIES:
             return str(name)
     if not named and raw.get("model_type") is None:
         raise ConfigError(
             f"{path / 'config.json'} names no architecture; pass the folder of a Hugging Face "
             'checkpoint, whose config.json has "architectures"'
         )
-    found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
+    names = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
     raise ConfigError(
-        f"{path / 'config.json'}: architecture {found} is not supported by the native engine; "
-        f"it runs {', '.join(SUPPORTED_ARCHITECTURES)}; {backends_for([*map(str, named)])}"
+        f"{path / 'config.json'}: architecture {names} is not supported by the native engine; "
+        f"it runs {', '.join(FAMILIES)}; {backends_for([*map(str, named)])}"
     )
 
 
@@ -202,52 +300,6 @@ def _refuse_unsupported(config: JsonValues) -> None:
         )
 
 
-def _read_windows(config: JsonValues, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or window is None:
-        return (None,) * num_layers
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return (int(window),) * num_layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
-    if architecture == "Qwen3MoeForCausalLM":
-        return (int(window),) * num_layers
-    first = int(config.get("max_window_layers", num_layers))
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
-    ]
-    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ConfigError(
-            f"{config.where}: layer_types must name full_attention or sliding_attention for each "
-            f"of the {num_layers} layers, got {kinds!r}"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _read_moe(config: JsonValues, architecture: str, num_layers: int) -> MoeSpec | None:
-    if architecture == "MixtralForCausalLM":
-        return MoeSpec(
-            num_experts=config.size("num_local_experts"),
-            top_k=config.size("num_experts_per_tok"),
-            ffn_dim=config.size("intermediate_size"),
-            norm_topk_prob=True,
-            is_sparse=(True,) * num_layers,
-        )
-    if architecture != "Qwen3MoeForCausalLM":
-        return None
-    step = config.size("decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or ())
-    # transformers 5 writes num_local_experts, earlier versions num_experts
-    key = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
-    return MoeSpec(
-        num_experts=config.size(key),
-        top_k=config.size("num_experts_per_tok"),
-        ffn_dim=config.size("moe_intermediate_size"),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
-    )
-
-
 def merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
     """Return the end tokens that any of several configs names, ascending."""
     ids: set[int] = set()
@@ -266,3 +318,21 @@ def _read_dtype(config: JsonValues) -> CheckpointDType:
         f"{config.where}: dtype {name!r} is not supported by the native engine, only float32, "
         f"bfloat16 and float16; {SAME_MODEL}"
     )
+
+
+def read_max_positions(path: Path, *, trust_remote_code: bool = False) -> int | None:
+    """Return the positions that a model was made for; None where its config sets no limit.
+
+    Raises:
+        ConfigError: the installed transformers cannot read the config.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"transformers cannot read {path / 'config.json'}: {error_text(error)}"
+        ) from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else int(positions)

@@ -1,13 +1,39 @@
-"""JSON files of a checkpoint, each of which holds one object, and its values."""
+"""JSON files of a checkpoint and their values; which backend runs what the native one does not."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raybatch.errors import ConfigError
+
+# of a model that generates, which the native engine lacks a part of
+SAME_MODEL = (
+    "set backend: vllm, or backend: transformers, which runs every causal language model of "
+    "transformers and is slow"
+)
+_IMAGES = "set backend: vllm, which runs many models of text and images"
+_NUMBERS = (
+    "a model that generates no text may run with backend: vllm and task: embed, classify or score"
+)
+
+
+def backends_for(architectures: Sequence[str]) -> str:
+    """Return what to set for a checkpoint, by the architectures that its config.json names.
+
+    Whether a release of vLLM has one of them is known on the hosts of its engines alone.
+
+    Example:
+        >>> backends_for(["Gemma2ForCausalLM"]).split(",")[0]
+        'set backend: vllm'
+    """
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        return SAME_MODEL
+    if any(name.endswith("ForConditionalGeneration") for name in architectures):
+        return _IMAGES
+    return _NUMBERS if architectures else SAME_MODEL
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -35,7 +61,6 @@ class JsonValues:
     where: str
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - of JSON
-        """Return a value as it is."""
         return self.values.get(key, default)
 
     def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:

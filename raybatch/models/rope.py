@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from raybatch.errors import ConfigError
-from raybatch.models.json_files import JsonValues
-from raybatch.models.other_backends import SAME_MODEL
+from raybatch.models.json_files import SAME_MODEL, JsonValues
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -18,13 +17,8 @@ class RopeSpec:
 
     Args:
         kind: how frequencies are changed for long contexts.
-        theta: base of the frequencies.
         factor: how much longer than the original context the model runs.
         original_max_positions: context of the first training (llama3, yarn).
-        low_freq_factor: llama3.
-        high_freq_factor: llama3.
-        beta_fast: yarn.
-        beta_slow: yarn.
         truncate: yarn rounds the bounds of its ramp to whole dimensions.
         attention_factor: cos and sin are scaled by it (yarn).
     """
@@ -51,12 +45,12 @@ def read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int]
         ConfigError: a kind of scaling that the engine does not have, or no number where one is
             needed.
     """
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{config.where}: the options of RoPE must be an object, got {found!r}")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"{config.where}: the options of RoPE must be an object, got {scaling!r}")
     # a value that is null is one that is left out
-    given = {key: value for key, value in found.items() if value is not None}
-    options = JsonValues(given, config.where)
+    set_options = {key: value for key, value in scaling.items() if value is not None}
+    options = JsonValues(set_options, config.where)
     kind: Any = options.get("rope_type", options.get("type", "default"))
     if kind not in get_args(RopeType):
         raise ConfigError(
@@ -73,7 +67,7 @@ def read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int]
     has_own = config.get(key) is not None
     original = (config if has_own else options).size(key, max_positions)
     factor = options.number("factor", max_positions / original if kind == "yarn" else 1.0)
-    has_theta = "rope_theta" in given or config.get("rope_theta") is None
+    has_theta = "rope_theta" in set_options or config.get("rope_theta") is None
     theta = (options if has_theta else config).number("rope_theta", 10000.0)
     spec = RopeSpec(
         kind=kind,

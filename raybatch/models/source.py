@@ -175,11 +175,7 @@ def fetch_folder(
 ) -> Path:
     """Copy the folder at `uri` into the cache once; it appears complete.
 
-    Args:
-        uri: of the folder.
-        what: lies there, in the words of errors.
-        patterns: of the names of its files.
-        needed: name of the file without which it is no such folder.
+    `what` names it in errors; `needed` is the file without which it is no such folder.
 
     Raises:
         ConfigError: it cannot be read, or lacks that file.
@@ -230,7 +226,7 @@ def _copy(filesystem: Any, sources: dict[str, str], target: Path) -> None:  # no
 
 
 def _version_of(entry: dict[str, Any]) -> str:
-    """Return what a file system tells about the content: a checksum, else a time of change."""
+    """Return what a file system knows of the content: a checksum, else a time of change."""
     for key in ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created"):
         if entry.get(key) is not None:
             return str(entry[key])

@@ -18,8 +18,7 @@ from raybatch.rows.batches import python_values
 from raybatch.rows.identity import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.template import PromptTemplate
-from raybatch.text.chat import check_messages
-from raybatch.text.prompt_errors import InvalidPrompt, PromptError
+from raybatch.text.chat import InvalidPrompt, PromptError, check_messages
 
 # what OpenAI takes in one file
 MAX_REQUESTS, MAX_BYTES = 50_000, 200_000_000

@@ -18,8 +18,7 @@ from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
-from raybatch.text.chat import check_messages, map_texts
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt, check_messages, map_texts
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded
 

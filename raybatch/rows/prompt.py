@@ -7,7 +7,7 @@ from raybatch.errors import ConfigError, error_text
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import OnTooLong
 from raybatch.rows.schema import describe_error
-from raybatch.text.prompt_errors import InvalidPrompt, PromptError, RenderError
+from raybatch.text.chat import InvalidPrompt, PromptError, RenderError
 from raybatch.text.tokenizer import Encoded
 
 

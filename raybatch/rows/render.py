@@ -31,8 +31,8 @@ from raybatch.rows.tools import (
     row_columns,
     stage_options,
 )
+from raybatch.text.chat import InvalidPrompt
 from raybatch.text.pairs import read_pair, with_frame
-from raybatch.text.prompt_errors import InvalidPrompt
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded, Tokenizer
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.rows.batches import UNREADABLE, python_values
-from raybatch.text.prompt_errors import InvalidPrompt, PromptError
+from raybatch.text.chat import InvalidPrompt, PromptError
 
 _CONVERTIBLE = (
     str,

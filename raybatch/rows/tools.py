@@ -10,7 +10,7 @@ from raybatch.records.payload import CHAT
 from raybatch.rows.batches import json_value, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import column_of
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt
 
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"

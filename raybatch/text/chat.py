@@ -1,25 +1,41 @@
-"""Checks OpenAI messages of a row and maps their text; rendering is the tokenizer's."""
+"""Checks OpenAI messages of a row and maps their text; errors of prompts. The tokenizer renders."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.errors import RaybatchError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
 Message = dict[str, Any]
+
+
+class PromptError(RaybatchError, ValueError):
+    """A row's prompt cannot be used."""
+
+
+class InvalidPrompt(PromptError):  # noqa: N818 - the name is seen in outputs
+    """A null, a wrong type, a wrong message, or text that is not valid UTF-8."""
+
+
+class RenderError(PromptError):
+    """The chat template refused the row or wrote too much."""
+
+
+class TokenizeError(PromptError):
+    """The tokenizer could not turn the text into tokens."""
+
+
+class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
+    """The prompt leaves no room in the model's context."""
 
 
 def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
     """Return the messages as plain dicts, without keys that are null.
 
-    A null key is what an Arrow struct makes of an absent one.
-
-    Args:
-        messages: of a row.
-        kinds: types of the parts that a content may have; None takes all, as they are.
+    A null key is what an Arrow struct makes of an absent one. `kinds` are the types of the parts
+    that a content may have; None takes all, as they are.
 
     Raises:
         InvalidPrompt: naming the message and what is wrong with it.
@@ -63,9 +79,9 @@ def _check_parts(content: object, idx: int, kinds: Collection[str] | None) -> li
         where = f"messages[{idx}].content[{part_idx}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or not (kind in kinds if kinds else isinstance(kind, str)):
-            told = repr(kind) if isinstance(part, Mapping) else _kind(part)
+            received = repr(kind) if isinstance(part, Mapping) else _kind(part)
             wanted = " or ".join(map(repr, kinds or ("text",)))
-            raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {told}")
+            raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {received}")
         if kind != "text":
             parts.append({str(key): item for key, item in part.items() if item is not None})
             continue
@@ -88,14 +104,14 @@ def join_parts(messages: Sequence[Message]) -> list[Message]:
 
 def texts(messages: Sequence[Message]) -> list[str]:
     """Return every string inside the messages, in order; roles left out."""
-    found: list[str] = []
+    strings: list[str] = []
 
     def keep(text: str) -> str:
-        found.append(text)
+        strings.append(text)
         return text
 
     map_texts(messages, keep)
-    return found
+    return strings
 
 
 def map_texts(messages: Sequence[Message], change: Callable[[str], str]) -> list[Message]:

@@ -7,18 +7,18 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens
 from raybatch.records.payload import DOCUMENT_AT, TYPES_AT, add_payload
-from raybatch.text.prompt_errors import InvalidPrompt, TokenizeError
+from raybatch.text.chat import InvalidPrompt, TokenizeError
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded, Tokenizer
 
 
-def with_frame(found: Encoded, tokenizer: PromptTokenizer) -> Encoded:
+def with_frame(encoded: Encoded, tokenizer: PromptTokenizer) -> Encoded:
     """Return a text with the tokens between those that the tokenizer puts around it named.
 
     A model that pools the first or the last token counts on them, so a cut has to leave them.
     """
     before, after = tokenizer.frame
-    return found._replace(cuttable=(before, len(found.token_ids) - after))
+    return encoded._replace(cuttable=(before, len(encoded.token_ids) - after))
 
 
 def read_pair(
@@ -31,13 +31,8 @@ def read_pair(
 ) -> Encoded:
     """Return a query and a document in tokens; only the document may be cut.
 
-    Args:
-        tokenizer: of the model.
-        query: first text.
-        document: second text.
-        form: "pair" is one sequence as the tokenizer makes it of two texts, "joined" one of the
-            texts one after the other, "apart" two sequences.
-        special_tokens: "escape" makes special tokens in the texts plain text.
+    A `form` of "pair" is one sequence as the tokenizer makes it of two texts, "joined" one of the
+    texts one after the other, "apart" two sequences.
 
     Raises:
         InvalidPrompt: a text is empty.
@@ -48,10 +43,10 @@ def read_pair(
             raise InvalidPrompt(f"the {name} is empty")
     if form == "apart":
         return _apart(tokenizer, query, document, special_tokens)
-    fast, found = tokenizer.fast_for(query + document, special_tokens)
+    fast, num_special = tokenizer.fast_for(query + document, special_tokens)
     if form == "joined":
-        return _joined(fast, query, document, found)
-    return _pair(fast, query, document, found, has_types=tokenizer.has_types)
+        return _joined(fast, query, document, num_special)
+    return _pair(fast, query, document, num_special, has_types=tokenizer.has_types)
 
 
 def _apart(
@@ -75,12 +70,14 @@ def _joined(fast: FastTokenizer, query: str, document: str, num_special: int) ->
         encoding = fast.encode(query + document)
     except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
         raise TokenizeError(f"{type(error).__name__}: {error}") from error
-    own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    if not own:
+    places = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+    if not places:
         raise InvalidPrompt("prompt is empty")
-    starts = [i for i in own if encoding.offsets[i][0] >= len(query)]
-    start = starts[0] if starts else own[-1] + 1
-    return Encoded(np.asarray(encoding.ids, np.int32), num_special, cuttable=(start, own[-1] + 1))
+    starts = [i for i in places if encoding.offsets[i][0] >= len(query)]
+    start = starts[0] if starts else places[-1] + 1
+    return Encoded(
+        np.asarray(encoding.ids, np.int32), num_special, cuttable=(start, places[-1] + 1)
+    )
 
 
 def _pair(

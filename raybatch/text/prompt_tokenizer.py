@@ -11,11 +11,11 @@ from raybatch.text.tokenizer import Encoded
 
 
 class PromptTokenizer(Protocol):
-    """Turns prompts into tokens and tokens into text; `raybatch.text.tokenizer` says more."""
+    """Turns prompts into tokens and tokens into text; see `raybatch.text.tokenizer`."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be asked."""
+        """Whether messages can be rendered."""
 
     @property
     def vocab_size(self) -> int:
@@ -29,7 +29,7 @@ class PromptTokenizer(Protocol):
         """Return how many special tokens stand in `text` as plain characters."""
 
     def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
-        """Return whether messages can be asked with an option of that name."""
+        """Return whether the chat template reads an option of that name."""
 
     def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
         """Return the ids of a plain prompt."""

@@ -45,11 +45,11 @@ class SpecialTokens:
 
     def count(self, text: str) -> int:
         """Return how many special tokens the tokenizer would find in `text`."""
-        found = len(self._pattern.findall(text)) if self._ids else 0
+        num_special = len(self._pattern.findall(text)) if self._ids else 0
         if self._normalized_pattern is None:
-            return found
+            return num_special
         normalized = self._fast.normalizer.normalize_str(text)
-        return max(found, len(self._normalized_pattern.findall(normalized)))
+        return max(num_special, len(self._normalized_pattern.findall(normalized)))
 
     def mark(self, text: str) -> str:
         """Put a mark in the place of every special token of a row's text."""

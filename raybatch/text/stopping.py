@@ -1,14 +1,21 @@
 """Stop strings: found while tokens arrive, cut off when the text is made.
 
-The engine asks a `StopChecker` after every token; whoever makes the text calls `visible_token_ids`
-and `truncate_at_stop`.
+The engine calls a `StopChecker` after every token; whatever makes the text calls `completion_text`.
 """
 
-from typing import Protocol
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy.typing as npt
 
 from raybatch.records.types import Completion, Sampling, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from raybatch.text.tokenizer import Tokenizer
 
 # a character has at most four bytes; after so many tokens a broken one will not become whole
 _MAX_HELD_TOKENS = 8
@@ -26,9 +33,6 @@ class StopChecker:
 
     Text is made from a short window of tokens, so a token costs the same at any length. A match
     that ends within the first `min_tokens` tokens does not count, as in vLLM.
-
-    Args:
-        tokenizer: turns token ids into text.
     """
 
     def __init__(self, tokenizer: Decoder) -> None:
@@ -38,10 +42,7 @@ class StopChecker:
     def add(self, slot: int, sampling: Sampling, generated: npt.ArrayLike = ()) -> None:
         """Watch a slot.
 
-        Args:
-            slot: any; what it held is replaced.
-            sampling: options.
-            generated: tokens made before, by a preempted or migrated sequence.
+        `generated` are tokens made before, by a preempted or migrated sequence.
         """
         self.remove(slot)
         if sampling.stop:
@@ -51,7 +52,6 @@ class StopChecker:
             self._watches[slot] = watch
 
     def remove(self, slot: int) -> None:
-        """Forget a slot; forgetting a free one does nothing."""
         self._watches.pop(slot, None)
 
     def check(self, slot: int, token_id: int) -> str | None:
@@ -79,11 +79,11 @@ class _Watch:
         self._num_tokens += 1
         new = self._decode_next(token_id)
         text = self._tail + new
-        found = None
+        stop = None
         if new and self._num_tokens > self._min_tokens:
-            found = find_stop(text, self._stop, end_after=len(self._tail))
+            stop = find_stop(text, self._stop, end_after=len(self._tail))
         self._tail = text[-self._reach :] if self._reach else ""
-        return found
+        return stop
 
     def _decode_next(self, token_id: int) -> str:
         """Return the text that this token adds; empty while a character is incomplete."""
@@ -105,30 +105,17 @@ class _Watch:
 
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | None:
-    """Return the stop string that begins first in `text`; of equals the first listed.
-
-    Args:
-        text: to search.
-        stop: strings to look for.
-        end_after: matches that end at or before this character do not count.
-    """
-    found: list[tuple[int, int]] = []
+    """Return the stop string that begins first in `text`; of equals the first listed."""
+    matches: list[tuple[int, int]] = []
     for idx, candidate in enumerate(stop):
         position = text.find(candidate, max(0, end_after - len(candidate) + 1))
         if position >= 0:
-            found.append((position, idx))
-    return stop[min(found)[1]] if found else None
+            matches.append((position, idx))
+    return stop[min(matches)[1]] if matches else None
 
 
 def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> str:
-    """Cut `text` at the stop string that ended it.
-
-    Args:
-        text: of the whole completion.
-        stop: the string that was found.
-        include: keep the stop string itself.
-        start: character from which to look.
-    """
+    """Cut `text` at the stop string that ended it."""
     position = text.find(stop, start)
     if position < 0:
         return text
@@ -158,3 +145,25 @@ def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decod
         before = tokenizer.decode(completion.token_ids[:-1], skip).rstrip("\ufffd")
         start = max(0, len(before) - len(stop) + 1)
     return truncate_at_stop(text, stop, sampling.include_stop_str_in_output, start=start)
+
+
+class LazyTokenizer:
+    """What a `StopChecker` and a grammar need of a tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tokenizer: Tokenizer | None = None
+
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
+        return self._load().decode(token_ids, skip_special_tokens)
+
+    def hugging_face(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer of transformers; it may not be changed."""
+        return self._load().hugging_face
+
+    def _load(self) -> Tokenizer:
+        if self._tokenizer is None:
+            from raybatch.text.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.load(self._path)
+        return self._tokenizer

@@ -125,17 +125,11 @@ def _fits(chars: int) -> None:
 
 
 def check_operator(operator: str, left: object, right: object) -> None:
-    """Raise TemplateLimitError where an operator would make too much.
-
-    Args:
-        operator: "+", "*", "**" or "%".
-        left: before it.
-        right: behind it.
-    """
+    """Raise TemplateLimitError where an operator would make too much."""
     if operator == "%":
         if isinstance(left, _TEXTS):
-            said = left.decode("latin-1") if isinstance(left, bytes) else left
-            _check_format(said, _PERCENT_FIELD, [right])
+            text = left.decode("latin-1") if isinstance(left, bytes) else left
+            _check_format(text, _PERCENT_FIELD, [right])
     elif operator == "+":
         if not isinstance(left, int | float) and not isinstance(right, int | float):
             _fits(_size(left) + _size(right))
@@ -226,7 +220,7 @@ def checked_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Call
 def _checked(made: Callable[..., Any], check: _Check) -> Callable[..., Any]:
     """Return a filter whose arguments are looked at, and made countable, before it runs."""
 
-    # what else a filter wants to be given is said by its attributes
+    # jinja2 reads from a filter's attributes what else to pass to it
     @wraps(made)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any filter
         return made(*check(args, kwargs), **kwargs)
@@ -274,18 +268,18 @@ def _indents(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
 
 
 def _replaces(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
-    found = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-    if len(found) >= 3:
-        _check_replace(*found[:3])
+    strings = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    if len(strings) >= 3:
+        _check_replace(*strings[:3])
     return args
 
 
 def _joins(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
-    # the first is what jinja2 wants to tell the filter
-    context, given, *rest = args
-    if not isinstance(given, Iterable):
+    # jinja2 passes its context first
+    context, pieces, *rest = args
+    if not isinstance(pieces, Iterable):
         return args
-    values = list(islice(given, MAX_PIECES + 1))
+    values = list(islice(pieces, MAX_PIECES + 1))
     _check_join(str(kwargs.get("d", rest[0] if rest else "")), values)
     return (context, values, *rest)
 

@@ -25,7 +25,7 @@ class TemplateText(NamedTuple):
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a folder whose tokenizer is not there or damaged, as far as its files tell.
+    """Refuse a folder whose tokenizer files are missing or damaged.
 
     Raises:
         ConfigError: names the file.
@@ -50,23 +50,21 @@ def check_tokenizer(folder: Path) -> None:
 def check_template(folder: Path, *, has_tools: bool) -> None:
     """Refuse a checkpoint whose chat template cannot be parsed.
 
-    Args:
-        folder: of the checkpoint; one without a template is fine.
-        has_tools: rows are rendered with tools, for which it may have a template of its own.
+    A folder without a template is fine; one for tools may have a template of its own.
 
     Raises:
         ConfigError: names the file and the place in it.
     """
-    found = template_of(folder, has_tools=has_tools)
-    if found is None:
+    template = template_of(folder, has_tools=has_tools)
+    if template is None:
         return
     try:
-        ChatTemplate(found.text)
+        ChatTemplate(template.text)
     except (TemplateError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
         raise ConfigError(
-            f"{found.file}{where}: the chat template cannot be parsed: {error}; mend it, give "
+            f"{template.file}{where}: the chat template cannot be parsed: {error}; mend it, give "
             "another as chat_template, or ask plain text with chat=False"
         ) from error
 
@@ -77,10 +75,10 @@ def template_of(folder: Path, *, has_tools: bool) -> TemplateText | None:
     Raises:
         ConfigError: a file cannot be read.
     """
-    found = _templates_in_files(folder) or _templates_in_config(folder)
-    if has_tools and _WITH_TOOLS in found:
-        return found[_WITH_TOOLS]
-    return found.get(_DEFAULT)
+    templates = _templates_in_files(folder) or _templates_in_config(folder)
+    if has_tools and _WITH_TOOLS in templates:
+        return templates[_WITH_TOOLS]
+    return templates.get(_DEFAULT)
 
 
 def _templates_in_files(folder: Path) -> dict[str, TemplateText]:
@@ -93,10 +91,10 @@ def _templates_in_files(folder: Path) -> dict[str, TemplateText]:
 
 def _templates_in_config(folder: Path) -> dict[str, TemplateText]:
     path = folder / _CONFIG
-    told = (read_json(path) or {}).get("chat_template")
-    if isinstance(told, str):
-        return {_DEFAULT: TemplateText(path, told)}
-    listed = told if isinstance(told, list) else []
+    value = (read_json(path) or {}).get("chat_template")
+    if isinstance(value, str):
+        return {_DEFAULT: TemplateText(path, value)}
+    listed = value if isinstance(value, list) else []
     return {
         str(one["name"]): TemplateText(path, str(one["template"]))
         for one in listed

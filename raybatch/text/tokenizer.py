@@ -17,9 +17,17 @@ from tokenizers import Tokenizer as FastTokenizer
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.records.types import TokenIds
-from raybatch.text.chat import Message, check_messages, join_parts, map_texts, texts
+from raybatch.text.chat import (
+    InvalidPrompt,
+    Message,
+    RenderError,
+    TokenizeError,
+    check_messages,
+    join_parts,
+    map_texts,
+    texts,
+)
 from raybatch.text.chat_template import ChatTemplate
-from raybatch.text.prompt_errors import InvalidPrompt, RenderError, TokenizeError
 from raybatch.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -46,11 +54,8 @@ class Encoded(NamedTuple):
     """A prompt in tokens.
 
     Args:
-        token_ids: int32.
-        num_special: special tokens that were found in its texts.
         payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
         cuttable: first place of the tokens that may be cut, and the one behind; None cuts any.
-        num_images: that stand among its tokens.
         asked_ids: `token_ids` before stand-ins for images were put among them; None where equal.
     """
 
@@ -122,11 +127,10 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
-        """Return whether the chat template says `name` anywhere, as it must to read an option."""
+        """Return whether the chat template mentions `name`, as it must to read an option."""
         if chat_template is None and not self.has_chat_template:
             return False
         tools: list[dict[str, Any]] | None = [{}] if name == "tools" else None
@@ -136,19 +140,19 @@ class Tokenizer:
     def frame(self) -> tuple[int, int]:
         """How many tokens the tokenizer puts before and behind a plain text."""
         places = self._fast.encode("a").sequence_ids
-        own = [i for i, sequence in enumerate(places) if sequence is not None]
-        return (own[0], len(places) - 1 - own[-1]) if own else (0, 0)
+        text_places = [i for i, sequence in enumerate(places) if sequence is not None]
+        return (text_places[0], len(places) - 1 - text_places[-1]) if text_places else (0, 0)
 
     @property
     def has_types(self) -> bool:
-        """Whether the model is told which of two texts a token is of."""
+        """Whether the model reads which of two texts a token is of."""
         return "token_type_ids" in self._tokenizer.model_input_names
 
     def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> tuple[FastTokenizer, int]:
         """Return what tokenizes a text with its special tokens, and how many these are."""
-        found = self._special.count(text)
-        is_escaped = special_tokens == "escape" and found > 0
-        return (self._special.escaping if is_escaped else self._fast), found
+        num_special = self._special.count(text)
+        is_escaped = special_tokens == "escape" and num_special > 0
+        return (self._special.escaping if is_escaped else self._fast), num_special
 
     def count_special(self, text: str) -> int:
         """Return how many special tokens stand in `text` as plain characters."""
@@ -161,10 +165,8 @@ class Tokenizer:
     def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded:
         """Return a plain prompt in tokens, with the begin token where the model wants one.
 
-        Args:
-            text: the prompt.
-            special_tokens: "escape" makes special tokens in `text` ordinary text; "allow" lets
-                them be control tokens, and a begin token at the start of `text` is not doubled.
+        With "escape", special tokens in `text` are ordinary text; "allow" lets them be control
+        tokens, and a begin token at the start of `text` is not doubled.
 
         Raises:
             InvalidPrompt: not a string, or no tokens.
@@ -172,14 +174,16 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidPrompt(f"prompt must be a string, got {type(text).__name__}")
-        found = self._special.count(text)
-        if special_tokens == "escape" and found:
-            return Encoded(_encode(self._special.escaping, text, add_special_tokens=True), found)
+        num_special = self._special.count(text)
+        if special_tokens == "escape" and num_special:
+            return Encoded(
+                _encode(self._special.escaping, text, add_special_tokens=True), num_special
+            )
         ids = _encode(self._fast, text, add_special_tokens=True)
         bos_id = self._tokenizer.bos_token_id
         if bos_id is not None and len(ids) > 1 and ids[0] == bos_id == ids[1]:
             ids = ids[1:]
-        return Encoded(ids, found)
+        return Encoded(ids, num_special)
 
     def apply_chat(self, messages: object, **options: Any) -> TokenIds:  # noqa: ANN401
         """Return the ids of rendered messages, see `read_chat`."""
@@ -197,7 +201,7 @@ class Tokenizer:
     ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
 
-        The model is asked for a new message, or to go on with the last one if that is the
+        The prompt ends with the begin of a new message, or inside the last one if that is the
         assistant's.
 
         Args:
@@ -234,8 +238,8 @@ class Tokenizer:
         checked = [*checked, {"role": "", **(row_options or {})}]
         fast = self._fast
         is_escaped = special_tokens == "escape"
-        found = self._count_special(checked, may_spread=not is_escaped)
-        is_escaped = is_escaped and found > 0
+        num_special = self._count_special(checked, may_spread=not is_escaped)
+        is_escaped = is_escaped and num_special > 0
         if is_escaped:
             fast = self._special.escaping
             checked = map_texts(checked, self._special.mark)
@@ -244,7 +248,7 @@ class Tokenizer:
         rendered = self._render(checked, chat_template, options)
         if is_escaped:
             rendered = self._special.protect(rendered)
-        return Encoded(_encode(fast, rendered, add_special_tokens=False), found)
+        return Encoded(_encode(fast, rendered, add_special_tokens=False), num_special)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -255,10 +259,10 @@ class Tokenizer:
         self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
     ) -> list[str]:
         """Return the text of many lists of token ids."""
-        found = self._fast.decode_batch(
+        decoded = self._fast.decode_batch(
             [_as_list(token_ids) for token_ids in batch], skip_special_tokens=skip_special_tokens
         )
-        return [self._clean(text) for text in found]
+        return [self._clean(text) for text in decoded]
 
     def _clean(self, text: str) -> str:
         return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
@@ -270,9 +274,9 @@ class Tokenizer:
             InvalidPrompt: a special token is spread over neighbouring texts, where a template
                 that joins them would make it whole.
         """
-        found = texts(messages)
-        apart = sum(map(self._special.count, found))
-        if not may_spread and self._special.count("".join(found)) > apart:
+        strings = texts(messages)
+        apart = sum(map(self._special.count, strings))
+        if not may_spread and self._special.count("".join(strings)) > apart:
             raise InvalidPrompt("a special token of the model is spread over several messages")
         return apart
 

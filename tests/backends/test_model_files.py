@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 from raybatch.backends.registry import check_files
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError
+from raybatch.models.checkpoint_check import needed_tensors
 from raybatch.models.config import read_model_spec
-from raybatch.models.tensor_names import needed_tensors
 from tests.stages.support import make_tokenizer
 
 CONFIG = {

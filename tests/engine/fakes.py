@@ -12,6 +12,7 @@ import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decode_graphs import GraphCounts
+from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Completion, Request, Sampling
 
@@ -93,6 +94,10 @@ class FakeRunner:
         self._positions = np.full((self.num_blocks, self.block_size), -1)
         # keys of both layers, and positions, as one table of blocks
         self._host = np.zeros((NUM_LAYERS + 1, self.num_host_blocks, self.block_size), np.uint64)
+
+    @property
+    def tiers(self):
+        return self
 
     def save_blocks(self, block_ids, host_ids):
         self._count_move(block_ids, host_ids)
@@ -211,13 +216,6 @@ class FakeRunner:
         assert set(part.owners.tolist()) == set(range(plan.num_decode))
 
 
-@dataclass
-class FakeResult:
-    token_ids: np.ndarray
-    is_finite: np.ndarray
-    logprobs: list | None = None
-
-
 class FakeSampler:
     """Greedy; fails when slots are misused or a sequence is told wrongly."""
 
@@ -250,7 +248,7 @@ class FakeSampler:
                 else None
                 for slot, token in zip(slots.tolist(), token_ids.tolist(), strict=True)
             ]
-        return FakeResult(token_ids, is_finite, logprobs)
+        return SampleResult(token_ids=token_ids, is_finite=is_finite, logprobs=logprobs)
 
 
 class FakeStopChecker:

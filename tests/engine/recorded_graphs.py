@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raybatch.engine.forward.step_graph import Graph
+from raybatch.engine.forward.decode_graphs import Graph
 
 _NUM_WARM_UPS = 2
 

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.scheduling.admission import KVForecast
-from raybatch.engine.scheduling.output_lengths import OutputLengths
+from raybatch.engine.scheduling.admission import KVForecast, OutputLengths
 from raybatch.engine.sequences.table import Sequence
 from tests.engine.fakes import make_request
 from tests.engine.test_scheduler import make_scheduler

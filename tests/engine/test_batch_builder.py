@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from raybatch.engine.batch.batch_builder import BatchBuilder
+from raybatch.engine.batch.forward_batch import BatchBuilder
 from raybatch.engine.batch.plan_builder import PlanBuilder
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager

@@ -12,10 +12,10 @@ from raybatch.errors import ConfigError
 from raybatch.models.checkpoint_check import (
     check_known_tensors,
     check_tensors,
+    needed_tensors,
     stored_tensors,
 )
 from raybatch.models.config import read_model_spec
-from raybatch.models.tensor_names import needed_tensors
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

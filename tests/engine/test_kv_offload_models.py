@@ -9,7 +9,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.memory.layer_window import LayerWindow
+from raybatch.engine.memory.kv_tiers import LayerWindow
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.models.config import read_model_spec
 from tests import tolerances

@@ -29,8 +29,8 @@ def test_blocks_come_back_bit_by_bit_in_other_places(host_ids, dtype):
     cache, tiers = make_tiers(dtype=dtype)
     before = (cache.k.clone(), cache.v.clone())
     source, target = [7, 0, 4], [2, 5, 6]
-    tiers.save(np.array(source), np.array(host_ids))
-    tiers.load(np.array(host_ids), np.array(target))
+    tiers.save_blocks(np.array(source), np.array(host_ids))
+    tiers.load_blocks(np.array(host_ids), np.array(target))
     for pool, old in zip((cache.k, cache.v), before, strict=True):
         assert torch.equal(pool[:, target], old[:, source])
         others = [0, 1, 3, 4, 7]
@@ -39,7 +39,7 @@ def test_blocks_come_back_bit_by_bit_in_other_places(host_ids, dtype):
 
 def test_a_block_of_the_host_is_one_piece_of_memory():
     cache, tiers = make_tiers()
-    tiers.save(np.array([4]), np.array([2]))
+    tiers.save_blocks(np.array([4]), np.array([2]))
     assert tiers.host.k[0, 2].is_contiguous()
     assert tiers.block_bytes == 2 * cache.k[:, 0].numel() * 4
     step = tiers.host.k.stride(1) * 4
@@ -49,7 +49,7 @@ def test_a_block_of_the_host_is_one_piece_of_memory():
 def test_measuring_leaves_the_device_as_it_is():
     cache, tiers = make_tiers()
     before = (cache.k.clone(), cache.v.clone())
-    assert tiers.bytes_per_s() > 0
+    assert tiers.copy_bytes_per_s() > 0
     assert torch.equal(cache.k, before[0])
     assert torch.equal(cache.v, before[1])
 
@@ -87,10 +87,10 @@ def test_blocks_come_back_from_pinned_memory_while_others_are_written():
     tiers = KVTiers(cache, 6)
     before = (cache.k.cpu(), cache.v.cpu())
     for _ in range(50):
-        tiers.save(np.array([7, 0, 4]), np.array([0, 2, 3]))
+        tiers.save_blocks(np.array([7, 0, 4]), np.array([0, 2, 3]))
         # what a step writes right after
         cache.k[:, [7, 0, 4]] = 0
         cache.v[:, [7, 0, 4]] = 0
-        tiers.load(np.array([0, 2, 3]), np.array([7, 0, 4]))
+        tiers.load_blocks(np.array([0, 2, 3]), np.array([7, 0, 4]))
         assert torch.equal(cache.k.cpu(), before[0])
         assert torch.equal(cache.v.cpu(), before[1])

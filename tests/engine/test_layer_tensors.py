@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.engine.weights.layer_tensors import map_tensors, packed_bytes, packed_into, tensors_of
+from raybatch.engine.weights.layout import map_tensors, packed_bytes, packed_into, tensors_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec, read_model_spec
-from raybatch.models.other_backends import SAME_MODEL, backends_for
+from raybatch.models.json_files import SAME_MODEL, backends_for
 
 SIZES = {
     "vocab_size": 100,

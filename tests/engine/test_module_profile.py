@@ -8,8 +8,12 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.profile.attention_batch import AttentionBatch
-from raybatch.engine.profile.layer_bench import ProfileOptions, probe_decoder, profile_options
+from raybatch.engine.profile.layer_bench import (
+    AttentionBatch,
+    ProfileOptions,
+    probe_decoder,
+    profile_options,
+)
 from raybatch.engine.profile.module_profile import model_shape, profile_layer
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
@@ -124,7 +128,7 @@ def test_attention_is_measured_over_the_kv_that_an_engine_keeps(load):
         Workload(cached_tokens=20),
         like=weights.embed,
         block_size=16,
-        kv_cache_dtype="int8",
+        kv_dtype=torch.int8,
     )
     assert torch.int8 == batch.cache.k.dtype
     assert 0.5 < float(dequantise(batch.cache.k, spec.head_dim, torch.float32).std()) < 1.5

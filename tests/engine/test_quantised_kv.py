@@ -77,7 +77,7 @@ def make(path, kind, *, num_blocks=400, num_host_blocks=0, **options):
     )
     runner = ModelRunner.load(str(path), config)
     assert runner.num_blocks == num_blocks
-    assert runner.block_bytes == block_bytes
+    assert runner.tiers.block_bytes == block_bytes
     sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
     recovery = Choice() if num_host_blocks else None
     return NativeBackend(Engine(runner, sampler, FakeStopChecker(), config, recovery=recovery))

@@ -10,7 +10,7 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.pick_ops import pick_ops
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
-from raybatch.engine.weights.layer_tensors import tensors_of
+from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_weights import (
     BYTE_DTYPES,

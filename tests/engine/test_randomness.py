@@ -1,6 +1,6 @@
 import numpy as np
 
-from raybatch.engine.sampling.randomness import sequence_key, uniforms
+from raybatch.engine.sampling.draw import sequence_key, uniforms
 
 
 def test_seed_sample_and_position_each_change_the_number():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raybatch.engine.recovery_costs import LearnedRecovery
+from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.policy.cost.cost_model import EngineLimits

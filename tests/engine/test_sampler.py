@@ -11,8 +11,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_greedy, draw_ranked
-from raybatch.engine.sampling.randomness import sequence_key, uniforms
+from raybatch.engine.sampling.draw import (
+    DrawOptions,
+    draw_dense,
+    draw_greedy,
+    draw_ranked,
+    sequence_key,
+    uniforms,
+)
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.records.types import Sampling
 from tests import tolerances

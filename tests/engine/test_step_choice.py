@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_measured_runs_plain_with_a_warning(folder, monke
     def fails(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("raybatch.engine.loading.step_choice.measured_profile", fails)
+    monkeypatch.setattr("raybatch.engine.loading.loaded_model.measured_profile", fails)
     assert loaded(folder).attn_batch_tokens is None
     assert "could not be measured: OutOfMemoryError: no room" in caplog.text
 

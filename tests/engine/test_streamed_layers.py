@@ -15,9 +15,8 @@ from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.module_profile import profile_layer
 from raybatch.engine.sampling.sampler import Sampler
-from raybatch.engine.weights.copies import HostCopies
-from raybatch.engine.weights.layer_store import StreamedLayers
-from raybatch.engine.weights.layer_tensors import tensors_of
+from raybatch.engine.weights.layer_store import HostCopies, StreamedLayers
+from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import ConfigError
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_module_profile import OPTIONS, TickingClock
@@ -170,7 +169,7 @@ def test_a_budget_below_the_ring_is_refused_by_name(dense):
 
 
 def test_the_log_says_what_is_streamed_and_what_it_costs(dense, caplog):
-    with caplog.at_level(logging.INFO, logger="raybatch.engine.loading.layer_placing"):
+    with caplog.at_level(logging.INFO, logger="raybatch.engine.loading.loaded_model"):
         make_engine(dense, device_weight_bytes=budget(dense, 1, 2))
         make_engine(dense)
     (record,) = caplog.records

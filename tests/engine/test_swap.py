@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.sequences.block_manager import BlockManager
-from raybatch.engine.sequences.host_pool import BlockBooks, HostBlocks
+from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks
 from tests.engine.fakes import generate, make_request, run_all
 from tests.engine.test_engine import VOCAB, make_engine, tokens_of
 from tests.engine.test_groups import _mixed_requests, expected, member
@@ -365,18 +364,17 @@ def test_a_sequence_that_comes_back_takes_a_token_of_the_budget(rng):
 
 @pytest.mark.parametrize("pool", [BlockManager(30, 4), HostBlocks(30)], ids=["device", "host"])
 def test_pools_of_device_and_host_keep_one_kind_of_books(pool, rng):
-    books: BlockBooks = pool
     held = []
     for _ in range(300):
         count = int(rng.integers(0, 6))
-        if count <= books.num_available and rng.random() < 0.6:
-            held.append(np.array(books.allocate(count), np.int32))
+        if count <= pool.num_available and rng.random() < 0.6:
+            held.append(np.array(pool.allocate(count), np.int32))
         elif held:
-            books.release(held.pop(int(rng.integers(len(held)))))
-        books.check(held)
-        assert books.num_used == sum(map(len, held)) == 30 - books.num_available
+            pool.release(held.pop(int(rng.integers(len(held)))))
+        pool.check(held)
+        assert pool.num_used == sum(map(len, held)) == 30 - pool.num_available
     with pytest.raises(RuntimeError, match="asked for"):
-        books.allocate(31)
+        pool.allocate(31)
 
 
 def test_host_blocks_are_handed_out_densely_and_once():

@@ -118,7 +118,11 @@ def test_blocks_that_come_back_have_the_bits_that_went(checkpoint, rng):
     path, _ = checkpoint
     backend, runner = make_swapping(path, num_blocks=18, host=200, max_num_seqs=17)
     gone, num_back = {}, 0
-    tiers, save_blocks, load_blocks = runner.tiers, runner.save_blocks, runner.load_blocks
+    tiers, save_blocks, load_blocks = (
+        runner.tiers,
+        runner.tiers.save_blocks,
+        runner.tiers.load_blocks,
+    )
 
     def blocks(cache, ids):
         return torch.stack((cache.k[:, ids], cache.v[:, ids])).clone()
@@ -136,8 +140,8 @@ def test_blocks_that_come_back_have_the_bits_that_went(checkpoint, rng):
             assert torch.equal(found, gone[host_id])
             num_back += 1
 
-    runner.save_blocks, runner.load_blocks = note_save, check_load
+    tiers.save_blocks, tiers.load_blocks = note_save, check_load
     run(backend, shared_prompts(rng))
     assert num_back > 10
     assert tiers.num_host_blocks == 200
-    assert np.isfinite(tiers.bytes_per_s())
+    assert np.isfinite(tiers.copy_bytes_per_s())

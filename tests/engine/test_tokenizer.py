@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.text.prompt_errors import (
-    InvalidPrompt,
-    RenderError,
-    TokenizeError,
-)
+from raybatch.text.chat import InvalidPrompt, RenderError, TokenizeError
 from raybatch.text.tokenizer import Tokenizer
 
 from .tiny_tokenizers import CORPUS, byte_level_bpe, llama_bpe, unigram

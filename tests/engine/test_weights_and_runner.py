@@ -9,10 +9,14 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.host_memory import free_memory_bytes, host_memory_bytes
-from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
-from raybatch.engine.weights.layer_tensors import tensors_of
-from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.memory.kv_cache import (
+    allocate_kv_cache,
+    free_memory_bytes,
+    host_memory_bytes,
+    kv_bytes_per_token,
+    num_blocks_for,
+)
+from raybatch.engine.weights.layout import WeightForm, tensors_of
 from raybatch.engine.weights.loading import load_weights, prepare_weights
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
@@ -203,7 +207,7 @@ def test_a_pool_that_is_cut_to_what_rows_can_use_is_held_against_the_memory_of_t
 
 def test_an_engine_asks_its_host_for_memory_before_it_takes_a_pool(path, tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000\n")
-    monkeypatch.setattr("raybatch.engine.memory.host_memory._CGROUP", tmp_path)
+    monkeypatch.setattr("raybatch.engine.memory.kv_cache._CGROUP", tmp_path)
     assert 1000000 == host_memory_bytes()
     config = EngineConfig(device="cpu", kv_cache_bytes=10**15)
     with pytest.raises(ConfigError, match="but this host has 1000000 bytes of memory"):

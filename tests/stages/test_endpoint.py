@@ -19,7 +19,7 @@ from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.llm_stage import LLMStage
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.rows.batches import python_values
 from raybatch.rows.template import PromptTemplate
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt
 
 
 class Payload(pa.ExtensionType):

@@ -14,7 +14,7 @@ import numpy as np
 from raybatch.backends.fake.answers import FakeAnswer, fake_answer, fake_vector
 from raybatch.backends.fake.options import FakeOptions, log_finished, mark_start
 from raybatch.backends.intake import Intake, IntakeBackend
-from raybatch.engine.sequences.completions import completion_of
+from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState, Task
 

@@ -74,8 +74,7 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
     from raybatch.models.source import resolve_model
-    from raybatch.text.lazy_tokenizer import LazyTokenizer
-    from raybatch.text.stopping import StopChecker
+    from raybatch.text.stopping import LazyTokenizer, StopChecker
 
     path = resolve_model(model)
     runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)

@@ -21,12 +21,11 @@ from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.backends.transformers.model import HubModel
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
-from raybatch.engine.finish_rules import FinishRules
-from raybatch.engine.protocols import SamplerLike, StopCheckerLike
-from raybatch.engine.row_checks import RowLimits
+from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
+from raybatch.engine.protocols import SamplerLike
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.sampler import Sampler
-from raybatch.engine.sequences.completions import completion_of
+from raybatch.engine.sequences.table import completion_of
 from raybatch.models.source import resolve_model
 from raybatch.records.types import (
     Capacity,
@@ -35,8 +34,7 @@ from raybatch.records.types import (
     SequenceState,
     TokenIds,
 )
-from raybatch.text.lazy_tokenizer import LazyTokenizer
-from raybatch.text.stopping import StopChecker
+from raybatch.text.stopping import LazyTokenizer, StopChecker
 
 # prefix groups whose cache is kept; groups come one after the other
 _NUM_GROUPS = 2

@@ -12,7 +12,7 @@ import torch
 
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.limits import check_max_model_len, pick_device
+from raybatch.engine.loading.resolve import check_max_model_len, pick_device
 from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.models.config import merge_eos
 from raybatch.records.types import TokenIds

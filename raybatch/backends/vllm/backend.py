@@ -25,8 +25,8 @@ from raybatch.backends.vllm.sequence import (
     RequestRefused,
     VllmSequence,
 )
-from raybatch.engine.row_checks import RowLimits
-from raybatch.engine.sequences.completions import completion_of
+from raybatch.engine.finish_rules import RowLimits
+from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import error_text
 from raybatch.records.media import prompt_ids_of
 from raybatch.records.payload import IMAGES

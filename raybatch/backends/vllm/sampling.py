@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from raybatch.engine.sampling.randomness import sequence_key
+from raybatch.engine.sampling.draw import sequence_key
 from raybatch.records.media import images_of
 from raybatch.records.payload import IMAGES
 from raybatch.records.types import Request, Sampling

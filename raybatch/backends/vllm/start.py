@@ -16,7 +16,7 @@ from raybatch.backends.vllm.inner import InnerEngine, Parse
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.pooling import ScorePairs
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.engine.memory.host_memory import free_memory_bytes
+from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_model
 

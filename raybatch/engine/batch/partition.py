@@ -14,11 +14,6 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
 
     Chunks of which one reads blocks that another fills in this very step stay together, so that no
     part ever waits for another one; such a part, or a single chunk, may be larger.
-
-    Args:
-        schedule: of one step.
-        table: the running sequences.
-        max_tokens: of one part, at least 1.
     """
     assert not len(schedule.draft_tokens), "coroutines take no drafts"
     num_decode = len(schedule.decode_slots)
@@ -53,10 +48,10 @@ def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Int64s:
 
 def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Int64s:
     """Return the order of the rows of the parts' logits in which they are those of `schedule`."""
-    found = np.concatenate([slots_with_logits(part, table) for part in parts])
-    sorter = np.argsort(found)
+    slots = np.concatenate([slots_with_logits(part, table) for part in parts])
+    sorter = np.argsort(slots)
     wanted = slots_with_logits(schedule, table)
-    return sorter[np.searchsorted(found, wanted, sorter=sorter)]
+    return sorter[np.searchsorted(slots, wanted, sorter=sorter)]
 
 
 def _connected(schedule: Schedule, table: SequenceTable) -> list[list[int]]:

@@ -14,7 +14,7 @@ The drafts of a decoding sequence are decode rows as well, each one position fur
 before it: what a row may see is how many positions of each block are valid for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +22,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.batch.index_tensors import to_device
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 
 Int64s = npt.NDArray[np.int64]
+
+
+def to_device(
+    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return one int64 tensor per array, all views of one buffer on `device`."""
+    if not arrays:
+        return ()
+    packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
+    return torch.split(packed, [len(array) for array in arrays])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +66,6 @@ class PlanBuilder:
     """Builds one plan per step from the table and the schedule.
 
     Args:
-        table: running sequences.
-        num_blocks: blocks of the pool.
         min_saved_tokens: decode rows read a shared run together if that saves at least so many
             reads of cached positions. Below it, a part of its own costs more than it saves
             (measured on a CPU with blocks of 16).
@@ -162,7 +169,7 @@ class PlanBuilder:
         is_end = (np.diff(group) != 0) | (np.diff(position) != 1)
         ends = np.append(np.flatnonzero(is_end) + 1, len(blocks))
         first_blocks = blocks[np.concatenate(([0], ends[:-1]))]
-        # the first block of a run stands for all of them: whoever reads it is a member
+        # the first block of a run stands for all of them: every reader of it is a member
         self._group_of_block[first_blocks] = np.arange(len(ends))
         found_groups, found_members = [], []
         attended = users.num_attended[slots]

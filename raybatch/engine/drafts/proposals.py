@@ -1,4 +1,4 @@
-"""Guesses of the tokens that follow, from what has been said before; no model, no clock.
+"""Guesses of the tokens that follow, from prompts and earlier answers; no model, no clock.
 
 Answers repeat parts of their prompt, and rows of one template answer alike. So what follows the
 last three tokens is looked up where they stood before: in the prompt of the sequence itself, in
@@ -57,11 +57,8 @@ class AnswerIndex:
     def add(self, contexts: Sequence[int], text: Sequence[int], start: int, group: int) -> None:
         """Note that `contexts` stand before the tokens `start`, `start + 1`, ... of `text`.
 
-        Args:
-            contexts: of neighbouring tokens.
-            text: an answer; it may grow later.
-            start: place of the first of these tokens.
-            group: 0 for none, else a number above 0.
+        `start` is the place of the first of these tokens in `text`, which may grow later; a `group`
+        is above 0, and 0 is none.
         """
         places = [_Place(text, start + i) for i in range(len(contexts))]
         self._young.update(zip(contexts, places, strict=True))
@@ -82,11 +79,7 @@ class AnswerIndex:
 
 
 class PromptIndex:
-    """Where contexts stand in a prompt. Complexity: sorts once, then a binary search each.
-
-    Args:
-        token_ids: int32 [P], read only.
-    """
+    """Where contexts stand in a prompt. Complexity: sorts once, then a binary search each."""
 
     def __init__(self, token_ids: TokenIds) -> None:
         self._token_ids = token_ids
@@ -103,7 +96,7 @@ class PromptIndex:
 
 
 class Guesser:
-    """Guesses for one sequence; is told every token that was really drawn.
+    """Guesses for one sequence; `feed` takes every token that was really drawn.
 
     It follows the text in which the last tokens were found as long as that is right, so a copied
     passage is looked up once. Each token that was expected counts as a right or a wrong guess,
@@ -111,10 +104,7 @@ class Guesser:
     worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
 
     Args:
-        prompt: int32 [P], read only.
-        answers: of the engine; what this sequence says is added.
-        group: of the sequence, see `AnswerIndex.add`.
-        lag: drafts that are asked for at most.
+        lag: most drafts of one step.
     """
 
     def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:
@@ -132,7 +122,6 @@ class Guesser:
 
     @property
     def num_fed(self) -> int:
-        """Tokens of the answer that it was told."""
         return len(self._answer)
 
     def feed(self, token_ids: Sequence[int]) -> None:

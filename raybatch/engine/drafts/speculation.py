@@ -1,4 +1,4 @@
-"""Which running sequences get drafts in a step, and how many; measures what they cost and bring."""
+"""Which running sequences get drafts in a step, how many, and which drafts are accepted."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -7,12 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.drafts.proposals import AnswerIndex, Guesser
+from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import DECODE, EMPTY, SequenceTable
 from raybatch.policy.speculation import MAX_BREAK_EVEN, StepTimes, draft_length
 
 # a sequence that drafts nothing is looked at again after so many tokens, by its last few
 _REST_TOKENS = 32
 _LOOKED_AT_TOKENS = 8
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class Drafter(Protocol):
@@ -32,12 +36,7 @@ class Drafter(Protocol):
 
 
 class LookupDrafter:
-    """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
-
-    Args:
-        table: running sequences.
-        max_tokens: drafts of one sequence and step.
-    """
+    """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`)."""
 
     def __init__(self, table: SequenceTable, max_tokens: int) -> None:
         self._table = table
@@ -59,7 +58,7 @@ class LookupDrafter:
         self._is_known[slot] = False
         guesser = self._guessers.pop(slot, None)
         if self._table.phase[slot] != EMPTY:
-            # one that never drafted has said what others may say, too
+            # also the tokens of one that never drafted may help others
             guesser = guesser or self._guesser(slot)
             guesser.skip(self._table.generated_since(slot, guesser.num_fed))
         if guesser is not None:
@@ -81,16 +80,16 @@ class LookupDrafter:
             if not count:
                 self._next_look[slot] = table.num_tokens[slot] + _REST_TOKENS
                 continue
-            found = guesser.draft(count)
-            if found:
-                drafts[slot] = found
+            draft = guesser.draft(count)
+            if draft:
+                drafts[slot] = draft
         return drafts
 
     def note_step(self, num_rows: int, seconds: float) -> None:
         self._times.note(num_rows, seconds)
 
     def _look(self, slot: int) -> Guesser:
-        """Return the guesser of a slot, told all tokens."""
+        """Return the guesser of a slot, up to date with its tokens."""
         guesser = self._guessers.get(slot)
         if guesser is None:
             guesser = self._guessers[slot] = self._guesser(slot)
@@ -104,3 +103,43 @@ class LookupDrafter:
         # ids of groups may be 0
         group = 0 if request.group_id is None else request.group_id + 1
         return Guesser(request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens)
+
+
+def accepted_rows(schedule: Schedule, token_ids: Int64s) -> list[Int64s]:
+    """Return the rows whose tokens go on a sequence, as rounds with a row per slot at most.
+
+    The first round has the rows that a step without drafts has. A later one has those that were
+    computed with a draft as their input which is the token drawn in the round before. `token_ids`
+    were drawn for each row with logits, int64 [S].
+    """
+    lens = schedule.decode_lens
+    num_decode_rows = int(lens.sum())
+    first_rows = np.cumsum(lens) - lens
+    rounds = [np.concatenate((first_rows, np.arange(num_decode_rows, len(token_ids))))]
+    if not len(schedule.draft_lens):
+        return rounds
+    drafts = np.zeros(num_decode_rows, np.int64)
+    drafts[schedule.draft_places > 0] = schedule.draft_tokens
+    rows, left = first_rows, schedule.draft_lens
+    while len(rows):
+        has_next = left > 0
+        rows, left = rows[has_next] + 1, left[has_next] - 1
+        is_right = drafts[rows] == token_ids[rows - 1]
+        rows, left = rows[is_right], left[is_right]
+        if len(rows):
+            rounds.append(rows)
+    return rounds
+
+
+def slots_to_restart(schedule: Schedule, is_finite: Bools) -> Int64s:
+    """Return the slots with drafts of which a row has no finite logits.
+
+    A draft that the model cannot stand spoils KV which other rows of its sequence read with weight
+    0, and 0 times NaN is NaN. So such a sequence is computed again, without drafts. `is_finite` is
+    that of each row with logits, bool [S].
+    """
+    if not len(schedule.draft_lens) or is_finite.all():
+        return np.empty(0, np.int64)
+    lens = schedule.decode_lens
+    is_spoilt = np.logical_or.reduceat(~is_finite[: lens.sum()], np.cumsum(lens) - lens)
+    return schedule.decode_slots[is_spoilt & (schedule.draft_lens > 0)]

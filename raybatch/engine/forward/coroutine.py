@@ -46,7 +46,6 @@ class Part:
     Args:
         index: number of the part in its step; ties of a schedule break by it.
         slots: int64 [R], the sequence of each row of the forward batch.
-        prepared: the forward batch of these sequences alone.
     """
 
     index: int
@@ -59,7 +58,6 @@ class SequenceCoroutine:
     """Parts at one yield point.
 
     Args:
-        point: the module that runs next.
         parts: in the order of their rows.
         num_rows: rows of each part; the last layer leaves only those with logits.
         hidden: hidden states of all rows, [T, M].
@@ -72,7 +70,6 @@ class SequenceCoroutine:
 
     @property
     def index(self) -> int:
-        """The first part's number."""
         return self.parts[0].index
 
     def split(self) -> list["SequenceCoroutine"]:

@@ -30,7 +30,6 @@ class DecodeShape:
 
     @property
     def max_rows(self) -> int:
-        """Return the rows of the largest step."""
         return self.sizes[-1]
 
     def entries_of(self, size: int) -> int:
@@ -38,7 +37,6 @@ class DecodeShape:
         return min(size * self.most_blocks, self.max_entries)
 
     def buffer_bytes(self, vocab_size: int) -> int:
-        """Return the bytes of the buffers."""
         entries = 3 * self.entries_of(self.max_rows)
         rows = 5 * self.max_rows + 2
         return (entries + rows) * _ITEM_BYTES + self.max_rows * vocab_size * 4
@@ -48,11 +46,7 @@ class DecodeBuffers:
     """Inputs and logits of decode steps; steps of every size use the first rows of the same.
 
     Args:
-        shape: of the steps.
         scrap_block: block of the pool that is no sequence's; padded rows read and write it.
-        block_size: positions of a block.
-        vocab_size: columns of the logits.
-        device: where the tensors are.
     """
 
     def __init__(
@@ -132,7 +126,7 @@ class DecodeBuffers:
 
 
 def working_bytes(spec: ModelSpec, num_rows: int, dtype: torch.dtype) -> int:
-    """Return what a captured step holds beside its buffers, at most: tensors of one layer or head.
+    """Return the most that a captured step needs besides its buffers: tensors of one layer or head.
 
     Reasoned from shapes and not measured on a GPU; twice the sum, as freed pieces do not all fit
     what comes after them.

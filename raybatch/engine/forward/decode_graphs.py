@@ -7,24 +7,73 @@ have other shapes every time and run as they are.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decode_buffers import DecodeBuffers, DecodeShape
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.step_graph import Graph, Graphs
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 
-_logger = logging.getLogger(__name__)
+# kernels are compiled and libraries take their memory before a capture, which allows neither
+_NUM_WARM_UPS = 2
 
+_logger = logging.getLogger(__name__)
 # rows of the check of a captured step, and blocks that each of them reads
 _CHECKED_ROWS, _CHECKED_BLOCKS = 8, 3
 # relative error of a row's logits: one wrong block is far beyond, another order of sums far below
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+class Graph(Protocol):
+    """A recorded function."""
+
+    def replay(self) -> None:
+        """Run what was recorded again, on the same memory."""
+
+
+class Graphs(Protocol):
+    """Records functions; those of one instance never run at the same time and share memory."""
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """Run a function several times and return it as a graph.
+
+        Args:
+            function: reads and writes tensors that live as long as the graph; whatever else it
+                makes is its own. The largest one comes first, so that others fit its memory.
+
+        Raises:
+            RuntimeError: it cannot be recorded.
+        """
+
+
+class CudaGraphs:
+    """Graphs of CUDA, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        current = torch.cuda.current_stream(self._device)
+        # libraries keep their working memory by stream, so that warm-up and capture share one
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_NUM_WARM_UPS):
+                function()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads of the process may allocate meanwhile
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            function()
+        return graph
 
 
 class GraphMismatchError(RuntimeError):
@@ -36,7 +85,6 @@ class GraphCounts:
     """What graphs did.
 
     Args:
-        num_captured: sizes that were captured.
         num_steps: steps that were repeated from a graph.
         eager_steps: other steps by why: "prompts", "shared prefix", "rows" (more than the largest
             graph has) or "blocks" (more than its buffers hold).
@@ -66,8 +114,6 @@ class DecodeGraphs:
     Args:
         decoder: with ops of fixed shapes.
         cache: its last block is no sequence's.
-        shape: of the steps.
-        graphs: records them.
 
     Raises:
         RuntimeError: a step cannot be captured.
@@ -93,7 +139,6 @@ class DecodeGraphs:
 
     @property
     def counts(self) -> GraphCounts:
-        """Return what was done so far."""
         return GraphCounts(
             num_captured=len(self._graphs),
             num_steps=self._num_steps,
@@ -114,8 +159,7 @@ class DecodeGraphs:
     def check(self, plain: Decoder) -> None:
         """Compare every graph with a plain forward pass; the pool must be unused, and is after it.
 
-        Args:
-            plain: the same model with ops that are known to be right.
+        `plain` is the same model with ops that are known to be right.
 
         Raises:
             GraphMismatchError: they differ by more than rounding does.

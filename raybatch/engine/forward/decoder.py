@@ -1,14 +1,14 @@
 """A decoder-only transformer: tokens of one step in, logits out. No state but its weights.
 
-`forward` runs a whole step; its parts are there one by one for whoever stops between modules.
+`forward` runs a whole step; its parts are methods too, for coroutines that stop between modules.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.rope_frequencies import inverse_frequencies
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
@@ -17,6 +17,7 @@ from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
 from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.rotary import rotation_table
 from raybatch.models.config import ModelSpec
+from raybatch.models.rope import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +25,7 @@ class PreparedBatch:
     """A forward batch with what all its layers share.
 
     Args:
-        batch: tokens of one step.
         rotation: of its positions, complex64 [T, 1, D / 2].
-        attention: the plan as index tensors.
     """
 
     batch: ForwardBatch
@@ -38,7 +37,6 @@ class Decoder:
     """Runs one model for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
     Args:
-        spec: what the model is.
         weights: of that model, on one device and in one dtype.
         layers: lends the weights of layers; None takes those of `weights`, all on the device.
         ops: the form of the ops; those of Triton have not run on a GPU yet, so that they are not
@@ -114,17 +112,14 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self._spec.num_layers
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
         return self._spec.vocab_size
 
     @property
     def layers(self) -> LayerStore:
-        """Where the weights of the layers come from."""
         return self._layers
 
     @torch.inference_mode()
@@ -165,8 +160,8 @@ class Decoder:
         """
         weights = self._weights
         normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
-        found = self._ops.linear(normed, weights.head)
-        return found.float() if out is None else out.copy_(found)
+        logits = self._ops.linear(normed, weights.head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         return rotation_table(
@@ -299,3 +294,46 @@ class Decoder:
             gate_up_scales=layer.experts_gate_up_scales,
             down_scales=layer.experts_down_scales,
         )
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Return the angle per position of each pair of dimensions, float32 [D / 2].
+
+    Source: the definitions of YaRN (arXiv:2309.00071) and of Llama 3.1, with the constants that
+    transformers uses.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    periods = spec.theta**exponents
+    plain = 1.0 / periods
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    if spec.kind == "yarn":
+        ramp = _yarn_ramp(spec, head_dim)
+        return 1.0 / (spec.factor * periods) * ramp + plain * (1 - ramp)
+    return plain
+
+
+def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+    turns = spec.original_max_positions * plain / (2 * math.pi)
+    smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * plain / spec.factor + smooth * plain
+
+
+def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Return for each pair how much it is interpolated: 0 for fast turning ones, 1 for slow."""
+
+    def dimension_of(turns: float) -> float:
+        ratio = spec.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    return ramp.clamp(0, 1)

@@ -18,12 +18,8 @@ def pick_ops(
 ) -> Ops:
     """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
 
-    Args:
-        spec: what the model is.
-        weights: of that model.
-        block_size: positions of one cache block.
-        may_compile: false takes those of torch, which alone use several threads.
-        kv_dtype: of the KV pool; None for that of the weights.
+    `may_compile` false takes those of torch, which alone use several threads; a `kv_dtype` of None
+    is that of the weights.
     """
     embed = weights.embed
     if not (may_compile and _is_for_compiled(embed.dtype, embed.device)):
@@ -48,12 +44,6 @@ def dense_panel_width(
     """Return the width of the panels in which dense linears are best; None for torch's layout.
 
     The ops are compiled for that, once per process.
-
-    Args:
-        dtype: of the weights.
-        device: where they will be.
-        may_compile: see `pick_ops`.
-        byte_dtype: dtype of those weights that are bytes.
     """
     if not (may_compile and _is_for_compiled(dtype, device)):
         return None

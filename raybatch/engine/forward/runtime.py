@@ -1,7 +1,7 @@
 """Runs the parts of a step through the layers: which coroutines fire next, and together.
 
 The default order is that of BatchGen's Algorithm 1: attention part by part, then the feed-forward
-block of a layer once for all parts that have come to it, so that experts see large batches.
+block of a layer once for all parts that have reached it, so that experts see large batches.
 """
 
 import math
@@ -49,7 +49,6 @@ class CombineAtExperts:
         self._min_tokens = math.inf if min_tokens is None else min_tokens
 
     def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        """Return the coroutines that run next."""
         points = sorted(waiting)
         for point in points:
             if point.module is Module.FFN and _num_rows(waiting[point]) >= self._min_tokens:
@@ -79,7 +78,6 @@ class LayerByLayer:
         self._policy = policy
 
     def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        """Return the coroutines that run next."""
         lowest = min(waiting).layer
         return self._policy.choose({p: c for p, c in waiting.items() if p.layer == lowest})
 
@@ -96,8 +94,6 @@ class SequenceView:
     """What a hook sees of one sequence at a yield point.
 
     Args:
-        slot: of the sequence.
-        point: the module that runs next.
         hidden: its hidden states, [R, M], a view; what is written there goes on.
     """
 
@@ -111,13 +107,7 @@ Hook = Callable[[SequenceView], None]
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeCounters:
-    """What has happened since the start.
-
-    Args:
-        num_ffn_calls: feed-forward blocks that ran.
-        num_ffn_rows: rows of them.
-        num_attention_calls: attention blocks that ran.
-    """
+    """What has happened since the start."""
 
     num_ffn_calls: int = 0
     num_ffn_rows: int = 0
@@ -126,7 +116,7 @@ class RuntimeCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What came out of the parts of a step.
+    """The results of the parts of a step.
 
     Args:
         logits: float32 [S, V], part after part; rows of failed sequences mean nothing.
@@ -141,9 +131,6 @@ class CoroutineRuntime:
     """Drives one decoder over one KV pool.
 
     Args:
-        decoder: the model.
-        cache: its KV pool.
-        policy: what runs next.
         hooks: called for every sequence at every yield point, in this order; one that raises fails
             its sequence and no other.
     """
@@ -163,11 +150,7 @@ class CoroutineRuntime:
         self._hooks = tuple(hooks)
 
     def forward(self, batches: Sequence[PartBatch]) -> StepResult:
-        """Run parts that do not read what another one writes in this step.
-
-        Args:
-            batches: one for each part.
-        """
+        """Run parts that do not read what another one writes in this step."""
         lot, failed = Lot(), dict[int, str]()
         logits: dict[int, torch.Tensor] = {}
         for index, (batch, slots) in enumerate(batches):
@@ -231,7 +214,7 @@ class CoroutineRuntime:
                 try:
                     hook(view)
                 except Exception as error:
-                    # whatever a user's function raises is the end of its row alone
+                    # an exception of a user's function fails its row alone
                     failed[slot] = error_text(error)
 
 

@@ -7,9 +7,8 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
-from raybatch.engine.forward.decode_graphs import DecodeGraphs, step_sizes
+from raybatch.engine.forward.decode_graphs import CudaGraphs, DecodeGraphs, Graphs, step_sizes
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.step_graph import CudaGraphs, Graphs
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
@@ -31,8 +30,6 @@ class GraphSetup:
     """Graphs that an engine is going to capture once it has its pool.
 
     Args:
-        shape: of the steps.
-        ops: of fixed shapes, for the captured steps alone.
         is_asked: the options ask for graphs, so that it is an error to have none.
     """
 
@@ -59,12 +56,7 @@ class GraphSetup:
     ) -> DecodeGraphs | None:
         """Capture every size and compare it with the plain forward pass; None where that fails.
 
-        Args:
-            spec: of the model.
-            weights: of the model.
-            cache: unused; its last block is no sequence's.
-            plain: the decoder of all other steps.
-            graphs: None takes those of CUDA.
+        The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
 
         Raises:
             ConfigError: it fails, and the options ask for graphs.
@@ -100,12 +92,7 @@ def plan_graphs(
 ) -> GraphSetup | None:
     """Return what an engine captures; None where it captures nothing.
 
-    Args:
-        config: of the engine, with `attn_batch_tokens` decided.
-        spec: of the model.
-        device: of the engine.
-        is_streamed: not all layers stay on the device.
-        ops: for the captured steps; None takes those of the device.
+    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device.
 
     Raises:
         ConfigError: the options ask for graphs, and there can be none.

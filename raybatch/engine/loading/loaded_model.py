@@ -1,28 +1,33 @@
-"""Loads a model onto a device, and sets up the process for torch; the KV pool comes later."""
+"""Loads a model onto a device and decides how it runs its steps; the KV pool comes later."""
 
 import ctypes
+import logging
 import sys
 from dataclasses import dataclass
 
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.forward.pick_ops import dense_panel_width
-from raybatch.engine.loading.limits import (
+from raybatch.engine.loading.resolve import (
+    ResolvedEngine,
     check_max_model_len,
-    pick_byte_dtype,
-    pick_device,
-    pick_dtype,
+    resolve,
 )
-from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.profile_cache import measured_profile
+from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
+from raybatch.errors import error_text
 from raybatch.models.checkpoint_check import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.residence import Residence, WeightSizes, plan_residence
+from raybatch.policy.batches.step_plan import RowShape, plan_steps
+from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,28 +35,24 @@ class LoadedModel:
     """A model on a device.
 
     Args:
-        name: of its folder.
-        spec: what it is.
-        weights: of it; layers that do not stay on the device are in host memory.
-        sizes: of the weights.
-        residence: which layers stay on the device.
+        weights: layers that do not stay on the device are in host memory.
     """
 
     name: str
     spec: ModelSpec
+    resolved: ResolvedEngine
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
 
     @property
     def device(self) -> torch.device:
-        """Return where the weights are."""
         return self.weights.embed.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the type that the model computes in, that of all weights but quantised ones."""
-        return self.weights.embed.dtype
+        return self.resolved.dtype
 
 
 def load_model(source: str, config: EngineConfig) -> LoadedModel:
@@ -60,10 +61,6 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
     process.
 
-    Args:
-        source: folder, hub id, URI or "demo".
-        config: options of the engine.
-
     Raises:
         ConfigError: the model or an option cannot be run.
     """
@@ -71,18 +68,98 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     spec = read_model_spec(path)
     check_tensors(path, spec)
     check_max_model_len(config, spec.max_model_len, path.name)
-    device = pick_device(config)
-    _set_up_process(config, device)
-    dtype = pick_dtype(config, spec, device)
-    form = _weight_form(config, dtype, device)
-    sizes = weight_sizes(path, spec, form, device=device)
+    resolved = resolve(config, spec)
+    resolved.log_changes(config)
+    _set_up_process(config, resolved.device)
+    form = resolved.weight_form(may_compile=config.compiles_kernels)
+    sizes = weight_sizes(path, spec, form, device=resolved.device)
     residence = plan_residence(
         sizes,
         device_weight_bytes=config.device_weight_bytes,
         weight_buffers=config.weight_buffers,
     )
-    weights = load_weights(path, spec, form, device=device, streamed=residence.streamed)
-    return LoadedModel(name=path.name, spec=spec, weights=weights, sizes=sizes, residence=residence)
+    return LoadedModel(
+        name=path.name,
+        spec=spec,
+        resolved=resolved,
+        weights=load_weights(path, spec, form, device=resolved.device, streamed=residence.streamed),
+        sizes=sizes,
+        residence=residence,
+    )
+
+
+def place_layers(model: LoadedModel) -> LayerStore:
+    """Return the layers of a model, as the decoder uses them; logs what is streamed."""
+    residence, sizes = model.residence, model.sizes
+    if not residence.streamed:
+        return ResidentLayers(model.weights.layers)
+    layers = StreamedLayers(model.weights.layers, residence, model.device)
+    bytes_per_s = layers.bytes_per_s()
+    # without computations, behind which a GPU hides copies
+    longest_s = pass_time(
+        residence,
+        sizes,
+        layer_s=[0.0] * len(sizes.layer_bytes),
+        bytes_per_s=bytes_per_s,
+        copies_overlap=model.device.type == "cuda",
+    )
+    _logger.info(
+        "%s keeps %d of %d layers on the device, in %.1f of %.1f MB of weights; the others pass "
+        "through %d buffers: every step copies %.1f MB, at %.1f GB/s, and takes %s%.2f ms longer "
+        "for that",
+        model.name,
+        sum(residence.is_resident),
+        len(residence.is_resident),
+        residence.device_bytes / 1e6,
+        sizes.total_bytes / 1e6,
+        residence.num_buffers,
+        residence.pass_bytes / 1e6,
+        bytes_per_s / 1e9,
+        "up to " if model.device.type == "cuda" else "",
+        1e3 * longest_s,
+    )
+    return layers
+
+
+def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
+    """Return the tokens that attend at once, None for the plain forward pass.
+
+    What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
+    by waiting for more tokens; one with experts by the plan for rows of `RowShape`'s defaults. A
+    model that could not be measured runs plain, with a warning.
+    """
+    if config.attn_batch_tokens != "auto":
+        return config.attn_batch_tokens
+    if config.speculative_tokens or config.cuda_graphs:
+        # rows of drafts are part of one forward pass, and a graph is one
+        return None
+    if model.spec.moe is None or not any(model.spec.moe.is_sparse):
+        return None
+    try:
+        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
+    except (RuntimeError, MemoryError) as error:
+        _logger.warning(
+            "%s runs by the plain forward pass, as its layers could not be measured: %s",
+            model.name,
+            error_text(error),
+        )
+        return None
+    if not was_read:
+        give_back_freed_memory(model.device)
+    row = RowShape.within(model.resolved.max_model_len)
+    plan = plan_steps(profile.layers, row)
+    how = "by the plain forward pass"
+    if plan.attn_batch_tokens is not None:
+        how = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
+    _logger.info(
+        "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
+        model.name,
+        how,
+        plan.reason,
+        row.prompt_tokens,
+        row.output_tokens,
+    )
+    return plan.attn_batch_tokens
 
 
 def give_back_freed_memory(device: torch.device) -> None:
@@ -92,14 +169,6 @@ def give_back_freed_memory(device: torch.device) -> None:
     trim = _libc("malloc_trim")
     if trim is not None:
         trim(0)
-
-
-def _weight_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
-    byte_dtype = pick_byte_dtype(config)
-    width = dense_panel_width(
-        dtype, device, may_compile=config.compiles_kernels, byte_dtype=byte_dtype
-    )
-    return WeightForm(dtype, panel_width=width, byte_dtype=byte_dtype)
 
 
 def _set_up_process(config: EngineConfig, device: torch.device) -> None:

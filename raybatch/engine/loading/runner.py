@@ -22,19 +22,21 @@ from raybatch.engine.forward.runtime import (
     StepResult,
 )
 from raybatch.engine.loading.graph_setup import GraphSetup, plan_graphs
-from raybatch.engine.loading.layer_placing import place_layers
-from raybatch.engine.loading.loaded_model import LoadedModel, load_model
-from raybatch.engine.loading.step_choice import planned_attn_batch
-from raybatch.engine.memory.host_memory import free_memory_bytes, host_memory_bytes
+from raybatch.engine.loading.loaded_model import (
+    LoadedModel,
+    load_model,
+    place_layers,
+    planned_attn_batch,
+)
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
+    free_memory_bytes,
+    host_memory_bytes,
     num_blocks_for,
     num_host_blocks_for,
-    pick_kv_dtype,
 )
-from raybatch.engine.memory.kv_tiers import KVTiers
-from raybatch.engine.memory.layer_window import LayerWindow
+from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
@@ -46,11 +48,6 @@ class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     Args:
-        spec: of the model.
-        config: of the engine.
-        decoder: of the model.
-        cache: the pool.
-        graphs: captured decode steps; None where there are none.
         num_scrap_blocks: last blocks of the pool that are no sequence's.
     """
 
@@ -83,12 +80,7 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load the model that `source` names, see `load_model`.
 
-        Where the options leave it open, a plan from measured layers says how steps run.
-
-        Args:
-            source: folder, hub id, URI or "demo".
-            config: options of the engine.
-            num_engines_on_host: engines that share the memory of the host.
+        Where the options leave it open, a plan from measured layers decides how steps run.
 
         Raises:
             ConfigError: the model or an option cannot be run, as weights that do not fit.
@@ -133,39 +125,24 @@ class ModelRunner:
 
     @property
     def attn_batch_tokens(self) -> int | None:
-        """Return how many tokens attend at once where steps run as coroutines, else None."""
         tokens = self.config.attn_batch_tokens
         # `load` decides; without it, nothing was measured that would speak for parts
         return None if tokens == "auto" else tokens
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks that sequences can have."""
         return int(self.cache.k.shape[1]) - self._num_scrap_blocks
 
     @property
     def num_window_blocks(self) -> int:
-        """Return the blocks of the pool while it holds two layers, 0 where it never does."""
         return 0 if self._window is None else self._window.num_blocks
 
     @property
-    def num_host_blocks(self) -> int:
-        """Return the number of blocks in host memory."""
-        return self.tiers.num_host_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes of one block, keys and values of all layers."""
-        return self.tiers.block_bytes
-
-    @property
     def weight_counters(self) -> WeightCounters:
-        """Return what was copied of weights that do not stay on the device."""
         return self.decoder.layers.counters
 
     @property
     def device(self) -> torch.device:
-        """Return where weights, pool and the tensors of a batch live."""
         return self.cache.k.device
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -180,20 +157,16 @@ class ModelRunner:
 
     @property
     def graph_counts(self) -> GraphCounts:
-        """Return what captured steps did."""
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
     def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
-        """Run one step as coroutines; parts must not read what another one writes."""
         return self.runtime.forward(parts)
 
     @torch.inference_mode()
     def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
         """Run one step of prompts whose KV goes to host memory, layer by layer.
 
-        Args:
-            batch: its blocks are those of the window; the pool's content is lost.
-            moves: of each layer.
+        Blocks of the batch are those of the window; the pool's content is lost.
 
         Returns:
             float32 logits [S, V], once host memory has all of the KV.
@@ -211,40 +184,17 @@ class ModelRunner:
         window.finish()
         return logits
 
-    def save_blocks(
-        self, block_ids: npt.NDArray[np.int64], host_ids: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy blocks of the pool into as many of host memory."""
-        self.tiers.save(block_ids, host_ids)
-
-    def load_blocks(
-        self, host_ids: npt.NDArray[np.int64], block_ids: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy blocks of host memory into as many of the pool."""
-        self.tiers.load(host_ids, block_ids)
-
-    def copy_host_blocks(
-        self, source_ids: npt.NDArray[np.int64], target_ids: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy blocks of host memory into as many others."""
-        self.tiers.copy_host_blocks(source_ids, target_ids)
-
-    def copy_bytes_per_s(self) -> float:
-        """Measure copies between both pools, which must be idle."""
-        return self.tiers.bytes_per_s()
-
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
-        """Zero these blocks of the pool."""
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
 
 
 def _host_memory(runner: ModelRunner) -> str:
-    """Return what the log says of KV in host memory."""
-    if not runner.num_host_blocks:
+    """Return the part of the log message about KV in host memory."""
+    if not runner.tiers.num_host_blocks:
         return ""
     role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"
-    return f", and {runner.num_host_blocks} in host memory, {role}"
+    return f", and {runner.tiers.num_host_blocks} in host memory, {role}"
 
 
 def _make_cache(
@@ -254,7 +204,7 @@ def _make_cache(
     setup: GraphSetup | None,
 ) -> KVCache:
     num_scrap_blocks = int(setup is not None)
-    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
+    dtype = model.resolved.kv_dtype
     num_blocks = num_blocks_for(
         config,
         model.spec,

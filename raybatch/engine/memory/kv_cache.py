@@ -1,9 +1,10 @@
-"""The KV pool: two tensors, and how many blocks of them the memory holds."""
+"""The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
 import mmap
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,9 @@ from raybatch.models.config import ModelSpec
 # of the memory that is free once the weights are loaded
 _CPU_FRACTION = 0.5
 _GPU_FRACTION = 0.9
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNKNOWN_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,19 +89,9 @@ def num_blocks_for(
     """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
     Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
-    `max_model_len` tokens can use.
-
-    Args:
-        config: of the engine.
-        spec: of the model.
-        dtype: of the pool.
-        device: of the pool.
-        free_bytes: of the device, once the weights are loaded.
-        num_engines_on_host: engines that share the memory of a CPU host.
-        num_scrap_blocks: blocks that the pool has beside those of sequences.
-        graph_bytes: what captured steps take of the share beside the pool.
-        host_bytes: memory of a CPU host in all, which no pool may exceed; None where it is not
-            known.
+    `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
+    `graph_bytes` what captured steps take of it beside the pool, and `host_bytes` the memory of a
+    CPU host in all, which no pool may exceed (None: not known).
 
     Raises:
         CapacityError: the memory does not hold a single block.
@@ -145,3 +139,58 @@ def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.d
             f"needs {block_bytes}; raise it, or leave it out to have no host memory for KV"
         )
     return budget // block_bytes
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU, or what this process may still take on the host.
+
+    A container's limit counts as the host's size; where the system does not report it, it is 4 GiB.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    candidates = [_meminfo("MemAvailable"), _available_in_cgroup()]
+    return min((value for value in candidates if value is not None), default=_UNKNOWN_BYTES)
+
+
+def host_memory_bytes() -> int | None:
+    """Return the memory of the host in all, or a container's limit; None if unknown."""
+    candidates = [_meminfo("MemTotal"), _cgroup_limit()]
+    return min((value for value in candidates if value is not None), default=None)
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_limit() -> int | None:
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
+def _available_in_cgroup() -> int | None:
+    limit = _cgroup_limit()
+    if limit is None:
+        return None
+    try:
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        statistics = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    # file pages, such as mapped weights, are given back when memory gets short
+    reclaimable = sum(
+        int(line.split()[1])
+        for line in statistics
+        if line.startswith(("inactive_file ", "active_file "))
+    )
+    return max(limit - used + reclaimable, 0)

@@ -1,19 +1,19 @@
-"""KV that running sequences have in host memory already, ahead of a preemption.
+"""KV of running sequences that host memory has ahead of a preemption, and which to copy next.
 
 Full blocks never change, so a copy of them stays right until its sequence ends. When the sequence
-yields, only what is behind them is copied; when it comes back, its copy stays for the next time.
+is preempted, only what is behind them is copied; when it runs again, the copy stays.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
-from raybatch.engine.sequences.table import Sequence
+from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
+from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ COPY_ERRORS = (RuntimeError, MemoryError, OSError)
 
 
 class BlockCopier(Protocol):
-    """Copies blocks between the pools of device and host."""
+    """Copies blocks between the pools of device and host, each id to the one at its place."""
 
     @property
     def num_host_blocks(self) -> int:
@@ -44,15 +44,16 @@ class BlockCopier(Protocol):
     def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
         """Copy blocks of the host into as many others."""
 
+    def copy_bytes_per_s(self) -> float:
+        """Measure copies between both pools, which must be idle."""
+
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointCounters:
     """Copies ahead since the start.
 
     Args:
-        num_bytes: copied ahead.
         num_used_blocks: that were in host memory when their sequence yielded.
-        num_failures: copies that failed.
     """
 
     num_bytes: int = 0
@@ -64,9 +65,7 @@ class KVCheckpoints:
     """Keeps checkpoints in the host blocks that nothing else needs; `Sequence.checkpoint` has them.
 
     Args:
-        block_size: tokens of one block.
         blocks: of the host; shared with the KV of sequences that wait, which comes first.
-        copier: with the pools; None has no host memory.
         keeps_loaded: let what was brought back stay in host memory as well.
     """
 
@@ -90,12 +89,8 @@ class KVCheckpoints:
     ) -> int:
         """Copy full blocks that host memory does not have yet; return how many were tried.
 
-        Args:
-            record: of a running sequence that has nothing else in host memory.
-            blocks: its block table.
-            num_shared: leading blocks that are likely to be found again.
-            num_tokens: with KV.
-            most: blocks to copy at most.
+        The sequence runs, and has nothing else in host memory; its first `num_shared` blocks are
+        likely to be found again.
         """
         assert record.swapped is None, "a sequence that runs on what host memory alone has"
         if self._copier is None:
@@ -109,8 +104,8 @@ class KVCheckpoints:
             return 0
         added = np.array(self._blocks.allocate(count), np.int32)
         try:
-            own = blocks[start : start + count].astype(np.int64)
-            self._copier.save_blocks(own, added.astype(np.int64))
+            sources = blocks[start : start + count].astype(np.int64)
+            self._copier.save_blocks(sources, added.astype(np.int64))
         except COPY_ERRORS as error:
             self._blocks.release(added)
             self.counters.num_failures += 1
@@ -121,20 +116,15 @@ class KVCheckpoints:
         return count
 
     def find(self, record: Sequence, start: int, stop: int) -> Int32s:
-        """Return the host block of each place in [start, stop) of a sequence, -1 for none.
-
-        Args:
-            record: of a running sequence.
-            start: of its blocks, those before are not asked for.
-            stop: of its blocks.
-        """
-        found = np.full(stop - start, -1, np.int32)
+        """Return the host block of each place in [start, stop) of a sequence, -1 for none."""
+        host_blocks = np.full(stop - start, -1, np.int32)
         held = record.checkpoint
         if held is not None:
             first, last = max(start, held.first_block), held.first_block + len(held.host_blocks)
             if first < last:
-                found[first - start : last - start] = held.host_blocks[first - held.first_block :]
-        return found
+                of_places = held.host_blocks[first - held.first_block :]
+                host_blocks[first - start : last - start] = of_places
+        return host_blocks
 
     def take(self, record: Sequence, used: Int32s) -> None:
         """End the checkpoint of a sequence; the host blocks in `used` have another owner now."""
@@ -203,3 +193,49 @@ class KVCheckpoints:
     def _forget(self, record: Sequence) -> None:
         record.checkpoint = None
         del self._holders[record.arrival]
+
+
+class CopiesAhead:
+    """Copies nothing while there is room, so that what is copied is likely to be needed.
+
+    Args:
+        most: blocks of one step; 0 never copies.
+        num_found_again: of a slot, leading blocks that others use as well.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        checkpoints: KVCheckpoints,
+        *,
+        most: int,
+        num_found_again: Callable[[int], int],
+    ) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._checkpoints = checkpoints
+        self._most = most
+        self._num_found_again = num_found_again
+
+    def copy(self) -> None:
+        """Copy KV of those that yield next, if blocks run out before all have filled theirs."""
+        if not self._most:
+            return
+        table, most = self._table, self._most
+        num_short = table.num_needed_blocks(table.block_size) - self._blocks.num_available
+        if num_short <= 0:
+            return
+        slots = np.flatnonzero(table.phase == DECODE)
+        for slot in slots[np.argsort(-table.arrival[slots])].tolist():
+            num_shared = self._num_found_again(slot)
+            most -= self._checkpoints.extend(
+                table.record(slot),
+                table.blocks(slot),
+                num_shared=num_shared,
+                num_tokens=int(table.num_computed[slot]),
+                most=most,
+            )
+            num_short -= int(table.num_blocks[slot]) - num_shared
+            if most <= 0 or num_short <= 0:
+                return

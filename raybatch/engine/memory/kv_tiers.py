@@ -2,7 +2,9 @@
 
 The host's pool has the same record and the same legend, [L, N, G, B, R], but lies block by block in
 memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
-one gather and one scatter, whatever the number of layers, and on a GPU one transfer for each run.
+one gather and one scatter for any number of layers, and on a GPU one transfer for each run.
+
+While prompts are computed whose KV goes to the host, the device's pool is a `LayerWindow`.
 """
 
 import time
@@ -14,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.memory.kv_cache import KVCache, allocate_memory
+from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.errors import ConfigError
 
 Int64s = npt.NDArray[np.int64]
@@ -32,13 +35,12 @@ class _Arriving(NamedTuple):
 
 
 class KVTiers:
-    """A device's pool with a host's behind it; owned by one thread.
+    """A device's pool with a host's behind it, a `BlockCopier`; owned by one thread.
 
     On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
     before them, and the next step waits only for what was brought back.
 
     Args:
-        device: the pool that the model reads and writes.
         num_host_blocks: blocks in host memory, pinned where the device is a GPU; may be 0.
     """
 
@@ -64,8 +66,7 @@ class KVTiers:
         if device.k.device.type == "cuda":
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
-    def save(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        """Copy blocks of the device into as many of the host, ids one by one."""
+    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
         if self._stream is not None:
             self._save_async(self._stream, block_ids, host_ids)
             return
@@ -75,8 +76,7 @@ class KVTiers:
             torch.index_select(self._device.k, 1, ids, out=self.host.k[:, first:last])
             torch.index_select(self._device.v, 1, ids, out=self.host.v[:, first:last])
 
-    def load(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        """Copy blocks of the host into as many of the device, ids one by one."""
+    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
         if self._stream is not None:
             self._load_async(self._stream, host_ids, block_ids)
             return
@@ -87,7 +87,6 @@ class KVTiers:
             self._device.v.index_copy_(1, ids, self.host.v[:, first:last])
 
     def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
-        """Copy blocks of the host into as many others, ids one by one."""
         if self._stream is not None:
             # a block may still be on its way to the host
             self._stream.synchronize()
@@ -98,11 +97,7 @@ class KVTiers:
     ) -> None:
         """Copy one layer of blocks to the host; `finish_layers` waits until it is there.
 
-        Args:
-            layer_idx: in the host's pool.
-            half: where the layer is, [W, G, B, R].
-            block_ids: blocks of `half`.
-            host_ids: as many blocks of the host.
+        `half` is where the layer is, [W, G, B, R].
         """
         if self._stream is not None:
             # at most the layer before is still on its way, so pinned memory is for two
@@ -130,18 +125,18 @@ class KVTiers:
         half.v.index_copy_(0, ids, staged[:, 1])
 
     def finish_layers(self) -> None:
-        """Wait until the host has all that `save_layer` was asked for."""
+        """Wait until the host has all copies of `save_layer`."""
         self._scatter(keep=0)
 
-    def bytes_per_s(self) -> float:
+    def copy_bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
         count = min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1])
         ids = np.arange(count)
         seconds = []
         for _ in range(1 + _NUM_TRIALS):
             began = time.perf_counter()
-            self.save(ids, ids)
-            self.load(ids, ids)
+            self.save_blocks(ids, ids)
+            self.load_blocks(ids, ids)
             if self._stream is not None:
                 torch.cuda.synchronize(self._device.k.device)
             seconds.append(time.perf_counter() - began)
@@ -211,3 +206,61 @@ def _runs(host_ids: Int64s) -> Iterator[tuple[int, int, int]]:
     starts = [0, *cuts.tolist()]
     for start, stop in zip(starts, [*starts[1:], len(host_ids)], strict=True):
         yield start, stop, int(host_ids[start])
+
+
+class LayerWindow:
+    """Lends the memory of a pool to two layers, as a pool of more blocks for fewer layers.
+
+    ```
+    pool, while sequences decode      | layer 0 | layer 1 | layer 2 | layer 3 |   N blocks each
+    window, while prompts are computed|  layers 0, 2, ... |  layers 1, 3, ... |   2 N blocks each
+    ```
+
+    Nothing decodes while prompts are computed, so the pool holds nothing. A layer writes the KV of
+    a step into one half, from where it goes to host memory, and the next layer has the other half
+    meanwhile. What a step reads of earlier chunks comes back from the host, layer by layer.
+
+    Args:
+        pool: of the device, [L, N, G, B, R], contiguous.
+
+    Source:
+        BatchGen (arXiv:2606.21712), section 5.2; that the window lies in the pool of decoding
+        sequences is this library's.
+    """
+
+    def __init__(self, pool: KVCache, tiers: KVTiers) -> None:
+        num_layers, num_blocks = pool.k.shape[:2]
+        self._tiers = tiers
+        num_halves = min(2, num_layers)
+        self.num_blocks = num_layers * num_blocks // num_halves
+        halves = [
+            (_half(pool.k, i, self.num_blocks), _half(pool.v, i, self.num_blocks))
+            for i in range(num_halves)
+        ]
+        self._halves = [KVCache(k=k, v=v) for k, v in halves]
+        # every layer of such a cache is the same memory
+        self._caches = [
+            KVCache(k=k.expand(num_layers, *k.shape), v=v.expand(num_layers, *v.shape))
+            for k, v in halves
+        ]
+
+    def cache(self, layer_idx: int) -> KVCache:
+        """Return where a layer writes and reads, in the form that the decoder takes."""
+        return self._caches[layer_idx % len(self._caches)]
+
+    def load(self, layer_idx: int, moves: LayerMoves) -> None:
+        if len(moves.load_blocks):
+            half = self._halves[layer_idx % len(self._halves)]
+            self._tiers.load_layer(layer_idx, moves.load_host, half, moves.load_blocks)
+
+    def save(self, layer_idx: int, moves: LayerMoves) -> None:
+        half = self._halves[layer_idx % len(self._halves)]
+        self._tiers.save_layer(layer_idx, half, moves.save_blocks, moves.save_host)
+
+    def finish(self) -> None:
+        self._tiers.finish_layers()
+
+
+def _half(pool: torch.Tensor, place: int, num_blocks: int) -> torch.Tensor:
+    """Return one half of a pool's memory as blocks, [W, G, B, R]."""
+    return pool.view(-1, *pool.shape[2:])[place * num_blocks : (place + 1) * num_blocks]

@@ -1,32 +1,130 @@
-"""Host memory as the store of all KV: what each sequence has there, and the copies from and to it.
+"""Host memory as the store of all KV: what each sequence has there, shared prefixes, and copies.
 
-A copy that fails costs its sequence what host memory has of it, and no other anything.
+A copy that fails costs one sequence its KV in host memory, and the others nothing.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier
-from raybatch.engine.memory.stored_prefixes import StoredPrefixes
-from raybatch.engine.memory.stored_sequence import StoredSequence
 from raybatch.engine.memory.swap import SwapCounters
-from raybatch.engine.sequences.host_pool import HostBlocks
-from raybatch.engine.sequences.table import SequenceTable
+from raybatch.engine.sequences.block_manager import HostBlocks, hash_prompt
+from raybatch.engine.sequences.table import Sequence, SequenceTable
+from raybatch.policy.boundary.records import Status
 
 logger = logging.getLogger(__name__)
-
-# a sequence whose KV did not come back so often in a row ends the engine, which says why
+# an engine ends, with the error, once so many copies in a row failed for one sequence
 _MAX_FAILURES = 3
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StoredSequence:
+    """A sequence of an engine whose KV lives in host memory.
+
+    Args:
+        record: of the sequence; its arrival is its id.
+        status: as `raybatch.policy.boundary.records.SequencePages` has it.
+        host_blocks: that it holds, in order of position.
+        num_stored: tokens whose KV is in them.
+        waited: boundaries since its status changed.
+        num_failures: loads of its KV that failed in a row.
+    """
+
+    record: Sequence
+    status: Status
+    host_blocks: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    slot: int | None = None
+    waited: int = 0
+    num_failures: int = 0
+
+    @property
+    def id(self) -> int:
+        """The same for as long as the engine has the sequence."""
+        return self.record.arrival
+
+
+class StoredPrefixes:
+    """Who has which prefix; a hash covers a block and all before it, so also its place."""
+
+    def __init__(self, block_size: int, *, has_cache: bool) -> None:
+        self._block_size = block_size
+        self._has_cache = has_cache
+        self._holders: dict[bytes, dict[int, StoredSequence]] = {}
+        self._num_known: dict[int, int] = {}
+
+    def hashes(self, record: Sequence) -> list[bytes]:
+        """Return the hashes of the full blocks of a prompt, which are made once."""
+        if record.block_hashes is None:
+            record.block_hashes = hash_prompt(
+                record.request, self._block_size, has_cache=self._has_cache
+            )
+        return record.block_hashes
+
+    def add(self, holder: StoredSequence) -> None:
+        """Let others find the full blocks that a sequence has stored since the last call."""
+        hashes, first = self.hashes(holder.record), self._num_known.get(holder.id, 0)
+        stop = min(len(hashes), holder.num_stored // self._block_size)
+        for block_hash in hashes[first:stop]:
+            self._holders.setdefault(block_hash, {})[holder.id] = holder
+        self._num_known[holder.id] = max(first, stop)
+
+    def drop(self, holder: StoredSequence) -> None:
+        # a prompt that nobody has looked at yet is not hashed for this
+        count = self._num_known.pop(holder.id, 0)
+        for block_hash in self.hashes(holder.record)[:count] if count else ():
+            holders = self._holders[block_hash]
+            del holders[holder.id]
+            if not holders:
+                del self._holders[block_hash]
+
+    def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
+        """Return how many leading blocks another sequence has, and which one."""
+        count = self._count(record)
+        if not count:
+            return 0, None
+        # a holder of a block has all before it
+        return count, next(iter(self._holders[self.hashes(record)[count - 1]].values()))
+
+    def will_find_more(self, record: Sequence, running: Container[bytes]) -> bool:
+        """Return whether sequences that are being computed will leave a longer prefix.
+
+        `running` are the hashes of all their full blocks.
+        """
+        wanted, count = self._wanted(record), self._count(record)
+        # a holder of the next block has all before it
+        return count < len(wanted) and wanted[count] in running
+
+    def check(self, holders: Iterable[StoredSequence]) -> None:
+        """Raise RuntimeError unless exactly these are found, by what they have stored."""
+        expected: dict[bytes, set[int]] = {}
+        for holder in holders:
+            for block_hash in self.hashes(holder.record)[: self._num_known.get(holder.id, 0)]:
+                expected.setdefault(block_hash, set()).add(holder.id)
+            if self._num_known.get(holder.id, 0) * self._block_size > holder.num_stored:
+                raise RuntimeError(
+                    f"sequence {holder.id} is found by blocks that it has not stored"
+                )
+        if expected != {key: set(ids) for key, ids in self._holders.items()}:
+            raise RuntimeError("stored prefixes: who is found differs from who has stored")
+
+    def _wanted(self, record: Sequence) -> list[bytes]:
+        # the last known token is always computed, because its logits are needed
+        return self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
+
+    def _count(self, record: Sequence) -> int:
+        """Return how many of the wanted blocks, from the first on, somebody has stored."""
+        wanted = self._wanted(record)
+        return next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
 
 
 class OffloadStore:
     """Owns the host's blocks.
 
     Args:
-        block_size: tokens of one block.
-        copier: with the pools.
         has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
@@ -42,7 +140,6 @@ class OffloadStore:
         stored.host_blocks += self.blocks.allocate(count)
 
     def drop(self, stored: StoredSequence) -> None:
-        """Give up what host memory has of a sequence."""
         self.prefixes.drop(stored)
         self.blocks.release(stored.host_blocks)
         stored.host_blocks, stored.num_stored = [], 0
@@ -51,10 +148,6 @@ class OffloadStore:
         """Let host memory catch up with what sequences have decoded.
 
         Where the copy fails, host memory has as much of them as before.
-
-        Args:
-            running: by slot.
-            table: with the blocks of the device.
         """
         sources, targets = [], []
         for slot, stored in running.items():

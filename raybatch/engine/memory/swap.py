@@ -1,10 +1,12 @@
 """Keeps the KV of preempted sequences in host memory where that is cheaper than computing it again.
 
 A move is whole or it did not happen: one that fails leaves the sequence as if it had never been
-tried, and its tokens are computed again.
+tried, and its tokens are computed again. Both ways lead to the same tokens, so the measured times
+that choose between them decide about nothing but time.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,15 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCheckpoints
-from raybatch.engine.sequences.host_pool import HostBlocks, SwappedKV
+from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+from raybatch.policy.cost.roofline import Roofline
+from raybatch.policy.recovery import choose_recovery, recompute_time
 
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+# steps of each kind that costs are fitted to, and steps after which they are fitted afresh
+_NUM_STEPS, _REFIT_STEPS = 128, 64
 
 
 class RecoveryChoice(Protocol):
@@ -30,14 +38,51 @@ class RecoveryChoice(Protocol):
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
         """Return whether copying takes no longer than computing.
 
-        Args:
-            num_bytes: to copy, there and back.
-            num_tokens: with KV.
-            num_shared_tokens: the first ones of them, which will be found again.
+        `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
         """
 
     def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
         """Learn from a step that has run, and whose tokens are in the table."""
+
+
+class LearnedRecovery:
+    """Learns from the steps of an engine what its tokens cost."""
+
+    def __init__(self, link: Roofline, limits: EngineLimits) -> None:
+        self._link = link
+        self._limits = limits
+        # kept apart, because long decoding would push out all measurements of prompts
+        self._prefills: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
+        self._decodes: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
+        self._num_new = 0
+        self._costs: CostModel | None = None
+
+    def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
+        starts, lens = schedule.chunk_starts, schedule.chunk_lens
+        step = MeasuredStep(
+            seconds=seconds,
+            tokens=schedule.num_tokens,
+            rows=len(schedule.decode_slots),
+            pairs=float((lens * (starts + (lens + 1) / 2)).sum()),
+            context_reads=float(table.num_computed[schedule.decode_slots].sum()),
+        )
+        if np.isfinite(seconds) and seconds > 0:
+            (self._prefills if len(lens) else self._decodes).append(step)
+            self._num_new += 1
+
+    def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
+        if self._num_new >= _REFIT_STEPS or (self._costs is None and self._num_new):
+            steps = [*self._prefills, *self._decodes]
+            self._costs, self._num_new = fit(steps, self._limits), 0
+        if self._costs is None:
+            return True
+        whole_s, shared_s = (
+            recompute_time(self._costs, n) for n in (num_tokens, num_shared_tokens)
+        )
+        choice = choose_recovery(
+            kv_bytes=num_bytes, link=self._link, recompute_s=max(0.0, whole_s - shared_s)
+        )
+        return choice.way == "transfer"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,10 +92,7 @@ class SwapCounters:
     Args:
         num_saves: sequences whose KV went to host memory.
         num_loads: sequences that got it back.
-        saved_bytes: copied to the host.
-        loaded_bytes: copied back.
-        num_tokens: whose KV came back.
-        num_failures: moves that failed.
+        num_tokens: whose KV was restored.
     """
 
     num_saves: int = 0
@@ -65,10 +107,9 @@ class SwapSpace:
     """Owns the host's blocks; a sequence that waits with some has them in `Sequence.swapped`.
 
     Args:
-        block_size: tokens of one block.
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
-        has_checkpoints: let the blocks of sequences that come back stay in host memory.
+        has_checkpoints: let the blocks of restored sequences stay in host memory.
     """
 
     def __init__(
@@ -91,11 +132,8 @@ class SwapSpace:
     def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
 
-        Args:
-            record: of the sequence; one that has something in host memory keeps that.
-            blocks: its block table.
-            num_shared: leading blocks that are likely to be found again.
-            num_tokens: with KV.
+        A sequence that has something in host memory keeps that; its first `num_shared` blocks are
+        likely to be found again.
         """
         stop = -(-num_tokens // self._block_size)
         if self._copier is None or record.swapped is not None or stop <= num_shared:
@@ -110,8 +148,8 @@ class SwapSpace:
         added = np.array(self.blocks.allocate(num_missing), np.int32)
         try:
             if num_missing:
-                own = blocks[num_shared:stop][is_missing].astype(np.int64)
-                self._copier.save_blocks(own, added.astype(np.int64))
+                sources = blocks[num_shared:stop][is_missing].astype(np.int64)
+                self._copier.save_blocks(sources, added.astype(np.int64))
         except COPY_ERRORS as error:
             self.blocks.release(added)
             self.checkpoints.drop(record)
@@ -128,12 +166,8 @@ class SwapSpace:
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
         """Bring KV back into `blocks`; False if that fails.
 
-        The host's blocks are given up, or become the checkpoint of the sequence.
-
-        Args:
-            record: of a sequence that has something in host memory.
-            start: place of the first of `blocks` in the sequence, not before what the host has.
-            blocks: of the device, as many as there are to bring back from `start` on.
+        The host's blocks are given up, or become the checkpoint of the sequence. `start` is the
+        place of the first of `blocks` in the sequence, not before what the host has.
         """
         kept, copier = record.swapped, self._copier
         assert kept is not None, "a sequence without anything in host memory"

@@ -1,4 +1,4 @@
-"""Files of what was measured on a host: what tells hosts apart, and writing that is never torn.
+"""Cached measurements of a host: what identifies the host, and atomic writes.
 
 Imports no torch: the driver looks such files up as well.
 """
@@ -23,27 +23,24 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # what has no name tells itself apart by what it can
+    # without a model name, the architecture has to do
     return names[0] if names else platform.machine()
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    found = {}
+    installed = {}
     for package in packages:
         # a source tree that is not installed has no version
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def write_cached(path: Path, text: str, *, what: str) -> None:
     """Write a file so that readers see all of it or nothing; a full disk only costs time.
 
-    Args:
-        path: of the file; its folder is made.
-        text: that it holds, without the last line break.
-        what: it is, in the words of a warning.
+    `what` names it in a warning.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from raybatch.engine.forward.pick_ops import byte_dtype_of, pick_ops
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
 from raybatch.engine.profile.layer_bench import LayerBench, ProfileOptions, probe_decoder
 from raybatch.engine.profile.stopwatch import Clock, Run, Stopwatch, clock_of
-from raybatch.engine.weights.layer_tensors import map_tensors, tensors_of
+from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.kv_rows import row_width
 from raybatch.models.config import ModelSpec
@@ -31,17 +31,7 @@ _SHARES = (0.2, 0.25, 0.05, 0.5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
-    """What was measured of a model's representative layer.
-
-    Args:
-        model: its shape, as plans count its work.
-        attention: runs with the linears before and after it.
-        ffn: runs of the experts, or of the dense block.
-        to_device: copies from the host.
-        to_host: copies to the host.
-        layers: whole layers, plain and with attention in parts.
-        copies_overlap: see `ModuleCosts`.
-    """
+    """What was measured of a model's representative layer."""
 
     model: ModelShape
     attention: tuple[MeasuredWork, ...]
@@ -66,21 +56,13 @@ def model_shape(
     spec: ModelSpec,
     *,
     dtype: torch.dtype,
-    num_pieces: int = 1,
     kv_dtype: torch.dtype | None = None,
     byte_dtype: torch.dtype | None = None,
 ) -> ModelShape:
     """Return a model as plans see it: layers like its sparse ones, or all dense.
 
     A model that has layers of both kinds is planned as if all were sparse, which is on the safe
-    side of its memory.
-
-    Args:
-        spec: what the model is.
-        dtype: of its weights.
-        num_pieces: see `ModelShape`.
-        kv_dtype: of the KV pool; None for that of the weights.
-        byte_dtype: of those weights that are bytes; their scales are not counted.
+    side of its memory. The scales of weights that are bytes are not counted.
     """
     kv_dtype = kv_dtype or dtype
     moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
@@ -101,7 +83,6 @@ def model_shape(
         layer=layer,
         num_layers=spec.num_layers,
         other_bytes=num_tables * spec.vocab_size * spec.model_dim * dtype.itemsize,
-        num_pieces=num_pieces,
     )
 
 
@@ -111,22 +92,13 @@ def profile_layer(
     options: ProfileOptions | None = None,
     *,
     clock: Clock | None = None,
-    num_pieces: int = 1,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ModuleProfile:
     """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
 
     Repeated runs take turns over layers of the representative kind: one layer alone would stay in
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
-    those of a mapped file come from disk at first.
-
-    Args:
-        spec: what the model is.
-        weights: of that model; read only.
-        options: what is measured; None takes the defaults.
-        clock: seconds; None takes that of `clock_of`.
-        num_pieces: see `ModelShape`.
-        tell: called with what is measured next.
+    those of a mapped file come from disk at first. `tell` is called with what is measured next.
     """
     options = options or ProfileOptions()
     device, dtype = weights.embed.device, weights.embed.dtype
@@ -135,7 +107,6 @@ def profile_layer(
     model = model_shape(
         spec,
         dtype=dtype,
-        num_pieces=num_pieces,
         kv_dtype=kv_dtype,
         byte_dtype=byte_dtype_of(weights),
     )
@@ -149,7 +120,7 @@ def profile_layer(
         kv_dtype=kv_dtype,
     )
     decoder = probe_decoder(spec, weights, layers, ops)
-    bench = LayerBench(spec, decoder, model.layer, options, stopwatch)
+    bench = LayerBench(spec, decoder, model.layer, options, stopwatch, kv_dtype)
     budgets = [options.budget_s * share for share in _SHARES]
     with torch.inference_mode():
         for layer in layers:

@@ -39,20 +39,14 @@ def measured_profile(
 ) -> tuple[ModuleProfile, bool]:
     """Return the profile of a model on this host, and whether it was read and not measured.
 
-    Args:
-        spec: what the model is.
-        weights: of it; read only.
-        options: what is measured; None takes the defaults.
-        fresh: measure also where a profile is there, and put the new one in its place.
-        folder: of the profiles; None takes `batch-plans` below the cache folder.
-        tell: called with what is measured next.
-        measure: makes a profile, as `profile_layer` does.
+    `fresh` measures also where a profile is there, and puts the new one in its place; a `folder` of
+    None is `batch-plans` below the cache folder; `tell` is called with what is measured next.
     """
     options = options or ProfileOptions()
     path = profile_path(spec, weights.embed.dtype, weights.embed.device, options, folder=folder)
-    found = None if fresh else load_profile(path)
-    if found is not None:
-        return found, True
+    cached = None if fresh else load_profile(path)
+    if cached is not None:
+        return cached, True
     _logger.info(
         "measuring what layers cost here, about %.0f s; this happens once", options.budget_s
     )

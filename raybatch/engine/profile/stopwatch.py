@@ -35,7 +35,6 @@ class Stopwatch:
     """Times runs.
 
     Args:
-        clock: seconds.
         num_repeats: samples of each size, after a first run that does not count.
     """
 
@@ -72,7 +71,7 @@ class Stopwatch:
         """Return the least seconds of runs that take turns, so that drift meets all alike.
 
         The least and not the median: what else the host does only adds to a run, and ways that
-        differ by a few per cent are told apart.
+        differ by a few per cent are to be distinguished.
 
         Args:
             runs: ways to do the same; each gets a number that counts up.
@@ -89,10 +88,10 @@ class Stopwatch:
                 break
         samples: list[list[float]] = [[] for _ in first_s]
         for repeat in range(self._num_repeats):
-            for run, found in zip(runs, samples, strict=False):
+            for run, times in zip(runs, samples, strict=False):
                 start = self._clock()
                 run(1 + repeat)
-                found.append(self._clock() - start)
+                times.append(self._clock() - start)
         return tuple(map(min, samples))
 
     def _median_s(self, run: Run, left_s: float) -> float | None:

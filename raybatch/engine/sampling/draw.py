@@ -1,7 +1,8 @@
-"""Draw one token per row by inverting the cumulative probability at a given number in [0, 1).
+"""Draw one token per row by inverting the cumulative probability at a random number in [0, 1).
 
-Every result is a function of its own row: the same logits, options and number give the same token
-in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
+A random number depends on its sequence and position alone, so preemption and migration change
+none. Every result is a function of its own row: the same logits, options and number give the same
+token in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
 """
 
 from collections.abc import Iterator
@@ -13,16 +14,20 @@ import numpy.typing as npt
 import torch
 
 from raybatch.kernels.sampling import block_sums, invert, weights_of
+from raybatch.records.hashing import GOLDEN, mix64
 
 # entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
 _RUN_ENTRIES_CPU = 1 << 20
 _RUN_ENTRIES_GPU = 1 << 27
 _WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
 
+Uint64s = npt.NDArray[np.uint64]
+_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawOptions:
-    """Options and numbers of S rows, float64 unless said; `top_k` is V where there is none."""
+    """Options and random numbers of S rows; `top_k` is V where there is none."""
 
     temperature: npt.NDArray[np.float64]
     top_k: npt.NDArray[np.int64]
@@ -31,7 +36,6 @@ class DrawOptions:
     uniform: npt.NDArray[np.float64]
 
     def take(self, rows: npt.NDArray[np.int64]) -> "DrawOptions":
-        """Return the options of some rows."""
         return DrawOptions(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -51,8 +55,8 @@ class Drawn:
 
 def draw_greedy(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
     """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
-    found = [_argmax_run(run) for _, run in _runs(logits, rows)]
-    ids, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    winners = [_argmax_run(run) for _, run in _runs(logits, rows)]
+    ids, values = (torch.cat(parts) for parts in zip(*winners, strict=True))
     return Drawn(token_ids=_numpy(ids), max_logits=_numpy(values))
 
 
@@ -118,10 +122,10 @@ def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
     if run.is_cuda:
         return run.topk(width, dim=-1).values
     # numpy orders values alone with the CPU's vector units, several times as fast as torch
-    found = run.numpy()
+    values = run.numpy()
     if width < run.shape[1]:
-        found = np.partition(found, run.shape[1] - width, axis=-1)[:, -width:]
-    return torch.from_numpy(np.sort(found, axis=-1)[:, ::-1].copy())
+        values = np.partition(values, run.shape[1] - width, axis=-1)[:, -width:]
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
 def _pick(
@@ -215,3 +219,17 @@ def _column(
 
 def _numpy(values: torch.Tensor) -> npt.NDArray[Any]:
     return values.cpu().numpy()
+
+
+def sequence_key(seed: int, sample_idx: int) -> int:
+    """Return the 64-bit key of one sample of one request."""
+    words = np.array([seed & _MASK, sample_idx & _MASK], np.uint64)
+    first = mix64(words[:1] + GOLDEN)
+    return int(mix64(first ^ (words[1:] * GOLDEN + np.uint64(1)))[0])
+
+
+def uniforms(keys: Uint64s, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) with 53 random bits for each pair of key and position."""
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
+    bits = mix64(mix64(keys + counters)) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53

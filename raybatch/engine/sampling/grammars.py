@@ -32,16 +32,13 @@ _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 def check_grammar(text: str) -> str:
     """Return what is wrong with a constraint as far as that needs no tokenizer, "" for nothing.
 
-    Args:
-        text: of `structured_text`.
-
     Raises:
         MissingDependency: XGrammar is not installed.
     """
     try:
         _grammar(text)
     except (RuntimeError, ValueError) as error:
-        return _told(error)
+        return _message(error)
     return ""
 
 
@@ -50,7 +47,6 @@ class GrammarSlots:
 
     Args:
         load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
-        vocab_size: columns of the logits.
         eos_token_ids: end tokens of the model, which are allowed where an answer may end.
     """
 
@@ -70,8 +66,7 @@ class GrammarSlots:
     def refusal(self, text: str | None) -> str:
         """Return why a sequence cannot run with this constraint, "" where it can.
 
-        Args:
-            text: of `structured_text`; None for a sequence without a constraint.
+        A sequence without a constraint has None.
         """
         if text is None:
             return ""
@@ -80,7 +75,7 @@ class GrammarSlots:
         try:
             self._compile(text)
         except (RuntimeError, ValueError, ConfigError, MissingDependency) as error:
-            return _told(error)
+            return _message(error)
         return ""
 
     def add(self, slot: int, text: str | None, generated: npt.ArrayLike = ()) -> None:
@@ -100,21 +95,12 @@ class GrammarSlots:
         self._matchers.pop(slot, None)
 
     def has(self, slot: int) -> bool:
-        """Return whether the answer of this slot follows a grammar."""
         return slot in self._matchers
-
-    @property
-    def is_used(self) -> bool:
-        """Whether any answer follows a grammar."""
-        return bool(self._matchers)
 
     def mask(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
         """Set the logits of tokens that cannot come next to -inf.
 
-        Args:
-            logits: float32 [S, V], changed.
-            rows: of the sequences in `logits`.
-            slots: of the same sequences.
+        `rows` and `slots` are those of the same sequences; the logits, float32 [S, V], are changed.
         """
         import xgrammar
 
@@ -128,17 +114,17 @@ class GrammarSlots:
         self._matchers[slot].accept_token(token_id)
 
     def _compile(self, text: str) -> Any:  # noqa: ANN401 - XGrammar is loaded where it is used
-        found = self._compiled.get(text)
-        if found is None:
+        compiled = self._compiled.get(text)
+        if compiled is None:
             grammar = _grammar(text)
             if self._compiler is None:
                 self._compiler = self._make_compiler()
-            found = self._compiler.compile_grammar(grammar)
-            self._compiled[text] = found
+            compiled = self._compiler.compile_grammar(grammar)
+            self._compiled[text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(text)
-        return found
+        return compiled
 
     def _make_compiler(self) -> Any:  # noqa: ANN401
         import xgrammar
@@ -175,5 +161,5 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
     return Grammar.from_ebnf(f"root ::= {texts}")
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"structured_outputs: {_SOURCE.sub('', str(error)).strip()}"

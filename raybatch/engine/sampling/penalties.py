@@ -48,7 +48,6 @@ class TokenHistory:
         return self._counts[: self._size]
 
     def record(self, token_id: int) -> None:
-        """Count a generated token."""
         idx = self._index.get(token_id)
         if idx is None:
             idx = self._size

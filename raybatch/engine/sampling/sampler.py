@@ -11,10 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.sampling.draw import Drawn, DrawOptions, draw_dense, draw_greedy, draw_ranked
+from raybatch.engine.sampling.draw import (
+    Drawn,
+    DrawOptions,
+    draw_dense,
+    draw_greedy,
+    draw_ranked,
+    sequence_key,
+    uniforms,
+)
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.penalties import TokenHistory, apply_penalties, mask_tokens
-from raybatch.engine.sampling.randomness import sequence_key, uniforms
 from raybatch.records.types import Sampling, TokenIds
 
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
@@ -47,8 +54,6 @@ class Sampler:
     stay. One random number belongs to each (seed, sample, position).
 
     Args:
-        vocab_size: columns of the logits.
-        max_slots: slots are 0..max_slots-1.
         eos_token_ids: end tokens of the model, held back by min_tokens.
         grammars: of answers that follow one; None where no answer can.
     """
@@ -77,7 +82,6 @@ class Sampler:
         self._held_back: dict[int, npt.NDArray[np.int64]] = {}
 
     def refusal(self, sampling: Sampling) -> str:
-        """Return why no sequence can run with these options, "" where one can."""
         if sampling.structured_outputs is None:
             return ""
         if self._grammars is None:
@@ -103,13 +107,8 @@ class Sampler:
     ) -> None:
         """Take over a sequence in a free slot.
 
-        Args:
-            slot: any slot; what it held is replaced.
-            sampling: options.
-            seed: 64-bit, of the request.
-            sample_idx: 0..n-1.
-            prompt_token_ids: read only, for the repetition penalty.
-            generated: tokens made before, by a preempted or migrated sequence.
+        What the slot held is replaced; `generated` are tokens made before, by a preempted or
+        migrated sequence.
         """
         self.remove(slot)
         self._is_random[slot] = sampling.temperature >= _MIN_TEMPERATURE
@@ -153,10 +152,8 @@ class Sampler:
     ) -> SampleResult:
         """Draw one token per row and remember it where a penalty needs it.
 
-        Args:
-            logits: of the last position of each row.
-            slots: slot of each row; one that is not stateless occurs once.
-            num_generated: tokens that each row has generated so far: the position of this one.
+        `num_generated` is the position of each row's token; a slot that is not stateless occurs
+        once.
         """
         rows = np.arange(len(slots))
         is_held_back = num_generated < self._min_tokens[slots]
@@ -266,10 +263,7 @@ def gather_logprobs(
 ) -> list[TokenLogprobs | None] | None:
     """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
 
-    Args:
-        logits: as the model gave them.
-        token_ids: sampled, one per row.
-        num_logprobs: most likely tokens that each row wants; negative where it wants none.
+    `num_logprobs` is how many each row wants, negative where it wants none.
     """
     rows = np.flatnonzero(num_logprobs >= 0)
     if not len(rows):
@@ -280,12 +274,12 @@ def gather_logprobs(
     values, ids = wanted.topk(width, dim=-1)
     sampled = torch.from_numpy(token_ids[rows]).to(logits.device)[:, None]
     all_ids = torch.cat([sampled, ids], dim=1).cpu().numpy().astype(np.int32)
-    own = wanted.gather(1, sampled)
-    all_values = (torch.cat([own, values], dim=1) - normalizer).cpu().numpy()
-    found: list[TokenLogprobs | None] = [None] * len(num_logprobs)
+    sampled_logits = wanted.gather(1, sampled)
+    all_values = (torch.cat([sampled_logits, values], dim=1) - normalizer).cpu().numpy()
+    logprobs: list[TokenLogprobs | None] = [None] * len(num_logprobs)
     for idx, row in enumerate(rows.tolist()):
-        found[row] = _without_repeat(all_ids[idx], all_values[idx], int(num_logprobs[row]))
-    return found
+        logprobs[row] = _without_repeat(all_ids[idx], all_values[idx], int(num_logprobs[row]))
+    return logprobs
 
 
 def _without_repeat(

@@ -11,15 +11,59 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.scheduling.output_lengths import OutputLengths
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
-
 # steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
 _MAX_CREDIT_STEPS = 2
+
+
+class OutputLengths:
+    """The distribution of output lengths, from outputs that ended and outputs still running.
+
+    Those that end first are the short ones, so a mean over ended outputs would be far too low
+    while the first ones end. A running output therefore counts as one that is longer than it is
+    now (the product-limit estimate of survival analysis). What is longer than all that ended is
+    taken to reach its upper bound.
+    """
+
+    def __init__(self, size: int = 512) -> None:
+        self._ring: Int64s = np.zeros(size, np.int64)
+        self._num_noted = 0
+        self._ended: Int64s = np.zeros(0, np.int64)
+        self._survival: Float64s = np.ones(1)
+        self._tail: Float64s = np.zeros(1)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether more than half of the outputs are of a length that has been seen."""
+        return float(self._survival[-1]) < 0.5
+
+    def note(self, length: int) -> None:
+        """Remember an output that ended by itself."""
+        self._ring[self._num_noted % len(self._ring)] = length
+        self._num_noted += 1
+
+    def update(self, running: Int64s) -> None:
+        """Estimate anew, with the tokens that running sequences have generated so far."""
+        ended = np.sort(self._ring[: self._num_noted])
+        num_longer = len(running) - np.searchsorted(np.sort(running), ended)
+        num_at_risk = len(ended) - np.arange(len(ended)) + num_longer
+        self._ended = ended
+        self._survival = np.concatenate(([1.0], np.cumprod(1 - 1 / num_at_risk)))
+        weighted = ended * -np.diff(self._survival)
+        self._tail = np.append(np.cumsum(weighted[::-1])[::-1], 0.0)
+
+    def expect(self, num_generated: Int64s, max_generated: Int64s) -> Float64s:
+        """Return the mean final length of outputs that have `num_generated` tokens now."""
+        first = np.searchsorted(self._ended, num_generated, side="right")
+        alive = self._survival[first]
+        total = self._tail[first] + self._survival[-1] * max_generated
+        mean = np.divide(total, alive, out=max_generated.astype(np.float64), where=alive > 0)
+        bounded: Float64s = np.minimum(mean, max_generated)
+        return bounded
 
 
 class KVForecast:
@@ -51,8 +95,8 @@ class KVForecast:
         peaks = self._peaks.copy()
         peaks[place:] += count * (size + self._growth[place:])
         before = float(self._sums[place - 1]) if place else 0.0
-        own = before + count * size + growth * (place + count) if count else 0.0
-        return self._shared + max(own, float(peaks.max(initial=0.0)))
+        its_peak = before + count * size + growth * (place + count) if count else 0.0
+        return self._shared + max(its_peak, float(peaks.max(initial=0.0)))
 
     def add(self, size: float, remaining: float, num_shared: int) -> None:
         """Count one more sequence in, and `num_shared` more shared blocks."""
@@ -72,8 +116,6 @@ class Admission:
     """Decides by a forecast whether one more sequence may run.
 
     Args:
-        table: running sequences.
-        blocks: the KV pool's books.
         fraction: of the pool that a forecast may reach; None lets every sequence start.
     """
 
@@ -88,7 +130,6 @@ class Admission:
         self._forecast: KVForecast | None = None
 
     def begin_step(self) -> None:
-        """Forget the forecast of the step before."""
         self._forecast = None
         # the pool offers so many blocks for one step
         self._credit = min(self._credit + self._limit, _MAX_CREDIT_STEPS * self._limit)
@@ -96,11 +137,8 @@ class Admission:
     def accepts(self, record: Sequence, *, num_shared: int, num_new: int, num_waiting: int) -> bool:
         """Return whether `record` may start.
 
-        Args:
-            record: a waiting sequence.
-            num_shared: blocks that it uses together with others.
-            num_new: of these, blocks that nobody uses yet.
-            num_waiting: sequences in the queue; if all fit there is no reason to wait.
+        `num_shared` blocks are used together with others, `num_new` of them by nobody yet. If all
+        `num_waiting` sequences fit, there is no reason to wait.
         """
         if math.isinf(self._limit):
             return True

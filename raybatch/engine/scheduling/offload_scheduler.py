@@ -1,8 +1,8 @@
 """Steps of an engine whose KV lives in host memory: rounds of prompts, and decoding between stops.
 
-`raybatch.policy.boundary.page_boundary` decides at each stop, the page boundary, who ends, yields,
-grows and is loaded; this module keeps the tables as the plans say. A page is a block. Between two
-boundaries every active sequence has the blocks that it needs, on the device and in host memory.
+`raybatch.policy.boundary.page_boundary` plans each stop, the page boundary: which sequences end,
+are suspended, grow or are loaded. This module carries the plans out. A page is a block. Between two
+boundaries every active sequence has the blocks that it needs in both memories.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
-from raybatch.engine.memory.offload_store import OffloadStore
-from raybatch.engine.memory.stored_sequence import StoredSequence
+from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.scheduling.prefill_round import PrefillRound
 from raybatch.engine.sequences.block_manager import BlockManager
@@ -39,12 +38,8 @@ class OffloadScheduler:
     """Owns sequences, the books of both pools and the table of running ones; shares no blocks.
 
     Args:
-        blocks: the device pool's books.
-        table: running sequences.
-        store: host memory.
         num_window_blocks: blocks of the device's pool while prompts are computed.
         max_batched_tokens: token budget of one step of prompts, at least the slots of `table`.
-        options: of the page boundary.
     """
 
     def __init__(
@@ -80,17 +75,15 @@ class OffloadScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot."""
         return len(self._new) + len(self._sequences) - self.table.num_running
 
     @property
     def moves(self) -> SwapCounters:
-        """KV that was copied to host memory and back."""
         return self.store.counters
 
     @property
     def ahead(self) -> CheckpointCounters:
-        """Nothing: all KV is copied before its sequence yields, and `moves` counts it."""
+        """Always zero: all KV is copied before its sequence is suspended, and `moves` counts it."""
         return CheckpointCounters()
 
     @property
@@ -100,7 +93,6 @@ class OffloadScheduler:
 
     @property
     def num_pinned(self) -> int:
-        """Blocks held for prefix groups, of which there are none."""
         return 0
 
     def add(self, record: Sequence) -> None:
@@ -111,12 +103,10 @@ class OffloadScheduler:
             self._new[record.arrival] = record
 
     def waiting(self) -> list[Sequence]:
-        """Return the sequences without a slot, by arrival."""
         known = [stored.record for stored in self._sequences.values() if stored.slot is None]
         return sorted((*known, *self._new.values()), key=lambda record: record.arrival)
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
         taken = [record for record in self.waiting() if is_wanted(record)]
         for record in taken:
             if self._new.pop(record.arrival, None) is None:
@@ -140,17 +130,14 @@ class OffloadScheduler:
         )
 
     def advance(self, schedule: Schedule) -> Int64s:
-        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
         if schedule.moves is not None:
             self._round.note_computed(schedule)
         return note_computed(self.table, schedule)
 
     def finish(self, slot: int) -> Sequence:
-        """Take out a running sequence that has ended by itself."""
         return self.remove(slot)
 
     def remove(self, slot: int) -> Sequence:
-        """Take a running sequence out for good."""
         stored = self._vacate(slot)
         self._forget(stored)
         return stored.record
@@ -266,7 +253,7 @@ class OffloadScheduler:
             id=stored.id,
             status=stored.status,
             context_tokens=context,
-            # a prompt whose only token comes with it has nothing to decode, and has not ended
+            # a prompt of a single token has nothing to decode, and has not ended
             remaining_tokens=max(1, record.max_len - 1 - context),
             device_pages=device_pages,
             host_pages=len(stored.host_blocks),
@@ -275,7 +262,7 @@ class OffloadScheduler:
         )
 
     def _yield(self, plan: BoundaryPlan, preempted: list[int]) -> None:
-        """Take the device's blocks from those that yield, and the host's from the evicted."""
+        """Take the device's blocks from suspended sequences, and the host's from evicted ones."""
         for id in (*plan.evict, *plan.suspend):
             stored = self._sequences[id]
             is_behind = False

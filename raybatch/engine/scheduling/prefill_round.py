@@ -6,9 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.offload_store import OffloadStore
-from raybatch.engine.memory.stored_sequence import StoredSequence
-from raybatch.engine.sequences.host_pool import HostBlocks
+from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
+from raybatch.engine.sequences.block_manager import HostBlocks
 from raybatch.engine.sequences.schedule import LayerMoves, Schedule, SchedulerCounters
 from raybatch.engine.sequences.table import PREFILL, Sequence, SequenceTable
 
@@ -16,7 +15,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class PrefillRound:
-    """Fills steps with prompts, first come, first served, and says which blocks move in each layer.
+    """Fills steps with prompts, first come, first served, and lists the blocks each layer moves.
 
     A prompt may be cut where the budget of a step ends; its next chunk reads the one before from
     host memory. So does one whose beginning another sequence has there. A prompt waits for others
@@ -24,10 +23,6 @@ class PrefillRound:
 
     Args:
         table: running sequences; those of a round have blocks of the window there.
-        store: host memory.
-        num_window_blocks: blocks of the window.
-        max_batched_tokens: of one step.
-        counters: of the scheduler.
     """
 
     def __init__(
@@ -49,7 +44,6 @@ class PrefillRound:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are prompts to compute."""
         return bool(self._waiting or self._running)
 
     def begin(self, sequences: Iterable[StoredSequence]) -> None:
@@ -57,7 +51,6 @@ class PrefillRound:
         self._waiting += sorted(sequences, key=lambda stored: stored.id)
 
     def schedule(self, preempted: Iterable[int], ended: Iterable[Sequence]) -> Schedule:
-        """Return the next step of the round."""
         chunks: list[tuple[int, int, int]] = []
         budget = self._budget
         for slot in sorted(self._running, key=lambda slot: self._running[slot].id):
@@ -75,7 +68,6 @@ class PrefillRound:
         )
 
     def note_computed(self, schedule: Schedule) -> None:
-        """Note that the chunks of a step are in host memory."""
         block_size = self._table.block_size
         columns = (schedule.chunk_slots, schedule.chunk_starts, schedule.chunk_lens)
         for slot, start, length in zip(*(c.tolist() for c in columns), strict=True):
@@ -91,7 +83,6 @@ class PrefillRound:
         return done
 
     def has(self, slot: int) -> bool:
-        """Return whether a sequence of the round runs in `slot`."""
         return slot in self._running
 
     def vacate(self, slot: int) -> StoredSequence:

@@ -12,15 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
-from raybatch.engine.memory.copies_ahead import CopiesAhead
-from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
+from raybatch.engine.memory.kv_checkpoints import CheckpointCounters, CopiesAhead
 from raybatch.engine.memory.swap import SwapCounters, SwapSpace
 from raybatch.engine.scheduling.admission import Admission
-from raybatch.engine.scheduling.chunks import Chunks
-from raybatch.engine.scheduling.closed_batch import ClosedBatch
-from raybatch.engine.scheduling.draft_room import DraftRoom, spread
-from raybatch.engine.scheduling.needs import Need, Needs
-from raybatch.engine.scheduling.waiting import WaitingQueue
+from raybatch.engine.scheduling.chunks import Chunks, DraftRoom, spread
+from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
@@ -41,8 +37,6 @@ class Scheduler:
     """Owns the queues, the block manager and the table of running sequences.
 
     Args:
-        blocks: the KV pool's books.
-        table: running sequences.
         max_batched_tokens: token budget of one step, at least the slots of `table`, so that no
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
@@ -50,7 +44,7 @@ class Scheduler:
         admission: who starts next; "static" and "multi_bin" run closed batches.
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
-        checkpoint_blocks: of sequences that are about to yield, copied ahead in one step.
+        checkpoint_blocks: of sequences likely to be preempted next, copied ahead in one step.
     """
 
     def __init__(
@@ -155,7 +149,7 @@ class Scheduler:
         if not preempted and not ended:
             ended = self._admit(budget, chunks, admitted)
         columns = np.array(chunks, np.int64).reshape(-1, 3)
-        # with those that came back from host memory, which have no drafts
+        # including sequences restored from host memory, which have no drafts
         decode_slots = np.flatnonzero(self.table.phase == DECODE)
         if len(draft_lens):
             draft_lens = spread(draft_lens, grown, decode_slots)
@@ -201,7 +195,7 @@ class Scheduler:
     def restart(self, slot: int) -> tuple[Sequence, Int64s]:
         """Queue a running sequence again, so that its KV is computed anew; as `discard`."""
         blocks = self.table.blocks(slot).astype(np.int64)
-        # whoever found its blocks would find them cleared
+        # another sequence that matched these blocks would read zeros
         self.blocks.forget(blocks.tolist())
         num_computed = int(self.table.num_computed[slot])
         record = self._vacate(slot)

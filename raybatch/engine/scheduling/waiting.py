@@ -1,12 +1,14 @@
-"""The queues of sequences without a slot: who is admitted next."""
+"""Sequences without a slot: the order of admission, the blocks that each needs, closed batches."""
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from raybatch.config import AdmissionPolicy
+from raybatch.engine.sequences.block_manager import BlockManager, hash_prompt
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.engine.sequences.table import Sequence
 from raybatch.policy.admission_order import next_batch, predicted_steps, shortest_first
@@ -87,11 +89,7 @@ class WaitingQueue:
         return record
 
     def open_batch(self, max_rows: int) -> int:
-        """Put the rows that run as one batch to the head of the queue, and return their number.
-
-        Args:
-            max_rows: of a batch.
-        """
+        """Put the rows that run as one batch to the head of the queue, and return their number."""
         num_begun = len(self._resumed) + sum(len(self._rows(group)) for group in self._ready)
         num_left = max_rows - num_begun
         if num_left <= 0 or self._policy != "multi_bin":
@@ -150,3 +148,94 @@ class WaitingQueue:
 
 def _arrival(item: tuple[int, Sequence]) -> int:
     return item[0]
+
+
+class Need(NamedTuple):
+    """Blocks that are there for a sequence, and counts.
+
+    Args:
+        hits: blocks of its prefix that hold what it would compute, in order.
+        num_total: blocks of all its known tokens.
+        num_available: of the available blocks, how many it takes.
+        num_shared: blocks that it uses together with others.
+        num_new_shared: of these, blocks that nobody uses yet.
+    """
+
+    hits: list[int]
+    num_total: int
+    num_available: int
+    num_shared: int
+    num_new_shared: int
+
+
+class Needs:
+    """Looks up what sequences need."""
+
+    def __init__(self, blocks: BlockManager, *, has_cache: bool) -> None:
+        self._blocks = blocks
+        self._has_cache = has_cache
+
+    def of(self, record: Sequence) -> Need:
+        """Return what a sequence needs to start now."""
+        hits = self.hits(record)
+        num_total = -(-record.num_tokens // self._blocks.block_size)
+        num_unused = self._blocks.num_unused(hits)
+        num_shared = max(record.group.max_blocks if record.group else 0, len(hits))
+        return Need(
+            hits=hits,
+            num_total=num_total,
+            num_available=num_total - len(hits) + num_unused,
+            num_shared=num_shared,
+            num_new_shared=num_shared - len(hits) + num_unused,
+        )
+
+    def hits(self, record: Sequence) -> list[int]:
+        """Return the blocks of a sequence's prefix that are there; hashes its prompt once."""
+        if record.block_hashes is None:
+            record.block_hashes = hash_prompt(
+                record.request, self._blocks.block_size, has_cache=self._has_cache
+            )
+        # the last known token is always computed, because its logits are needed
+        max_hits = (record.num_tokens - 1) // self._blocks.block_size
+        pinned = record.group.blocks[:max_hits] if record.group else []
+        return pinned + self._blocks.find_prefix(record.block_hashes[len(pinned) : max_hits])
+
+
+class ClosedBatch:
+    """Who belongs to the batch that runs.
+
+    Its members may take several steps to start, as the prompts of a step are limited. Each takes
+    the blocks of its full length, so that none of them has to give up its KV.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._pool = blocks
+        self._num_places = 0
+        self._num_blocks = 0
+        self._is_empty = True
+
+    def open(self, num_rows: int) -> None:
+        """Begin a batch of so many rows, if memory holds them; nobody runs."""
+        self._num_places, self._num_blocks = num_rows, self._pool.num_available
+        self._is_empty = True
+
+    def is_closed_to(self, record: Sequence) -> bool:
+        """Return whether a waiting sequence has to wait for the end of the batch."""
+        # one that had to yield is a member, and one that comes from elsewhere was
+        return self._num_places <= 0 and not record.has_started
+
+    def takes(self, record: Sequence, need: Need) -> bool:
+        """Return whether memory holds a sequence as well; the first it does not is the last."""
+        if self._is_empty or record.has_started or self._size(record, need) <= self._num_blocks:
+            return True
+        self._num_places = 0
+        return False
+
+    def add(self, record: Sequence, need: Need) -> None:
+        self._is_empty = False
+        self._num_places -= 1
+        self._num_blocks -= self._size(record, need)
+
+    def _size(self, record: Sequence, need: Need) -> int:
+        num_grown = record.max_blocks(self._pool.block_size) - need.num_total
+        return need.num_available + max(0, num_grown)

@@ -1,16 +1,17 @@
-"""Bookkeeping of the paged KV pool: who uses which block, and which prefix a block holds.
+"""Bookkeeping of the paged KV pools: who uses which block, and which prefix a block holds.
 
-A block is in exactly one of three states:
+A block of the device is in exactly one of three states:
 
     free    no content worth keeping; handed out lowest id first, so that the pool stays dense
     used    at least one running sequence has it in its block table
-    cached  no user, but its prefix may be asked for again; evicted in LRU order when needed
+    cached  no user, but its prefix may be requested again; evicted in LRU order when needed
 """
 
 import hashlib
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +41,7 @@ def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> l
 def hash_prompt(request: Request, block_size: int, *, has_cache: bool) -> list[bytes]:
     """Return the hashes by which the full blocks of a prompt are found, as `hash_blocks`.
 
-    Args:
-        request: with the prompt.
-        block_size: tokens of one block.
-        has_cache: requests share equal leading blocks; samples of one request always do.
+    With `has_cache`, requests share equal leading blocks; samples of one request always do.
     """
     if has_cache:
         return hash_blocks(request.prompt_token_ids, block_size)
@@ -58,10 +56,6 @@ class BlockManager:
 
     A reservation promises blocks to a sequence that takes them later, chunk by chunk; promised
     blocks are not available to others.
-
-    Args:
-        num_blocks: blocks of the pool.
-        block_size: tokens of one block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -111,15 +105,12 @@ class BlockManager:
         self.num_reserved += count
 
     def unreserve(self, count: int) -> None:
-        """Take back a promise of `count` blocks."""
         self.num_reserved -= count
 
     def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:
         """Return `count` blocks with one user each: free ones first, then the LRU cached ones.
 
-        Args:
-            count: number of blocks.
-            is_reserved: take them out of a promise made by `reserve`.
+        `is_reserved` takes them out of a promise made by `reserve`.
 
         Raises:
             RuntimeError: fewer blocks are available; callers ask `num_available` first.
@@ -192,3 +183,68 @@ class BlockManager:
         if block_hash is not None:
             self._hash_of[block] = None
             del self._block_of[block_hash]
+
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SwappedKV:
+    """KV of a sequence in host memory; what lies before its first block stayed on the device.
+
+    ```
+    blocks of the sequence   | 0 | 1 | 2 | 3 | 4 | 5 |      first_block = 2, three host blocks,
+    found again by hash      | x | x |                      num_tokens ends within block 4;
+    in host memory                   | h | h | h |          block 5 is not there yet
+    ```
+
+    Args:
+        first_block: place of the first host block in the sequence.
+        host_blocks: int32 [n], in order of position.
+        num_tokens: tokens of the sequence that had KV, from its beginning.
+    """
+
+    first_block: int
+    host_blocks: Int32s
+    num_tokens: int
+
+
+class HostBlocks:
+    """Hands out the blocks of the host's pool, lowest id first; each has one owner."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that may be allocated."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks, ascending.
+
+        Raises:
+            RuntimeError: fewer are available; callers ask `num_available` first.
+        """
+        if count > len(self._free):
+            raise RuntimeError(f"{count} host blocks asked for, {len(self._free)} available")
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def release(self, blocks: Iterable[int] | Int32s) -> None:
+        for block in blocks:
+            heapq.heappush(self._free, int(block))
+
+    def check(self, tables: Sequence[Int32s]) -> None:
+        """Raise RuntimeError unless the books agree with what the sequences hold."""
+        held = [block for table in tables for block in table.tolist()]
+        if sorted([*held, *self._free]) != list(range(self.num_blocks)):
+            raise RuntimeError(
+                f"host blocks: {len(held)} held and {len(self._free)} free do not make up the "
+                f"pool of {self.num_blocks}, or one is there twice"
+            )

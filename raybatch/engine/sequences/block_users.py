@@ -17,10 +17,6 @@ class BlockUsers:
 
     With one reader the slot sum is the reader; blocks with equal key sums have the same readers
     (64-bit keys, so that two sets agree by chance once in 10^19).
-
-    Args:
-        num_blocks: blocks of the pool.
-        max_slots: sequences that may run at once.
     """
 
     def __init__(self, num_blocks: int, max_slots: int) -> None:

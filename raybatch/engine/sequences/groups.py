@@ -6,7 +6,7 @@ the group takes a share in every prefix block as soon as it is scheduled:
     blocks      | 0 | 1 | 2 | 3 |    first member: computes 0..3, then its own part
     group       | x | x | x |        pinned so far; a member that starts now computes 3 itself
 
-So the prefix survives whatever happens to that member, and another one goes on where it stopped.
+So the prefix survives the preemption of that member, and another one goes on where it stopped.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,7 @@ class PrefixGroup:
     """The sequences of one engine that share a prefix.
 
     Args:
-        group_id: of the plan.
         prefix: the common tokens, whole blocks; read only.
-        max_blocks: blocks of the prefix.
         num_members: sequences that wait or run.
         has_started: a member was admitted, so that the others go before new groups.
         blocks: pinned blocks, the first ones of the prefix.
@@ -94,10 +92,8 @@ class PrefixGroups:
     def pin(self, group: PrefixGroup | None, start: int, blocks: Iterable[int]) -> None:
         """Take a share in those of `blocks` that go on where the pinned ones end.
 
-        Args:
-            group: None does nothing.
-            start: index of the first of `blocks` in its sequence.
-            blocks: used blocks of a member, each full after this step.
+        The `blocks` are used, and full after this step; `start` is the place of the first in its
+        sequence.
         """
         if group is None or start > len(group.blocks):
             return

@@ -36,7 +36,7 @@ class Schedule:
     """One step: a token and its drafts for each decoding slot, and chunks of prompts.
 
     A draft is a guess of the token after the ones known. It is computed as one more row behind the
-    row of its sequence, and each such row has logits: they tell whether the next draft is right.
+    row of its sequence, and each such row has logits: they show whether the next draft is right.
 
     Args:
         decode_slots: int64 [D], ascending.

@@ -11,18 +11,49 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.block_users import BlockUsers
-from raybatch.engine.sequences.completions import completion_of
 from raybatch.engine.sequences.groups import PrefixGroup
-from raybatch.engine.sequences.host_pool import SwappedKV
-from raybatch.records.types import Completion, FinishReason, Request, SequenceState, TokenIds
+from raybatch.records.types import (
+    Completion,
+    FinishReason,
+    Request,
+    SequenceState,
+    TokenIds,
+    Vector,
+)
 
 EMPTY: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2
-
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 Int64s = npt.NDArray[np.int64]
+
+
+def completion_of(
+    state: SequenceState,
+    reason: FinishReason,
+    stop_reason: str | int | None = None,
+    *,
+    error: str = "",
+    vector: Vector | None = None,
+) -> Completion:
+    """Return the completion of a sequence.
+
+    `vector` is what was made of the prompt where nothing is generated.
+    """
+    return Completion(
+        request_id=state.request.request_id,
+        sample_idx=state.sample_idx,
+        token_ids=state.token_ids,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        # the other samples take the prompt from the first one, which is no other request
+        num_cached_tokens=0 if state.sample_idx else state.num_cached_tokens,
+        vector=vector,
+        logprobs=state.logprobs,
+        error=error,
+    )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -30,8 +61,6 @@ class Sequence:
     """One sample of one request, as long as it is unfinished.
 
     Args:
-        request: what was asked.
-        sample_idx: 0..n-1.
         arrival: order of submission; the latest is preempted first.
         arrival_step: steps of the engine before it was queued, set by the scheduler.
         max_len: tokens at which it ends by length, prompt included.
@@ -41,9 +70,8 @@ class Sequence:
         block_hashes: of the full blocks of the prompt; None before the first admission.
         num_cached_tokens: prompt tokens whose KV came from another request.
         num_computed_before: tokens whose KV was lost by preemption.
-        has_started: was admitted here or elsewhere.
         logprobs: collected per generated token; None unless asked for.
-        num_told: generated tokens that are known outside the engine.
+        num_reported: generated tokens that are known outside the engine.
         swapped: KV in host memory, until all that it holds is on the device again.
         checkpoint: KV of full blocks that host memory has ahead, while it runs.
         may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
@@ -61,7 +89,7 @@ class Sequence:
     num_computed_before: int = 0
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
-    num_told: int = 0
+    num_reported: int = 0
     swapped: SwappedKV | None = None
     checkpoint: SwappedKV | None = None
     may_draft: bool = True
@@ -80,7 +108,7 @@ class Sequence:
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
     ) -> Completion:
-        """Return what came out, for a sequence that does not run any more."""
+        """Return the completion of a sequence that does not run any more."""
         return completion_of(self.state(), reason, stop_reason, error=error)
 
     def state(self) -> SequenceState:
@@ -99,12 +127,6 @@ class SequenceTable:
 
     `num_tokens` counts the known tokens (prompt and generated), `num_computed` those with KV. A
     decoding sequence has all but its last token computed.
-
-    Args:
-        max_slots: sequences that may run at once.
-        num_blocks: blocks of the pool.
-        block_size: tokens of one block.
-        max_model_len: longest prompt plus output.
     """
 
     def __init__(
@@ -133,12 +155,10 @@ class SequenceTable:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a slot."""
         return len(self.records) - len(self._free_slots)
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether another sequence may be placed."""
         return bool(self._free_slots)
 
     def record(self, slot: int) -> Sequence:
@@ -189,7 +209,6 @@ class SequenceTable:
         return record
 
     def add_blocks(self, slot: int, blocks: list[int]) -> None:
-        """Append `blocks` to the block table of `slot`."""
         start = self.num_blocks[slot]
         self.block_table[slot, start : start + len(blocks)] = blocks
         self.num_blocks[slot] = start + len(blocks)
@@ -214,8 +233,7 @@ class SequenceTable:
     def num_needed_blocks(self, num_steps: int) -> int:
         """Return how many blocks running sequences will need in the `num_steps` after this one.
 
-        Args:
-            num_steps: at most the positions of a block.
+        `num_steps` is at most the positions of a block.
         """
         held = self.num_blocks + self.num_reserved
         num_stored = np.where(self.phase == DECODE, self.num_computed + 1, self.num_tokens)
@@ -234,18 +252,18 @@ class SequenceTable:
     def generated_since(self, slot: int, start: int) -> list[int]:
         """Return the tokens that `slot` generated from its `start`-th on."""
         stop = self.num_tokens[slot] - self.num_prompt[slot]
-        found: list[int] = self._generated[slot, start:stop].tolist()
-        return found
+        token_ids: list[int] = self._generated[slot, start:stop].tolist()
+        return token_ids
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return running sequences with so many generated tokens that nobody was told of."""
+        """Return running sequences with at least so many tokens that were not reported yet."""
         num_generated = self.num_tokens - self.num_prompt
         long = np.flatnonzero((self.phase != EMPTY) & (num_generated >= min_new_tokens))
         states = []
         for slot in long.tolist():
             record, token_ids = self.record(slot), self.generated(slot)
-            if len(token_ids) >= record.num_told + min_new_tokens:
-                record.num_told = len(token_ids)
+            if len(token_ids) >= record.num_reported + min_new_tokens:
+                record.num_reported = len(token_ids)
                 states.append(replace(record.state(), token_ids=token_ids))
         return states
 

@@ -9,14 +9,104 @@ from typing import Protocol
 import torch
 
 from raybatch.engine.memory.kv_cache import allocate_memory
-from raybatch.engine.weights.copies import CopyPairs, CountedCopies, HostCopies, StreamCopies
-from raybatch.engine.weights.layer_tensors import packed_bytes, packed_into, tensors_of
+from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.loading import LayerWeights
-from raybatch.engine.weights.ring import WeightCopier, WeightRing
+from raybatch.engine.weights.ring import Transfer, WeightCopier, WeightRing
 from raybatch.policy.residence import Residence
+
+# source and target of each tensor of a layer in a buffer
+CopyPairs = Callable[[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
 
 # trial copies, of which the quickest counts
 _NUM_TRIALS = 3
+
+
+class CountedCopies:
+    """Copies that are counted where they are made.
+
+    Args:
+        pairs: source and target of each tensor, by layer and buffer.
+    """
+
+    def __init__(self, pairs: CopyPairs) -> None:
+        self.num_copies = 0
+        self.num_bytes = 0
+        self._pairs = pairs
+
+    def copy(self, layer: int, buffer: int) -> None:
+        pairs = self._pairs(layer, buffer)
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+        self.num_copies += 1
+        self.num_bytes += sum(source.nbytes for source, _ in pairs)
+
+
+class HostCopies(CountedCopies):
+    """Copies within the memory of a CPU, made when a layer is waited for.
+
+    A core that copies does not compute, so nothing is gained by copying ahead, and a layer that has
+    just been copied is in the processor's cache.
+    """
+
+    def mark(self) -> object:
+        """Return nothing: what was computed before is done."""
+        return None
+
+    def start(self, layer: int, buffer: int, after: object) -> Transfer:
+        return _Later(self, layer, buffer)
+
+
+@dataclass(slots=True)
+class _Later:
+    copies: HostCopies
+    layer: int
+    buffer: int
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.copies.copy(self.layer, self.buffer)
+
+
+class StreamCopies(CountedCopies):
+    """Transfers from pinned memory to a GPU, on a stream of their own.
+
+    A transfer waits for the kernels that used its buffer before, and the kernels of its layer wait
+    for the transfer; the host waits for neither.
+    """
+
+    def __init__(self, pairs: CopyPairs, device: torch.device) -> None:
+        super().__init__(pairs)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event behind the kernels that were queued so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def start(self, layer: int, buffer: int, after: object) -> Transfer:
+        with torch.cuda.stream(self._stream):
+            if isinstance(after, torch.cuda.Event):
+                self._stream.wait_event(after)
+            self.copy(layer, buffer)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return _Queued(done, self._device)
+
+
+@dataclass(slots=True)
+class _Queued:
+    done: torch.cuda.Event
+    device: torch.device
+
+    def is_done(self) -> bool:
+        return bool(self.done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +114,7 @@ class WeightCounters:
     """What was copied to the device since the start.
 
     Args:
-        num_copies: of a layer's weights.
-        num_bytes: of all of them.
-        num_stalls: layers whose weights were not there yet when they were asked for.
-        num_failures: copies that failed.
+        num_stalls: layers whose weights had not arrived when they were needed.
     """
 
     num_copies: int = 0
@@ -52,11 +139,7 @@ class LayerStore(Protocol):
 
 
 class ResidentLayers:
-    """All layers on the device.
-
-    Args:
-        layers: of the model.
-    """
+    """All layers on the device."""
 
     is_streamed = False
     counters = WeightCounters()
@@ -65,7 +148,6 @@ class ResidentLayers:
         self._uses = tuple(nullcontext(layer) for layer in layers)
 
     def use(self, layer: int) -> AbstractContextManager[LayerWeights]:
-        """Lend the weights of a layer."""
         return self._uses[layer]
 
 
@@ -78,9 +160,6 @@ class StreamedLayers:
     """Some layers on the device, the others in host memory behind a ring; owned by one thread.
 
     Args:
-        layers: of the model; those that stay are on the device, the others in host memory.
-        residence: which of them stay, and how many buffers the ring has.
-        device: where the ring is.
         make_copier: of the copies to be made; None takes that of the device.
     """
 
@@ -104,7 +183,6 @@ class StreamedLayers:
 
     @property
     def counters(self) -> WeightCounters:
-        """What was copied."""
         return WeightCounters(
             num_copies=self._copier.num_copies,
             num_bytes=self._copier.num_bytes,

@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raybatch.config import cache_dir
-from raybatch.engine.weights.layer_tensors import piece_bytes
-from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, view_of
+from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, piece_bytes, view_of
 from raybatch.engine.weights.recipes import recipes_of
 from raybatch.engine.weights.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
 from raybatch.kernels.byte_weights import quantise_weight, weight_scales
@@ -81,12 +80,7 @@ def load_weights(
 ) -> ModelWeights:
     """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
 
-    Args:
-        model_path: folder of the checkpoint.
-        spec: what the model is.
-        form: of the weights; panels are for a CPU alone.
-        device: where they go.
-        streamed: layers that stay in host memory, pinned where the device is a GPU.
+    Layers in `streamed` stay in host memory, pinned where the device is a GPU.
     """
     if device.type == "cpu":
         try:
@@ -180,8 +174,8 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
     layers = []
     for i in range(spec.num_layers):
         prefix = f"{i}."
-        own = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
-        layers.append(_assemble_layer(own, spec))
+        of_layer = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
+        layers.append(_assemble_layer(of_layer, spec))
     embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
     return ModelWeights(
         embed=embed,

@@ -1,10 +1,10 @@
-"""A ring of buffers for the weights of layers: who is in which, and who may come next. No tensors.
+"""A ring of buffers for the weights of layers: which layer is in which; no tensors.
 
 ```
 layers of a pass   0   1   2   3   4   5     0 and 3 are resident, 1, 2, 4 and 5 pass through
 used now               ^                     layer 1
 buffers            | 1 | 2 |                 2 is on its way while 1 computes; 4 may come as soon
-                                             as layer 2 or a later one is asked for
+                                             as layer 2 or a later one is used
 ```
 """
 
@@ -72,8 +72,6 @@ class WeightRing:
 
     Args:
         layers: that pass through, ascending.
-        num_buffers: of the ring, at least 1.
-        copier: brings weights.
     """
 
     def __init__(self, layers: Sequence[int], num_buffers: int, copier: WeightCopier) -> None:
@@ -89,7 +87,7 @@ class WeightRing:
 
         Raises:
             RuntimeError: the weights could not be copied, or all buffers are lent; the ring goes on
-                as if nobody had asked.
+                as if there had been no call.
         """
         window = self._window(layer)
         idx = self._find(layer)
@@ -142,7 +140,7 @@ class WeightRing:
 
     def _begin(self, idx: int, layer: int) -> None:
         buffer = self._buffers[idx]
-        # whatever happens, the weights that were here are not to be relied on
+        # the old weights may be overwritten from here on, also if the copy fails
         buffer.layer, buffer.transfer = None, None
         try:
             transfer = self._copier.start(layer, idx, buffer.last_use)

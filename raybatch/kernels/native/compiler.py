@@ -82,16 +82,14 @@ def host_vectors() -> tuple[str, ...]:
     names = ("avx512", "avx2", "plain")
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return names[2:]
-    found = {"AVX512": 0, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 2)
-    return names[found:]
+    best = {"AVX512": 0, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 2)
+    return names[best:]
 
 
 def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None:
     """Return a source of this folder as a library, None where it cannot be had, which is logged.
 
-    Args:
-        source: name of the file.
-        names: that the source uses and does not define, with their values.
+    `names` are those that the source uses and does not define, with their values.
 
     Raises:
         ConfigError: RAYBATCH_KERNEL_VECTORS names vectors that the host lacks.
@@ -101,16 +99,16 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
     if not compiler:
         _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
         return None
-    given = [*_FLAGS, *machine, *(f"-D{name}={value}" for name, value in names.items())]
+    options = [*_FLAGS, *machine, *(f"-D{name}={value}" for name, value in names.items())]
 
     def build(library: Path) -> None:
         compiled = library.with_suffix(".o")
-        _run([*compiler, *given, "-c", str(_FOLDER / source), "-o", str(compiled)])
+        _run([*compiler, *options, "-c", str(_FOLDER / source), "-o", str(compiled)])
         # apart: a linker that is told of loose arithmetic changes it for the whole process
         _run([*compiler, "-shared", str(compiled), "-o", str(library), "-lm"])
 
     try:
-        return find_or_build(cache_dir() / _KEPT, _name(compiler, given, source), build)
+        return find_or_build(cache_dir() / _KEPT, _name(compiler, options, source), build)
     except (OSError, subprocess.SubprocessError) as error:
         _logger.warning(
             "%s could not be compiled, so it runs as plain torch, which is slower: %s",
@@ -152,14 +150,14 @@ def _machine() -> tuple[str, ...]:
     return _MACHINES[vectors]
 
 
-def _name(compiler: list[str], given: list[str], source: str) -> str | None:
+def _name(compiler: list[str], options: list[str], source: str) -> str | None:
     """Return the name of a library on disk, None for one that cannot be told from others."""
     try:
         version = _version(tuple(compiler))
     except (OSError, subprocess.SubprocessError):
         return None
     headers = sorted(_FOLDER.glob("*.h"))
-    return library_name([*compiler, version, *given], [_FOLDER / source, *headers])
+    return library_name([*compiler, version, *options], [_FOLDER / source, *headers])
 
 
 @functools.cache

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.attention_plan import DecodePart
-from raybatch.kernels.decode_form import DecodeForm
+from raybatch.kernels.attention_plan import DecodeForm, DecodePart
 from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows, row_width
 from raybatch.kernels.native.compiler import FLOATS, CompiledOnce, address, compile_library, whole
 
@@ -86,11 +85,7 @@ def decode_form(
 ) -> DecodeForm | None:
     """Return the kernel for one shape, compiled once per process; None where there is none.
 
-    Args:
-        head_dim: of one head.
-        num_grouped: query heads of one KV head.
-        block_size: positions of one cache block.
-        kv_dtype: of the pool: float32, or of a quantised one.
+    `kv_dtype` is that of the pool: float32, or of a quantised one.
     """
     if num_grouped * block_size > _MAX_WEIGHTS:
         return None
@@ -173,13 +168,13 @@ def _agrees_with_torch(
         offsets=torch.tensor([0, 2, 4, 4]),
         firsts={None: None},
     )
-    found, lse = attend(q, pools[0], pools[1], lists, None)
-    if bool(found[2].any()) or not bool(lse[2].isneginf().all()):
+    attended, lse = attend(q, pools[0], pools[1], lists, None)
+    if bool(attended[2].any()) or not bool(lse[2].isneginf().all()):
         return False
     for row, num_seen in enumerate((block_size + 1, 2 * block_size)):
         seen = slice(2 * row * block_size, 2 * row * block_size + num_seen)
         scores = q[row] @ keys.view(-1, head_dim)[seen].T / math.sqrt(head_dim)
         expected = scores.softmax(dim=-1) @ values.view(-1, head_dim)[seen]
-        if not torch.allclose(found[row], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
+        if not torch.allclose(attended[row], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
             return False
     return True

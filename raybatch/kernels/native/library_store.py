@@ -31,11 +31,8 @@ _logger = logging.getLogger(__name__)
 def library_name(command: Iterable[str], files: Iterable[Path]) -> str | None:
     """Return the name of what a command makes here of files: a hash of all that decides about it.
 
-    None where the host does not tell its processor: another one may lack an instruction.
-
-    Args:
-        command: of the compiler, its flags and its version.
-        files: that it reads.
+    None where the host does not tell its processor: another one may lack an instruction. `command`
+    has the compiler, its flags and its version.
     """
     processor = _processor()
     if processor is None:
@@ -61,14 +58,14 @@ def find_or_build(folder: Path, name: str | None, build: Callable[[Path], None])
         OSError: what was built cannot be loaded, or there is no room to build it.
     """
     with ExitStack() as open_things:
-        own = None if name is None else open_things.enter_context(_private_folder(folder))
-        if own is None or name is None:
+        private = None if name is None else open_things.enter_context(_private_folder(folder))
+        if private is None or name is None:
             return _built(build, None)
-        found = _loaded(own / name)
-        if found is None:
-            _take_turn(own, open_things)
-            found = _loaded(own / name)
-        return found or _built(build, own / name)
+        library = _loaded(private / name)
+        if library is None:
+            _take_turn(private, open_things)
+            library = _loaded(private / name)
+        return library or _built(build, private / name)
 
 
 def _built(build: Callable[[Path], None], kept: Path | None) -> ctypes.CDLL:
@@ -96,8 +93,8 @@ def _private_folder(folder: Path) -> Iterator[Path | None]:
         yield None
         return
     try:
-        found = os.fstat(handle)
-        is_private = found.st_uid in (0, os.getuid()) and not found.st_mode & _WRITABLE_BY_OTHERS
+        status = os.fstat(handle)
+        is_private = status.st_uid in (0, os.getuid()) and not status.st_mode & _WRITABLE_BY_OTHERS
         if not is_private:
             _logger.info("compiled kernels are not kept in %s: others can write there", folder)
         yield Path(f"/proc/self/fd/{handle}") if is_private else None
@@ -148,7 +145,7 @@ def _processor() -> str | None:
     except OSError:
         return None
     fields = (line.partition(":") for line in first.splitlines())
-    told = sorted(
+    lines = sorted(
         f"{name.strip()}={value}" for name, _, value in fields if name.strip() in _CPU_FIELDS
     )
-    return "\n".join(told) or None
+    return "\n".join(lines) or None

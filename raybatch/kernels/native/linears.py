@@ -38,9 +38,6 @@ class CompiledLinears:
     """The compiled forms of the ops of `raybatch.kernels.linear`, for panels of `PANEL_WIDTH`.
 
     Linears in another form go to torch.
-
-    Args:
-        libraries: the kernels for each dtype of weights.
     """
 
     libraries: Mapping[torch.dtype, ctypes.CDLL]
@@ -108,8 +105,7 @@ class CompiledLinears:
 def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears | None:
     """Return the compiled ops, once per process; None where there is no compiler.
 
-    Args:
-        byte_dtype: dtype of the weights that are bytes, beside those in float32.
+    `byte_dtype` is the dtype of the weights that are bytes, beside those in float32.
     """
     libraries: dict[torch.dtype, ctypes.CDLL] = {}
     for dtype in (torch.float32, *([] if byte_dtype is None else [byte_dtype])):
@@ -141,7 +137,7 @@ def _agree_with_torch(ops: CompiledLinears, dtype: torch.dtype) -> bool:
         Linear(gate_up, 2 * ffn_dim, gate_up_bias, scales[0]),
         Linear(down, num_inputs, down_bias, scales[1]),
     )
-    found, expected = x.clone(), x.clone()
-    ops.add_mlp_(found, x, *layers)
+    output, expected = x.clone(), x.clone()
+    ops.add_mlp_(output, x, *layers)
     reference.add_mlp_(expected, x, *layers)
-    return torch.allclose(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    return torch.allclose(output, expected, atol=_TOLERANCE, rtol=_TOLERANCE)

@@ -34,13 +34,7 @@ _logger = logging.getLogger(__name__)
 def panelled_experts(
     up_width: int, down_width: int, dtype: torch.dtype = torch.float32
 ) -> PanelledExperts | None:
-    """Return the kernel for panels of these widths, compiled once per process; None without one.
-
-    Args:
-        up_width: outputs of one panel of gate and up.
-        down_width: outputs of one panel of down.
-        dtype: of the weights, float32 or one of `raybatch.kernels.byte_weights`.
-    """
+    """Return the kernel for panels of these widths, compiled once per process; None without one."""
     if any(width % _WIDTH_STEP or width > _MAX_WIDTH for width in (up_width, down_width)):
         return None
     names = {"UP_WIDTH": up_width, "DOWN_WIDTH": down_width, "WEIGHT_FORM": WEIGHT_FORMS[dtype]}
@@ -101,7 +95,7 @@ def _agrees_with_torch(
         scales = made(2, 2 * ffn_dim) / 30, made(2, model_dim) / 30
     starts = torch.tensor([0, 13, num_rows])
     tokens, targets = torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(1)
-    found = compute(
+    output = compute(
         x, gate_up, down, tokens, targets, starts, up_scales=scales[0], down_scales=scales[1]
     )
     for expert in range(2):
@@ -113,6 +107,6 @@ def _agrees_with_torch(
         ]
         gate, up = functional.linear(x[tokens[rows]], weights[0]).chunk(2, dim=1)
         expected = functional.linear(functional.silu(gate) * up, weights[1])
-        if not torch.allclose(found[targets[rows]], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
+        if not torch.allclose(output[targets[rows]], expected, atol=_TOLERANCE, rtol=_TOLERANCE):
             return False
     return True

@@ -133,8 +133,8 @@ def _stores(ops: SmallOps, rows: torch.Tensor, dtype: torch.dtype) -> bool:
     ops.store_rows(rows, pools[0], places // 4, places % 4)
     stored = read_rows(pools[0].transpose(1, 2).flatten(0, 1)[1:-2], rows.shape[2], rows.dtype)
     return all(
-        torch.allclose(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
-        for found in (stored, rows)
+        torch.allclose(actual, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+        for actual in (stored, rows)
     )
 
 

@@ -21,6 +21,8 @@ from raybatch.kernels.triton.decode_attention import (
     fixed_walk,
     plan_walk,
 )
+from raybatch.kernels.triton.jit.kv_store import store_kv_kernel
+from raybatch.kernels.triton.launch import OPTIONS, power_of_two
 from raybatch.kernels.triton.prefill_attention import (
     PreparedChunks,
     attend_chunks_into,
@@ -50,12 +52,8 @@ def prepare_attention(
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
-    Args:
-        plan: of this step.
-        positions: of every token in its sequence.
-        slot_mapping: where every token's KV goes.
-        pool: keys of any layer; only its shape and dtype are read.
-        windows: the different windows of the model's layers.
+    Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
+    windows of the model's layers.
 
     Raises:
         ConfigError: the pool is quantised.
@@ -133,3 +131,38 @@ def attend(
     if prepared.contexts is not None:
         merge_contexts_(output, lse, q, k_pool, v_pool, prepared.contexts, window)
     return output.flatten(1)
+
+
+def store_kv(
+    k: torch.Tensor,  # [T, G, D], last dimension contiguous
+    v: torch.Tensor,  # [T, G, D], last dimension contiguous
+    k_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    v_pool: torch.Tensor,  # [N, G, B, D], modified in place
+    prepared: PreparedAttention,
+) -> None:
+    """Write the KV of this step's tokens to their slots."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if not num_tokens:
+        return
+    assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
+    store_kv_kernel[(num_tokens,)](
+        k,
+        v,
+        k_pool,
+        v_pool,
+        prepared.block_ids,
+        prepared.block_offsets,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        k_pool.stride(0),
+        k_pool.stride(1),
+        k_pool.stride(2),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        TILE_HEADS=power_of_two(num_kv_heads),
+        TILE_DIM=power_of_two(head_dim),
+        num_warps=4,
+        **OPTIONS,
+    )

@@ -56,11 +56,8 @@ def prepare_contexts(
 ) -> PreparedContexts:
     """Do once per step what all layers share, without waiting for the device.
 
-    Args:
-        parts: at least one.
-        positions: of every row of the forward batch in its sequence.
-        pool: keys of any layer; only its shape and dtype are read.
-        has_windows: some layer has a sliding window; of no matter here.
+    `positions` are those of every row of the forward batch in its sequence; of `pool`, the keys of
+    any layer, only shape and dtype are read.
     """
     del has_windows
     num_kv_heads, block_size = pool.shape[1:3]

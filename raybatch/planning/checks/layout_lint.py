@@ -20,7 +20,7 @@ from raybatch.inputs.source import Source
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.rows.options import StageConfig
 from raybatch.rows.template import PromptTemplate
-from raybatch.text.prompt_errors import PromptError
+from raybatch.text.chat import PromptError
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 
 SAMPLE_ROWS = 50_000

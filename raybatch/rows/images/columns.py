@@ -18,7 +18,7 @@ from raybatch.rows.images.tokens import ImageTokens
 from raybatch.rows.images.values import data_url
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import column_of
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt
 from raybatch.text.tokenizer import Encoded
 
 logger = logging.getLogger(__name__)

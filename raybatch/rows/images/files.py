@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from raybatch.errors import error_text
 from raybatch.rows.images.values import file_of, is_picture
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt
 
 
 class ImageFiles:

@@ -14,7 +14,7 @@ import numpy as np
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_model
 from raybatch.records.types import TokenIds
-from raybatch.text.prompt_errors import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt
 
 logger = logging.getLogger(__name__)
 
