@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.replicas.site import Handle, Pools
-from raybatch.actors.submitting import make_submission
-from raybatch.actors.watching import RowWatch, tell, with_news
+from raybatch.actors.submitting import RowWatch, make_submission, tell, with_news
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
 from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.backends.choice import BackendChoice

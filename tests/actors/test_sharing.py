@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.coordinator.mailbox import Inbox
-from raybatch.actors.coordinator.sharing import Sharing
+from raybatch.actors.coordinator.counters import Sharing
+from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import Submission
 from tests.actors.queues import groups_of, keys_of, plain_prompts
@@ -50,7 +50,7 @@ def test_nothing_is_told_without_rows():
 
 @pytest.mark.parametrize("is_planned", [False, True], ids=["plain", "planned"])
 def test_only_clients_without_a_plan_are_told(is_planned):
-    inbox = Inbox(RowQueue(3), on_drop=lambda *_: None)
+    mailbox = Mailbox(RowQueue(3), on_drop=lambda *_: None)
     keys = keys_of(plain_prompts([1, 2] * 20))
     submission = Submission(
         token="t",
@@ -61,6 +61,6 @@ def test_only_clients_without_a_plan_are_told(is_planned):
         groups=groups_of([0, 1] * 20, 8) if is_planned else None,
         block_keys=None if is_planned else keys,
     )
-    inbox.add(submission)
-    inbox.clients["c"].prompt_tokens_done = NUM_TOKENS
-    assert is_planned == (inbox.sharing_news() == [])
+    mailbox.add(submission)
+    mailbox.clients["c"].prompt_tokens_done = NUM_TOKENS
+    assert is_planned == (mailbox.sharing_messages() == [])

@@ -10,7 +10,7 @@ import ray
 
 from raybatch.actors.executors.ray_site import RaySite
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from tests.actors.pools import SAMPLING, prompts_of, table_of, wait_until

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,11 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
-from raybatch.actors.queue.probation import Trials
+from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun
 from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
-from raybatch.actors.wire.records import Answer, Loss, RowCrashes, Span, Submission
+from raybatch.actors.wire.records import Answer, Assignment, Loss, RowCrashes, Span, Submission
 from raybatch.records.types import Completion
 
 # cancelled before they arrived; more calls than feeders may have in flight
@@ -60,7 +61,7 @@ class OpenBatch:
 
 
 @dataclass(slots=True)
-class Inbox:
+class Mailbox:
     """Open row batches by id, which is ours, and by token, which is the feeder's.
 
     Args:
@@ -80,10 +81,10 @@ class Inbox:
     # the tokens in order of arrival
     _cancelled: dict[str, None] = field(default_factory=dict)
     _next_id: Iterator[int] = field(default_factory=itertools.count)
-    _trials: Trials = field(init=False)
+    _probation: Probation = field(init=False)
 
     def __post_init__(self) -> None:
-        self._trials = Trials(self.queue, self._next_id)
+        self._probation = Probation(self.queue, self._next_id)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -91,7 +92,7 @@ class Inbox:
     def refs(self, batch_id: int) -> list[Any] | None:
         """Return the references of a batch, None when it is not open any more."""
         batch = self._open.get(batch_id)
-        return self._trials.refs(batch_id) if batch is None else batch.submission.refs
+        return self._probation.refs(batch_id) if batch is None else batch.submission.refs
 
     def find(self, token: str) -> OpenBatch | None:
         """Return the batch that a feeder named, None when it is not open any more."""
@@ -233,7 +234,7 @@ class Inbox:
         rows = row_numbers(results)
         if batch is None:
             is_good = not has_error(results).any()
-            return self._trials.take(replica_id, batch_id, rows, is_good=is_good)
+            return self._probation.take(replica_id, batch_id, rows, is_good=is_good)
         is_held = self.queue.finish(replica_id, batch_id, rows)
         if not is_held.all():
             rows = rows[is_held]
@@ -242,7 +243,7 @@ class Inbox:
             self._keep(batch, rows, results)
             good_rows = results.column("row").to_numpy()[~has_error(results)]
             if len(good_rows):
-                self._trials.worked(batch.submission, int(good_rows[-1]))
+                self._probation.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
 
     def note_begun(self, batch_id: int, found: pa.RecordBatch) -> None:
@@ -278,7 +279,7 @@ class Inbox:
                 completion = Completion(request_id=poison.row, finish_reason="error", error=error)
                 rows = np.array([poison.row], np.int32)
                 self._keep(batch, rows, encode_completions(rows, [completion]))
-        return self._trials.note_loss(loss)
+        return self._probation.note_loss(loss)
 
     def fail(self, rank: int, cause: str) -> None:
         """Answer every batch, open or to come, with a failure, and take all rows out."""
@@ -308,13 +309,13 @@ class Inbox:
         batch = self._open.get(batch_id)
         if batch is not None:
             self.drop(batch)
-        elif batch_id == self._trials.batch_id:
+        elif batch_id == self._probation.batch_id:
             self.forget_good_row()
 
     def forget_good_row(self) -> None:
         """Let go of the row that is kept for controls; its request table fills the object store."""
-        control = self._trials.batch_id
-        self._trials.forget_good_row()
+        control = self._probation.batch_id
+        self._probation.forget_good_row()
         if control is not None:
             self.drop_rows(control)
 
@@ -323,9 +324,9 @@ class Inbox:
         for replica_id in self.queue.drop(batch_id):
             self.on_drop(replica_id, batch_id)
 
-    def sharing_news(self) -> list[str]:
+    def sharing_messages(self) -> list[str]:
         """Return what is new to say about plans that clients without one would gain from."""
-        return [news for counters in self.clients.values() if (news := counters.sharing_news())]
+        return [news for counters in self.clients.values() if (news := counters.sharing_messages())]
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
         """Return the batches whose feeder has not asked for so long."""
@@ -377,3 +378,36 @@ def _are_alike(one: Submission, other: Submission) -> bool:
     return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
         one.max_new_tokens, other.max_new_tokens
     )
+
+
+_logger = logging.getLogger(__name__)
+
+
+def make_assignments(spans: Sequence[Span], queue: RowQueue, mailbox: Mailbox) -> list[Assignment]:
+    """Return the spans by row batch, with tables, groups, places and tokens so far.
+
+    Rows that nobody waits for are taken out.
+    """
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, span in enumerate(spans):
+        places[span.batch_id].append(place)
+    assignments = []
+    for batch_id, of_batch in places.items():
+        refs = mailbox.refs(batch_id)
+        if refs is None:
+            # left in, they would count as held for ever by a replica that never sees them
+            _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
+            mailbox.drop_rows(batch_id)
+            continue
+        batch_spans = tuple(spans[place] for place in of_batch)
+        assignments.append(
+            Assignment(
+                batch_id=batch_id,
+                refs=refs,
+                spans=batch_spans,
+                places=tuple(of_batch),
+                groups=queue.groups_of(batch_id, batch_spans),
+                begun=mailbox.begun(batch_id, batch_spans),
+            )
+        )
+    return assignments

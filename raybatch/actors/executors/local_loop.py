@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, wait
 from typing import Any
 
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.site import CallHandle
 
 _WAKE_S = 0.1
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from raybatch.actors.executors.local_pools import plan_local_crew
 from raybatch.actors.executors.local_site import end_group, start_python
-from raybatch.actors.replicas.site import use_threads
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     MEASURE_S,

@@ -11,10 +11,8 @@ from pathlib import Path
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.local_loop import LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
-from raybatch.actors.executors.settling import settled
-from raybatch.actors.replicas.placement import ClusterView, CrewPlan
-from raybatch.actors.replicas.site import Errors
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.placement import ClusterView, Placement, settled
+from raybatch.actors.replicas.site import CallHandle, Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, unproven_on_gpus, vllm_build
 from raybatch.backends.kinds import facts_of
@@ -119,7 +117,7 @@ def _has_gpus(spec: PoolSpec) -> bool:
     return gpus_of_host() > 0 and gpus_of_engine(spec.backend, spec.engine) > 0
 
 
-def plan_local_crew(spec: PoolSpec) -> CrewPlan:
+def plan_local_crew(spec: PoolSpec) -> Placement:
     """Return how many engines a pool has on this host: as many as its cores take, or as asked.
 
     GPUs are not divided here: one engine has what it takes of them.
@@ -129,6 +127,6 @@ def plan_local_crew(spec: PoolSpec) -> CrewPlan:
         num_replicas = 1
     if num_replicas is None:
         num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return CrewPlan(
+    return Placement(
         num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
     )

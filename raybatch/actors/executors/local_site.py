@@ -6,25 +6,64 @@ that only waits for an endpoint, and the fake one, are threads of this process.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raybatch.actors.executors.local_loop import LocalLoop
-from raybatch.actors.executors.local_tables import KeptTable, LocalTables, TableName
 from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.placement import CrewPlan
-from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.site import CallHandle, Errors, Handle, NoMetrics, Started
 from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
 from raybatch.backends.options import may_end_its_process
 from raybatch.errors import error_text
+
+
+class TableName(NamedTuple):
+    """What a reference to a table becomes on its way to another process."""
+
+    number: int
+
+
+class KeptTable:
+    """A reference to a request table, which lives as long as this object."""
+
+    def __init__(self, requests: Requests, name: TableName) -> None:
+        self.requests = requests
+        self._name = name
+
+    def __reduce__(self) -> tuple[type[TableName], tuple[int]]:
+        return TableName, (self._name.number,)
+
+
+class LocalTables:
+    """The tables of one pool that somebody still holds a reference to."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._kept: weakref.WeakValueDictionary[TableName, KeptTable] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def keep(self, requests: Requests) -> KeptTable:
+        """Return a reference to a table."""
+        name = TableName(next(self._numbers))
+        kept = self._kept[name] = KeptTable(requests, name)
+        return kept
+
+    def find(self, name: TableName) -> Requests | None:
+        """Return a table; None where nobody holds it any more."""
+        kept = self._kept.get(name)
+        return None if kept is None else kept.requests
+
 
 _T = TypeVar("_T")
 
@@ -55,7 +94,7 @@ class LocalSite:
         """Keep a request table in this process."""
         return self._tables.keep(requests)
 
-    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> Started:
+    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
         """Start a process or make an object on the loop."""
         if may_end_its_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)

@@ -16,8 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.ray_site import RaySite
-from raybatch.actors.executors.settling import settled
-from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_crew
+from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_crew, settled
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build

@@ -13,7 +13,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util import metrics
 
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.reserving import Reserved, reserve
 from raybatch.actors.replicas.site import Errors, use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests
@@ -55,7 +55,7 @@ class RaySite:
         """Put a request table into the object store."""
         return ray.put(requests)
 
-    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> RayStarted:
+    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> RayStarted:
         """Start an actor with what Ray reserves for it."""
         pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(spec):x}"
         reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}")

@@ -10,9 +10,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raybatch.actors.queue.bundle_line import Bundle, BundleLine
-from raybatch.actors.queue.giving import CUT_WORTH
-from raybatch.actors.queue.replica_load import ReplicaLoad
-from raybatch.actors.queue.row_states import ALONE
+from raybatch.actors.queue.row_states import ALONE, ReplicaLoad
+from raybatch.actors.queue.stealing import CUT_WORTH
 from raybatch.actors.queue.waiting_line import WaitingLine
 from raybatch.actors.wire.records import Room, Span
 
@@ -208,7 +207,7 @@ class Grant:
         self._tokens -= prefix_len
         self.quota -= prefix_len
         if line is self.line.fresh:
-            self.line.homes.take_turn(bundle.group)
+            self.line.affinity.take_turn(bundle.group)
 
     def _has_room(self) -> bool:
         return not self.spans or min(self._tokens, self._rows) > 0

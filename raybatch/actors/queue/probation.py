@@ -32,7 +32,7 @@ class _GoodRow:
 
 
 @dataclass(slots=True)
-class Trials:
+class Probation:
     """What deaths and finished rows say about the engine.
 
     Counts run from the last row that finished without an error. That row is kept for a control, and

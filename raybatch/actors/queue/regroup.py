@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.bundle_line import Batches, Bundle
 from raybatch.actors.queue.row_states import ALONE, RowStates, spans_of
 from raybatch.actors.queue.waiting_line import WaitingLine
@@ -39,17 +39,17 @@ class Regrouping:
     Args:
         batches: states of all row batches; shared with the queue.
         line: of waiting rows; shared with the queue.
-        homes: of the groups; shared with the queue.
+        affinity: of the groups; shared with the queue.
 
     Attributes:
         num_groupings: how often the line was grouped.
     """
 
-    def __init__(self, batches: Batches, line: WaitingLine, homes: Homes) -> None:
+    def __init__(self, batches: Batches, line: WaitingLine, affinity: PrefixAffinity) -> None:
         self.num_groupings = 0
         self._batches = batches
         self._line = line
-        self._homes = homes
+        self._affinity = affinity
         self._num_new = 0
 
     def add(self, batch_id: int, rows: npt.NDArray[np.intp]) -> None:
@@ -60,7 +60,7 @@ class Regrouping:
             for span in spans:
                 self._line.add(span)
             return
-        known = (self._line.fresh.groups(), *self._homes.groups())
+        known = (self._line.fresh.groups(), *self._affinity.groups())
         group, prefix = match_prefixes(batch.keys, known)
         joins = (group >= 0) & (prefix >= batch.prompt * _MIN_JOINED_FRACTION)
         batch.assign(np.flatnonzero(joins), group[joins], prefix[joins])

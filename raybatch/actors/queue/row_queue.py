@@ -23,13 +23,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.grant import share_out
-from raybatch.actors.queue.isolation import Isolation
 from raybatch.actors.queue.regroup import Regrouping
-from raybatch.actors.queue.replica_load import ReplicaLoad
-from raybatch.actors.queue.row_states import RowStates, Share, spans_of
-from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.queue.row_states import ReplicaLoad, RowStates, Share, spans_of
+from raybatch.actors.queue.waiting_line import Isolation, WaitingLine
 from raybatch.actors.wire.records import Loss, PoisonRow, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
 
@@ -50,9 +48,9 @@ class RowQueue:
         self._max_row_crashes = max_row_crashes
         self._batches: dict[int, RowStates] = {}
         self._replicas: dict[int, ReplicaLoad] = {}
-        self._homes = Homes()
-        self._line = WaitingLine(self._batches, self._homes)
-        self._regrouping = Regrouping(self._batches, self._line, self._homes)
+        self._affinity = PrefixAffinity()
+        self._line = WaitingLine(self._batches, self._affinity)
+        self._regrouping = Regrouping(self._batches, self._line, self._affinity)
         self._isolation = Isolation()
 
     def add(
@@ -230,7 +228,7 @@ class RowQueue:
             for piece in spans_of(span.batch_id, rows):
                 runs = batch.runs(piece.start, piece.stop)
                 returned += [Span(span.batch_id, start, stop) for start, stop in runs]
-        self._homes.leave(replica_id, left)
+        self._affinity.leave(replica_id, left)
         self._line.free(replica_id, left)
         if not replica.is_testing:
             self._line.put_back(returned)
@@ -270,7 +268,7 @@ class RowQueue:
     def note_aborted(self, replica_id: int, batch_id: int) -> None:
         """Note that a replica runs no row of a dropped batch any more."""
         if replica_id in self._replicas:
-            self._homes.end(replica_id, self._replicas[replica_id].confirm(batch_id))
+            self._affinity.end(replica_id, self._replicas[replica_id].confirm(batch_id))
 
     def is_done(self, batch_id: int) -> bool:
         """Return whether every row of the batch is finished or given up."""
@@ -318,7 +316,7 @@ class RowQueue:
 
     def cuts(self) -> tuple[int, int]:
         """Return how often a group was live at two replicas, and the tokens of their prefixes."""
-        return self._homes.num_cuts, self._homes.cut_tokens
+        return self._affinity.num_cuts, self._affinity.cut_tokens
 
     def _load(self, replica_id: int) -> ReplicaLoad:
         return self._replicas.setdefault(replica_id, ReplicaLoad())
@@ -334,16 +332,16 @@ class RowQueue:
             batch = self._batches[span.batch_id]
             batch.hold(replica_id, span.start, span.stop)
             started = replica.add(batch.share_between(span.start, span.stop))
-            self._homes.start(replica_id, started)
+            self._affinity.start(replica_id, started)
         return handed
 
     def _take_off(self, replica_id: int, share: Share) -> None:
-        self._homes.end(replica_id, self._replicas[replica_id].remove(share))
+        self._affinity.end(replica_id, self._replicas[replica_id].remove(share))
 
     def _forget(self, replica_id: int) -> ReplicaLoad:
         """Take a replica out; who waits for it may go anywhere."""
         replica = self._replicas.pop(replica_id, ReplicaLoad())
-        self._homes.forget(replica_id, replica.groups())
+        self._affinity.forget(replica_id, replica.groups())
         self._line.release(replica_id)
         return replica
 

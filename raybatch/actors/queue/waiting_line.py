@@ -1,8 +1,9 @@
 """The rows of a pool that wait: for any replica, or for the one that has their prefix."""
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
-from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.bundle_line import Batches, BundleLine
 from raybatch.actors.queue.row_states import RowStates
 from raybatch.actors.wire.records import Span
@@ -16,17 +17,17 @@ class WaitingLine:
 
     Args:
         batches: states of all row batches; shared with the queue, read only.
-        homes: of the groups; shared with the queue.
+        affinity: of the groups; shared with the queue.
 
     Attributes:
         fresh: bundles for any replica.
-        homes: of the groups.
+        affinity: of the groups.
     """
 
-    def __init__(self, batches: Batches, homes: Homes) -> None:
+    def __init__(self, batches: Batches, affinity: PrefixAffinity) -> None:
         self.fresh = BundleLine(batches)
         self._batches = batches
-        self.homes = homes
+        self.affinity = affinity
         self._own: dict[int, BundleLine] = {}
 
     def __bool__(self) -> bool:
@@ -68,7 +69,7 @@ class WaitingLine:
         for start, stop in batch.runs(span.start, span.stop):
             piece = Span(span.batch_id, start, stop)
             group = int(batch.group[start])
-            home = self.homes.join(group, stop - start)
+            home = self.affinity.join(group, stop - start)
             if home is None:
                 self.fresh.add(piece, is_new=is_new)
             else:
@@ -79,7 +80,7 @@ class WaitingLine:
         for span in reversed(spans):
             batch = self._batches[span.batch_id]
             for start, stop in reversed(batch.runs(span.start, span.stop)):
-                home = self.homes.of(int(batch.group[start]))
+                home = self.affinity.of(int(batch.group[start]))
                 line = self.fresh if home is None else self.own(home)
                 line.add(Span(span.batch_id, start, stop), at_head=True)
 
@@ -111,3 +112,56 @@ class WaitingLine:
                 return line.take_row(row)
             row -= line.num_rows
         raise IndexError("no row waits")
+
+
+_Alone = tuple[Span, ...]
+
+
+class Isolation:
+    """Sets of suspects in the order in which they are tried, and at most one control before them.
+
+    Attributes:
+        control: row that waits as the control.
+    """
+
+    def __init__(self) -> None:
+        self.control: Span | None = None
+        self._suspects: deque[_Alone] = deque()
+
+    def __bool__(self) -> bool:
+        return self.control is not None or bool(self._suspects)
+
+    def __iter__(self) -> Iterator[Span]:
+        """Yield all rows that wait here."""
+        if self.control is not None:
+            yield self.control
+        for spans in self._suspects:
+            yield from spans
+
+    def add_suspects(self, spans: list[Span]) -> None:
+        """Put suspects before all others, in two halves."""
+        middle = (len(spans) + 1) // 2
+        for half in (spans[middle:], spans[:middle]):
+            if half:
+                self._suspects.appendleft(tuple(half))
+
+    def put_back(self, spans: list[Span], *, is_control: bool) -> None:
+        """Put what a replica had alone, and has not started, before all others."""
+        if is_control:
+            (self.control,) = spans
+        else:
+            self._suspects.appendleft(tuple(spans))
+
+    def take(self) -> _Alone:
+        """Take what a replica without rows is to run alone; nothing when all else may run."""
+        if self.control is not None:
+            control, self.control = self.control, None
+            return (control,)
+        return self._suspects.popleft() if self._suspects else ()
+
+    def drop(self, batch_id: int) -> None:
+        """Take the rows of one batch out."""
+        kept = (tuple(s for s in spans if s.batch_id != batch_id) for spans in self._suspects)
+        self._suspects = deque(spans for spans in kept if spans)
+        if self.control is not None and self.control.batch_id == batch_id:
+            self.control = None

@@ -1,7 +1,7 @@
 """Runs one backend in a thread of its own, so that the engine never waits for the network; no Ray.
 
 event loop                          engine thread
-submit(requests) -> inbox  ------>  backend.submit, backend.poll, ...
+submit(requests) -> incoming  --->  backend.submit, backend.poll, ...
 collect() <- finished rows <------  rows whose samples are all there
 room(): what to ask for next        wakes the loop when there is news
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from raybatch.actors.queue.giving import choose_given
+from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.replica.open_rows import OpenRows
 from raybatch.actors.wire.records import Room
 from raybatch.backends.base import Backend
@@ -55,7 +55,7 @@ class EngineThread:
         self._lead_batches = lead_batches
         self._lead_rows = 1
         self._changed = threading.Condition()
-        self._inbox: list[Request] = []
+        self._incoming: list[Request] = []
         self._begun: dict[int, Sequence[SequenceState]] = {}
         self._calls: deque[tuple[Callable[[Backend], None], Future[Any]]] = deque()
         self._finished: list[Completion] = []
@@ -87,7 +87,7 @@ class EngineThread:
             begun: all samples of those that were begun elsewhere, by request id.
         """
         with self._changed:
-            self._inbox.extend(requests)
+            self._incoming.extend(requests)
             self._begun |= begun or {}
             self._rows.add(requests)
             self._is_asking = False
@@ -100,7 +100,7 @@ class EngineThread:
             return finished
 
     def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
-        """Take unstarted requests out, as `choose_given` says; the future has their ids."""
+        """Take unstarted requests out, as `choose_rows` says; the future has their ids."""
         return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
@@ -166,7 +166,7 @@ class EngineThread:
         return future
 
     def _room(self) -> Room | None:
-        num_waiting = len(self._inbox) + self._num_in_hand + self._stats.num_waiting
+        num_waiting = len(self._incoming) + self._num_in_hand + self._stats.num_waiting
         cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
         # what is cached beyond the prefixes of groups, which count once anyway
         uncached = (1 - cached) / self._rows.own_fraction()
@@ -255,9 +255,11 @@ class EngineThread:
         self, backend: Backend
     ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], int]:
         with self._changed:
-            while not (self._inbox or self._calls or self._is_closing or backend.num_unfinished()):
+            while not (
+                self._incoming or self._calls or self._is_closing or backend.num_unfinished()
+            ):
                 self._changed.wait()
-            requests, self._inbox = self._inbox, []
+            requests, self._incoming = self._incoming, []
             begun, self._begun = self._begun, {}
             self._num_in_hand = len(requests)
             return requests, begun, len(self._calls)
@@ -266,8 +268,8 @@ class EngineThread:
         unstarted = backend.drain()
         with self._changed:
             groups = self._rows.groups()
-            given = choose_given(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
-            ids = [request.request_id for request in given]
+            chosen = choose_rows(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
+            ids = [request.request_id for request in chosen]
             for request_id in ids:
                 self._rows.give_back(request_id)
         gone = set(ids)

@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from raybatch.actors.coordinator.metrics import ReplicaMetrics
 from raybatch.actors.replica.engine_thread import EngineThread
-from raybatch.actors.replicas.site import Handle, ReplicaSite
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
 from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, RowGroups
@@ -128,7 +127,7 @@ class Replica:
             self._engine.close_soon()
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows as (batch id, row), see `choose_given`."""
+        """Return unstarted rows as (batch id, row), see `choose_rows`."""
         if self._engine is None:
             return []
         ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))

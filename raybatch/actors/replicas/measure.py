@@ -10,9 +10,9 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray, cluster_now, plan_crew
+from raybatch.actors.replicas.placement import Placement, asked_of_ray, cluster_now, plan_crew
 from raybatch.actors.replicas.reserving import reserve
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     MEASURE_S,
@@ -71,7 +71,7 @@ def measure_pool(
 
 
 def _measure_in_actor(
-    spec: PoolSpec, plan: CrewPlan, folder: Path | None, timeout_s: float | None
+    spec: PoolSpec, plan: Placement, folder: Path | None, timeout_s: float | None
 ) -> CostModel:
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + MEASURE_S

@@ -1,13 +1,20 @@
 """How many replicas a pool gets, and what Ray reserves for each, by the cluster as it is."""
 
+import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.choice import VllmBuild, unproven_on_gpus, vllm_build
+from raybatch.backends.choice import (
+    BackendChoice,
+    VllmBuild,
+    choose_backend,
+    unproven_on_gpus,
+    vllm_build,
+)
 from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import (
     actors_of_engine,
@@ -15,6 +22,7 @@ from raybatch.backends.options import (
     check_share,
     gpus_of_replica,
 )
+from raybatch.backends.vllm.args import native_options
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
@@ -23,7 +31,7 @@ _SOME = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrewPlan:
+class Placement:
     """How many replicas, and what Ray reserves for each.
 
     Args:
@@ -56,7 +64,7 @@ class CrewPlan:
         return f"{total['CPU']} CPUs and {total['GPU']} GPUs{group}"
 
 
-def asked_of_ray(plan: CrewPlan, pool: PoolConfig) -> str:
+def asked_of_ray(plan: Placement, pool: PoolConfig) -> str:
     """Return in words what one engine asks of Ray."""
     others = [f"{amount:g} {name}" for name, amount in pool.resources.items()]
     if pool.accelerator_type is not None:
@@ -126,7 +134,7 @@ def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
     )
 
 
-def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
+def plan_crew(spec: PoolSpec, cluster: ClusterView) -> Placement:
     """Size the crew of a pool by the cluster as it is now.
 
     Options that mean GPUs ask for them also where there are none yet: clusters grow for what is
@@ -153,7 +161,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     elif num_gpus > 1 and with_gpus:
         check_hosts(num_gpus, with_gpus)
     hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
-    return CrewPlan(
+    return Placement(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,
         num_gpus=num_gpus,
@@ -162,7 +170,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     )
 
 
-def gpu_warnings(spec: PoolSpec, plan: CrewPlan, cluster: ClusterView) -> list[str]:
+def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[str]:
     """Return what the user of a pool has to know of its GPUs before it starts."""
     if not plan.num_gpus:
         return []
@@ -209,3 +217,39 @@ def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     rank = {"GPU": 1.0, **with_gpu}
     first = {**rank, "CPU": pool.num_cpus_per_replica, **pool.resources}
     return ({n: value for n, value in first.items() if value}, *[rank] * (num_ranks - 1))
+
+
+_logger = logging.getLogger(__name__)
+
+
+def settled(
+    spec: PoolSpec,
+    cluster: ClusterView,
+    *,
+    vllm: Callable[[], VllmBuild | None],
+    began_with: str | None = None,
+) -> tuple[PoolSpec, BackendChoice | None]:
+    """Return a spec whose backend is decided, and why it is that one.
+
+    Args:
+        spec: of a pool.
+        cluster: in which it runs, or the one host.
+        vllm: says what is installed where the engines run.
+        began_with: kind of the backend that answered the first rows of the same output.
+
+    Returns:
+        The spec, and None for the choice where the user has named a backend.
+    """
+    if spec.backend.is_decided:
+        return spec, None
+    num_gpus = gpus_asked(spec, cluster)
+    choice = choose_backend(
+        num_gpus=num_gpus,
+        vllm=vllm,
+        native_options=native_options(spec.engine),
+        began_with=began_with,
+    )
+    # on CPUs there is nothing to choose
+    level = logging.INFO if num_gpus or not choice.is_usual else logging.DEBUG
+    _logger.log(level, "the engines run the backend %s", choice)
+    return replace(spec, backend=replace(spec.backend, kind=choice.kind)), choice

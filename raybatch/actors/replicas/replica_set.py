@@ -3,16 +3,17 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray
+from raybatch.actors.replicas.placement import Placement, asked_of_ray
 from raybatch.actors.replicas.site import Handle, Site, Started
-from raybatch.actors.replicas.start_news import StartNews
-from raybatch.actors.replicas.starts import StartLedger
+from raybatch.actors.replicas.starts import StartEvents, StartLedger
 from raybatch.actors.wire.records import FailedStart, PoolSpec
+from raybatch.config import PoolConfig
 from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
 
@@ -41,7 +42,7 @@ class Member:
         return self.started.actor
 
 
-class Crew:
+class ReplicaSet:
     """Keeps one task per rank that makes a replica, waits for its end and replaces it.
 
     Args:
@@ -56,7 +57,7 @@ class Crew:
     def __init__(
         self,
         spec: PoolSpec,
-        plan: CrewPlan,
+        plan: Placement,
         site: Site,
         *,
         on_lost: Callable[[Member, str | None], bool],
@@ -68,7 +69,7 @@ class Crew:
         self._spec = spec
         self._plan = plan
         self._site = site
-        self._news = StartNews()
+        self._news = StartEvents()
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
@@ -192,3 +193,56 @@ class Crew:
         del self.members[member.replica_id]
         self.ledger.stopped(member.rank)
         member.started.end()
+
+
+# a replica that waits for so long asks other pools, and again so long after that
+_ASK_AFTER_S = 5.0
+_TELL_AFTER_S = 30.0
+
+_logger = logging.getLogger(__name__)
+
+
+class IdlePoolReclaimer:
+    """Lets idle pools of the driver end engines, where those of this pool wait for what they hold.
+
+    Args:
+        pool: options of this pool.
+        plan: what one engine asks of Ray.
+        make_room: asks the other pools for what its text names.
+    """
+
+    def __init__(
+        self, pool: PoolConfig, plan: Placement, make_room: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._make_room = make_room
+        self._asks_for = asked_of_ray(plan, pool)
+        self._asked_s = -math.inf
+        self._has_told = False
+
+    def is_due(self, waits_s: float, now_s: float) -> bool:
+        """Return whether to seek; says once that an engine has been waiting for long.
+
+        Args:
+            waits_s: for which a replica has been waiting for Ray to reserve what it takes.
+            now_s: of a clock that only rises.
+        """
+        if waits_s > _TELL_AFTER_S and not self._has_told:
+            self._has_told = True
+            _logger.warning(
+                "an engine has been waiting for %.0f s for %s of the cluster",
+                waits_s,
+                self._asks_for,
+            )
+        if waits_s <= _ASK_AFTER_S or now_s - self._asked_s <= _ASK_AFTER_S:
+            return False
+        self._asked_s = now_s
+        return True
+
+    async def seek(self) -> None:
+        """Ask the other pools; those that are at work, or hold nothing, do nothing."""
+        await self._make_room(self._asks_for)
+
+
+def has_reserved(pool: PoolConfig, plan: Placement) -> bool:
+    """Return whether an engine holds anything that another one could wait for."""
+    return bool(plan.bundles or pool.resources or any(plan.total().values()))

@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.config import PoolConfig
 
 # Ray has tried once by then to create a group
@@ -64,7 +64,7 @@ class Reserved:
             self.release()
 
 
-def reserve(plan: CrewPlan, pool: PoolConfig, *, name: str) -> Reserved:
+def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
     """Ask Ray for what one engine needs; returns before it is there.
 
     Ray keeps a group until its driver ends, also where the actor that asked for it has died. So it
