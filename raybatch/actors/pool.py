@@ -35,7 +35,7 @@ class PoolHandle:
 
     Example:
         >>> handle = PoolHandle(spec)                                    # doctest: +SKIP
-        >>> results = handle.generate_sync(table, (Sampling(),))         # doctest: +SKIP
+        >>> results = await handle.generate(table, (Sampling(),))        # doctest: +SKIP
 
     Args:
         spec: model, backend and limits; a backend that nobody named is decided at the first use.
@@ -154,28 +154,6 @@ class PoolHandle:
         if answer.attempts is None:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)
-
-    def generate_sync(
-        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
-    ) -> pa.Table:
-        """Do the same as `generate` for callers without an event loop."""
-        coordinator = self._connect()
-        requests = table, tuple(samplings)
-        submission = make_submission(*requests, client, self.spec.engine)
-        try:
-            answer = self._pools.result(coordinator.generate.remote(submission, requests))
-            while answer.status != "done":
-                if answer.status == "unknown":
-                    submission = submission.again()
-                    answer = self._pools.result(coordinator.generate.remote(submission, requests))
-                else:
-                    answer = self._pools.result(_ask_again(coordinator, submission, answer))
-        except KeyboardInterrupt:
-            coordinator.cancel.remote(submission.token)
-            raise
-        except self._pools.gone as error:
-            raise self._coordinator_died(error) from error
-        return _results(answer)
 
     def start(self) -> None:
         """Start the replicas ahead of the first rows; returns at once."""

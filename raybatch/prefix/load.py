@@ -1,4 +1,4 @@
-"""What the groups of a plan cost: token counts per group, and a price per token.
+"""What the groups of a plan cost: token counts per group.
 
 A row that shares nothing is a group of one. Nothing here knows which rows a group holds.
 """
@@ -56,35 +56,3 @@ class GroupLoad:
     def prefill_tokens(self) -> Ints:
         """Prompt tokens that an engine computes per group when the prefix runs once."""
         return self.prefix_tokens + self.distinct_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenCost:
-    """Price of one token, in any unit; only the ratio matters.
-
-    Args:
-        prefill: of one computed prompt token, above 0.
-        decode: of one generated token, at least 0.
-
-    Raises:
-        ConfigError: a price is outside its range.
-    """
-
-    prefill: float = 1.0
-    decode: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (self.prefill > 0 and self.decode >= 0):
-            raise ConfigError(
-                f"prefill={self.prefill} and decode={self.decode}: a prefill token costs more than "
-                "0, a decode token at least 0"
-            )
-
-    def of_prefixes(self, load: GroupLoad) -> Floats:
-        """Return the cost of each group's prefix, paid once per replica that gets a piece."""
-        return self.prefill * load.prefix_tokens.astype(float)
-
-    def of_members(self, load: GroupLoad) -> Floats:
-        """Return the cost of each group's members without their prefix."""
-        cost: Floats = self.prefill * load.distinct_tokens.astype(float)
-        return cost if load.output_tokens is None else cost + self.decode * load.output_tokens

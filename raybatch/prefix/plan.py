@@ -15,7 +15,6 @@ from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys, find_representatives
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 from raybatch.prefix.order import order_groups
-from raybatch.prefix.split import cut_units
 from raybatch.prefix.tree.enlarge import (
     Bools,
     exact_single_level,
@@ -311,6 +310,48 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
         unit_starts=unit_starts,
         is_reordered=plan.is_reordered,
     )
+
+
+def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
+    """Return the ranks at which units begin, and the number of rows as the last entry.
+
+    A unit closes at the first border between groups at or after `target_rows`, and before a group
+    that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
+    of nearly equal size. O(units log G).
+
+    Args:
+        group_rows: int64 [G], rows of each group in the order of ranks.
+        target_rows: wanted size of a unit, at least 1.
+        max_rows: largest size, at least `target_rows`.
+
+    Returns:
+        int64 [units + 1]; [0] when there are no rows.
+
+    Raises:
+        ConfigError: the sizes are out of range.
+    """
+    if not 1 <= target_rows <= max_rows:
+        raise ConfigError(
+            f"units of {target_rows} rows, at most {max_rows}: the target is at least 1 and at "
+            "most the maximum"
+        )
+    borders = np.concatenate([[0], np.cumsum(group_rows)]).astype(np.int64)
+    num_rows, starts = int(borders[-1]), [0]
+    while starts[-1] < num_rows:
+        starts.append(_unit_end(borders, starts[-1], target_rows, max_rows))
+    return np.array(starts, np.int64)
+
+
+def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int:
+    closing = int(np.searchsorted(borders, min(start + target_rows, int(borders[-1]))))
+    end, begin = int(borders[closing]), max(int(borders[closing - 1]), start)
+    if end - start <= max_rows:
+        return end
+    num_units = -(-(end - start) // max_rows)
+    is_cut_anyway = num_units == -(-(end - begin) // max_rows)
+    if begin > start and not (is_cut_anyway and num_units > 1):
+        return begin
+    return start + -(-(end - start) // num_units)
 
 
 def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:

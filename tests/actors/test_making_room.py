@@ -5,7 +5,7 @@ import pytest
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, has_reserved
 from raybatch.config import PoolConfig
-from tests.actors.pools import SAMPLING, prompts_of, table_of
+from tests.actors.pools import SAMPLING, generate, prompts_of, table_of
 
 # of the four of the cluster
 POOL = {"replicas": 1, "num_cpus_per_replica": 3}
@@ -22,11 +22,11 @@ async def nothing(asked):
 def test_engines_that_are_idle_end_for_others_that_wait(own):
     first, second = own(pool=POOL), own(pool=POOL, step_s=0.001)
     table = table_of(prompts_of(10))
-    assert first.generate_sync(table, (SAMPLING,)).num_rows == 10
+    assert generate(first, table, (SAMPLING,)).num_rows == 10
     # longer than it takes would wait for idle_release_s
-    assert second.generate_sync(table, (SAMPLING,)).num_rows == 10
+    assert generate(second, table, (SAMPLING,)).num_rows == 10
     assert (len(first.state().pids), len(second.state().pids)) == (0, 1)
-    assert first.generate_sync(table, (SAMPLING,)).num_rows == 10
+    assert generate(first, table, (SAMPLING,)).num_rows == 10
 
 
 def test_room_is_sought_after_a_while_and_not_at_every_look():

@@ -38,24 +38,6 @@ class GateTarget:
     bound: GateBound
 
 
-def saturation_target(rows_per_expert: int, *, num_experts: int, top_k: int) -> int:
-    """Return the tokens at the gate that give every expert so many rows, on average.
-
-    Example:
-        >>> saturation_target(512, num_experts=256, top_k=8)  # BatchGen, section 7
-        16384
-
-    Raises:
-        ConfigError: a number is below 1, or `top_k` above `num_experts`.
-    """
-    if rows_per_expert < 1 or not 1 <= top_k <= num_experts:
-        raise ConfigError(
-            f"{rows_per_expert} rows per expert, {top_k} of {num_experts} experts; rows must be at "
-            f"least 1 and top_k within 1..{num_experts}"
-        )
-    return -(-rows_per_expert * num_experts // top_k)
-
-
 def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 0.8) -> int:
     """Return the fewest tokens at which experts reach a share of their best rate.
 
@@ -118,7 +100,7 @@ def gate_target(
         plan: residence and sub-batches of attention; its tokens at the gate are not read.
         workload: of the sequences.
         memory: of device and host.
-        saturated_tokens: that would be enough, such as `saturation_target` tells.
+        saturated_tokens: that would be enough, see `saturating_tokens`.
 
     Raises:
         ConfigError: memory does not hold one token.

@@ -109,51 +109,6 @@ def _attend_s(model: CostModel, share: WorkTotals, mean_decode_rows: float) -> f
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunCheck:
-    """A run after the fact: what its counters say that it should have taken, and what it took.
-
-    Args:
-        predicted_s: engine seconds by the cost model, for the tokens that were really computed.
-        measured_s: engine seconds by the replicas' own counters.
-    """
-
-    predicted_s: Band
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction; positive where the run was faster."""
-        return self.predicted_s.expected / self.measured_s - 1 if self.measured_s else 0.0
-
-
-def check_run(
-    model: CostModel,
-    planned: WorkTotals,
-    *,
-    computed_tokens: float,
-    generated_tokens: float,
-    engine_s: float,
-    num_rows: int | None = None,
-    num_replicas: int = 1,
-) -> RunCheck:
-    """Compare the engine seconds of a run with those that its counters lead to expect.
-
-    Args:
-        model: of the engines.
-        planned: totals of the plan.
-        computed_tokens: prompt tokens less cached ones, summed over replicas.
-        generated_tokens: summed over replicas.
-        engine_s: summed over replicas.
-        num_rows: that generated; None takes those of the plan.
-        num_replicas: that shared the work.
-    """
-    done = planned.actual(
-        computed_tokens=computed_tokens, generated_tokens=generated_tokens, num_rows=num_rows
-    )
-    return RunCheck(predicted_s=estimate(model, done, num_replicas).engine_s, measured_s=engine_s)
-
-
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
     """Return the price of a run, in the currency of the argument.
 

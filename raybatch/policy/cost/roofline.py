@@ -82,17 +82,8 @@ class Roofline:
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of one run."""
-        compute_s, move_s = self._sides(work)
-        shorter, longer = sorted((compute_s, move_s))
-        return self.fixed_s + longer + self.serial_fraction * shorter
-
-    def is_compute_bound(self, work: Work) -> bool:
-        """Return whether computing takes at least as long as moving the bytes."""
-        compute_s, move_s = self._sides(work)
-        return compute_s >= move_s
-
-    def _sides(self, work: Work) -> tuple[float, float]:
-        return self.operation_s * work.operations, self.byte_s * work.moved_bytes
+        sides = self.operation_s * work.operations, self.byte_s * work.moved_bytes
+        return self.fixed_s + max(sides) + self.serial_fraction * min(sides)
 
 
 def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
@@ -149,26 +140,6 @@ def fit_roofline(
                 break
     assert best is not None, "at least one serial_fraction"
     return best
-
-
-def relative_error(cost: Roofline, points: Sequence[MeasuredWork]) -> float:
-    """Return the root mean square of the relative errors over runs, such as ones left out."""
-    errors = [cost.seconds(p.work) / p.seconds - 1.0 for p in points]
-    return float(np.sqrt(np.mean(np.square(errors))))
-
-
-def held_out_error(points: Sequence[MeasuredWork]) -> float | None:
-    """Return the error on runs that the fit has not seen, each left out once.
-
-    The runs with the fewest and the most operations stay in: without them, the fit would be asked
-    about sizes that nobody measured. None where fewer than three runs leave nothing between them.
-    """
-    ordered = sorted(points, key=lambda p: p.work.operations)
-    squares = [
-        relative_error(fit_roofline([*ordered[:i], *ordered[i + 1 :]]), [ordered[i]]) ** 2
-        for i in range(1, len(ordered) - 1)
-    ]
-    return float(np.sqrt(np.mean(squares))) if squares else None
 
 
 def _intensity(point: MeasuredWork) -> float:
