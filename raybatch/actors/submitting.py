@@ -1,4 +1,7 @@
-"""What a feeder sends along with a request table, so that the coordinator never has to open it."""
+"""What a feeder sends along with a request table, and hears of its rows while they run.
+
+The coordinator never has to open the table.
+"""
 
 import hashlib
 import uuid

@@ -69,18 +69,36 @@ def commit_unit(
         attempt=attempt,
         counts=counts,
     )
+    stored = publish(store, part_name(unit.number), table, footer, part_format)
+    return Receipt(
+        unit=unit.number, num_rows=unit.num_rows, won=stored is footer, counts=stored.counts
+    )
+
+
+def publish(
+    store: Store, name: str, table: pa.Table, footer: Footer, part_format: PartFormat
+) -> Footer:
+    """Create a part, and return the footer of what lies there now: the same rows in any case.
+
+    It is `footer` itself where this call has written the file.
+
+    Raises:
+        CommitError: what lies there is another unit's or another plan's, or was removed.
+    """
     data = part_format.part(table, footer)
-    reach("before_publish", unit=unit.number)
-    won = store.create(part_name(unit.number), data)
-    reach("after_publish", unit=unit.number)
+    reach("before_publish", unit=footer.unit)
+    won = store.create(name, data)
+    reach("after_publish", unit=footer.unit)
     if won:
-        return Receipt(unit=unit.number, num_rows=unit.num_rows, won=True, counts=counts)
-    stored = receipt_of(store, unit, plan_hash, part_format)
-    if stored is None:
+        return footer
+    try:
+        stored = read_footer(store, name, part_format)
+    except FileNotFoundError:
         raise CommitError(
-            f"{store.uri}/{part_name(unit.number)} was there and is gone; somebody else removes "
-            "files of this output"
-        )
+            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
+        ) from None
+    unit = Unit(number=footer.unit, num_rows=footer.num_rows, row_sum=footer.row_sum)
+    stored.check(unit, footer.plan, f"{store.uri}/{name}")
     return stored
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.durable.commit import check_rows
+from raybatch.durable.commit import check_rows, publish
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import done_name, part_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
@@ -118,8 +118,8 @@ def commit_partitioned(
             mine, num_rows=len(places), row_sum=row_sum(row[places]), counts=count(rows)
         )
         name = part_name(unit.number, folder)
-        data = part_format.part(rows.drop_columns([*by, *unwritten]), footer)
-        footers[name] = _write_file(store, name, data, footer, part_format)
+        written = rows.drop_columns([*by, *unwritten])
+        footers[name] = publish(store, name, written, footer, part_format)
     counts = sum_counts(footer.counts for footer in footers.values())
     record = {**replace(mine, counts=counts).to_json(), "files": sorted(footers)}
     reach("before_done", unit=unit.number)
@@ -204,18 +204,3 @@ def _places(table: pa.Table, by: Sequence[str], pos: Ints) -> dict[str, Ints]:
         folder = partition_folder(by, [column[place] for column in columns])
         places.setdefault(folder, []).append(place)
     return {folder: np.array(places[folder], np.int64) for folder in sorted(places)}
-
-
-def _write_file(
-    store: Store, name: str, data: bytes, mine: Footer, part_format: PartFormat
-) -> Footer:
-    """Create a file; return the footer of what lies there now, which holds the same rows."""
-    reach("before_publish", unit=mine.unit)
-    won = store.create(name, data)
-    reach("after_publish", unit=mine.unit)
-    if won:
-        return mine
-    footer = read_footer(store, name, part_format)
-    unit = Unit(number=mine.unit, num_rows=mine.num_rows, row_sum=mine.row_sum)
-    footer.check(unit, mine.plan, f"{store.uri}/{name}")
-    return footer

@@ -1,4 +1,4 @@
-"""What the groups of a plan cost: token counts per group.
+"""What the groups of a plan cost: token counts per group, and compute per byte of KV that is read.
 
 A row that shares nothing is a group of one. Nothing here knows which rows a group holds.
 """
@@ -56,3 +56,70 @@ class GroupLoad:
     def prefill_tokens(self) -> Ints:
         """Prompt tokens that an engine computes per group when the prefix runs once."""
         return self.prefix_tokens + self.distinct_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DensityModel:
+    """The part of a model and its device that decides what a token costs.
+
+    Args:
+        active_params: parameters that one token passes through.
+        num_layers: decoder layers.
+        hidden_size: width of the model.
+        kv_bytes_per_token: keys and values of all layers.
+        flops_per_s: achieved, not peak.
+        bytes_per_s: achieved memory bandwidth.
+
+    Raises:
+        ConfigError: a value is not above 0.
+
+    Source: BlendServe, arXiv:2411.16102, section 4. A shared prefix is counted once here, with its
+    attention, where the paper scales the whole compute time by the share of saved tokens.
+    """
+
+    active_params: float
+    num_layers: int
+    hidden_size: int
+    kv_bytes_per_token: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value} of the density model is not above 0")
+
+    def compute_s(self, load: GroupLoad) -> Floats:
+        """Return seconds of arithmetic per group, its prefix computed once."""
+        per_row = load.distinct_tokens / load.num_rows
+        prefix_squared = load.prefix_tokens.astype(float) ** 2
+        prompt_squared = (load.prefix_tokens + per_row) ** 2
+        pairs = prefix_squared + load.num_rows * (prompt_squared - prefix_squared)
+        tokens = load.prefill_tokens + _outputs(load)
+        attention = 4.0 * self.hidden_size * self.num_layers * pairs
+        flops: Floats = 2.0 * self.active_params * tokens + attention
+        return flops / self.flops_per_s
+
+    def memory_s(self, load: GroupLoad) -> Floats:
+        """Return seconds of reading the KV cache per group; every member reads its own prefix."""
+        outputs = _outputs(load) / load.num_rows
+        prompts = load.prefix_tokens + load.distinct_tokens / load.num_rows
+        reads: Floats = load.num_rows * (prompts * outputs + outputs**2 / 2)
+        return reads * (self.kv_bytes_per_token / self.bytes_per_s)
+
+
+def _outputs(load: GroupLoad) -> Floats:
+    # a row generates at least one token; without estimates all rows count as equal
+    known = load.num_rows.astype(float)
+    return known if load.output_tokens is None else load.output_tokens.clip(min=known)
+
+
+REFERENCE_ROOFLINE = DensityModel(
+    active_params=8e9,
+    num_layers=32,
+    hidden_size=4096,
+    kv_bytes_per_token=131_072,
+    flops_per_s=2.2e14,
+    bytes_per_s=1.6e12,
+)

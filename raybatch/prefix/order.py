@@ -15,8 +15,7 @@ import numpy as np
 
 from raybatch.config import OrderName
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.prefix.density import REFERENCE_ROOFLINE, DensityModel
-from raybatch.prefix.load import Floats, GroupLoad, Ints
+from raybatch.prefix.load import REFERENCE_ROOFLINE, DensityModel, Floats, GroupLoad, Ints
 
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 

@@ -22,8 +22,13 @@ from raybatch.prefix.tree.enlarge import (
     nearest_open,
     num_computed_tokens,
 )
-from raybatch.prefix.tree.entries import entries_of_groups, entries_of_subtrees, passed_nodes
-from raybatch.prefix.tree.groups import PrefixGroups, make_groups
+from raybatch.prefix.tree.groups import (
+    PrefixGroups,
+    entries_of_groups,
+    entries_of_subtrees,
+    make_groups,
+    passed_nodes,
+)
 from raybatch.prefix.tree.prefix_tree import PrefixTree, TreeStats, build_tree, tree_stats
 from raybatch.prefix.tree.tree_order import order_in_tree, values_in_tree
 
@@ -64,7 +69,7 @@ class PlanRows:
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    What an entry is, see `raybatch.prefix.tree.entries`.
+    What an entry is, see `raybatch.prefix.tree.groups`.
 
     Args:
         tree: of all rows.

@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_plan import BatchPlan, memory_need
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, Workload, memory_need
 from raybatch.policy.batches.saturation import (
     gate_target,
     hiding_tokens,
     saturating_tokens,
 )
-from raybatch.policy.batches.search import MemoryBudget
 from raybatch.policy.cost.roofline import Roofline
 from tests.policy.layers import MODEL, SPARSE, costs
 

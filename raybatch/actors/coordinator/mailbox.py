@@ -25,6 +25,8 @@ from raybatch.records.types import Completion
 # cancelled before they arrived; more calls than feeders may have in flight
 _MAX_CANCELLED = 10_000
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class OpenBatch:
@@ -378,9 +380,6 @@ def _are_alike(one: Submission, other: Submission) -> bool:
     return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
         one.max_new_tokens, other.max_new_tokens
     )
-
-
-_logger = logging.getLogger(__name__)
 
 
 def make_assignments(spans: Sequence[Span], queue: RowQueue, mailbox: Mailbox) -> list[Assignment]:

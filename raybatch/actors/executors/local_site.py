@@ -1,7 +1,8 @@
 """Coordinator and replicas without Ray: the first on a loop of this process, engines beside it.
 
 An engine that computes has a process of its own, so that a row that kills it kills no more. One
-that only waits for an endpoint, and the fake one, are threads of this process.
+that only waits for an endpoint, and the fake one, are threads of this process. Request tables stay
+with the driver, and engines ask for them.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ from raybatch.actors.replicas.site import CallHandle, Errors, Handle, NoMetrics,
 from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
 from raybatch.backends.options import may_end_its_process
 from raybatch.errors import error_text
+
+_T = TypeVar("_T")
 
 
 class TableName(NamedTuple):
@@ -63,9 +66,6 @@ class LocalTables:
         """Return a table; None where nobody holds it any more."""
         kept = self._kept.get(name)
         return None if kept is None else kept.requests
-
-
-_T = TypeVar("_T")
 
 
 class LocalSite:

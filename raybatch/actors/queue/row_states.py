@@ -1,4 +1,4 @@
-"""What a pool knows of each row of one row batch, as arrays; which row goes where is in `queue`."""
+"""The state of each row of a row batch, as arrays, and the sums over what one replica runs."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise

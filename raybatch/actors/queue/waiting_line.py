@@ -1,4 +1,7 @@
-"""The rows of a pool that wait: for any replica, or for the one that has their prefix."""
+"""Rows of a pool that wait: for any replica, for the one that has their prefix, or to run alone.
+
+Rows that run alone are suspects, which may have ended replicas, and the control.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,6 +10,8 @@ from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.bundle_line import Batches, BundleLine
 from raybatch.actors.queue.row_states import RowStates
 from raybatch.actors.wire.records import Span
+
+_Alone = tuple[Span, ...]
 
 
 class WaitingLine:
@@ -112,9 +117,6 @@ class WaitingLine:
                 return line.take_row(row)
             row -= line.num_rows
         raise IndexError("no row waits")
-
-
-_Alone = tuple[Span, ...]
 
 
 class Isolation:

@@ -1,4 +1,4 @@
-"""How many replicas a pool gets, and what Ray reserves for each, by the cluster as it is."""
+"""How many replicas a pool gets, their backend, and what Ray reserves for each."""
 
 import logging
 import os
@@ -28,6 +28,8 @@ from raybatch.errors import ConfigError
 
 # of a resource that hosts have to tell what they are
 _SOME = 0.001
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,9 +219,6 @@ def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     rank = {"GPU": 1.0, **with_gpu}
     first = {**rank, "CPU": pool.num_cpus_per_replica, **pool.resources}
     return ({n: value for n, value in first.items() if value}, *[rank] * (num_ranks - 1))
-
-
-_logger = logging.getLogger(__name__)
 
 
 def settled(

@@ -18,6 +18,9 @@ from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
 
 _STOP_GRACE_S = 5.0
+# a replica that waits for so long asks other pools, and again so long after that
+_ASK_AFTER_S = 5.0
+_WARN_AFTER_S = 30.0
 
 _logger = logging.getLogger(__name__)
 
@@ -195,13 +198,6 @@ class ReplicaSet:
         member.started.end()
 
 
-# a replica that waits for so long asks other pools, and again so long after that
-_ASK_AFTER_S = 5.0
-_TELL_AFTER_S = 30.0
-
-_logger = logging.getLogger(__name__)
-
-
 class IdlePoolReclaimer:
     """Lets idle pools of the driver end engines, where those of this pool wait for what they hold.
 
@@ -226,7 +222,7 @@ class IdlePoolReclaimer:
             waits_s: for which a replica has been waiting for Ray to reserve what it takes.
             now_s: of a clock that only rises.
         """
-        if waits_s > _TELL_AFTER_S and not self._has_told:
+        if waits_s > _WARN_AFTER_S and not self._has_told:
             self._has_told = True
             _logger.warning(
                 "an engine has been waiting for %.0f s for %s of the cluster",

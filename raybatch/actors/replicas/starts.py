@@ -1,4 +1,4 @@
-"""Which replicas of a pool live, and when a failed one is started again; no Ray, time passed in."""
+"""When a failed replica is started again, and what the log says of it; no Ray, time passed in."""
 
 from dataclasses import dataclass, field
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from raybatch.durable.layout import check_name, part_unit, probe_name, staging_name
-from raybatch.durable.stores.exclusive import tell_last_writer_wins
+from raybatch.durable.stores.protocols import tell_last_writer_wins
 
 # mounted buckets have no links
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 
 from raybatch.durable.layout import check_name, probe_name
-from raybatch.durable.stores.exclusive import tell_last_writer_wins
+from raybatch.durable.stores.protocols import tell_last_writer_wins
 from raybatch.durable.stores.repeating import says_it_exists, says_unsupported
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from raybatch.engine.memory.kv_cache import KVCache, pick_kv_dtype
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.kv_rows import is_quantised, quantise
 from raybatch.models.config import ModelSpec
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

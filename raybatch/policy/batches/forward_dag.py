@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raybatch.policy.batches.layer_dag import DagNode, critical_path
-from raybatch.policy.batches.layer_plan import KV_SLOTS, BatchPlan, ModelShape, ModuleCosts
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import (
+    KV_SLOTS,
+    BatchPlan,
+    ModelShape,
+    ModuleCosts,
+    Workload,
+)
 from raybatch.policy.cost.roofline import Roofline, Work
 
 # layers that are laid out one by one; what is beyond repeats the second half of them

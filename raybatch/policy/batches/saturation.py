@@ -7,13 +7,14 @@ from typing import Literal
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.layer_plan import (
     BatchPlan,
+    LayerShape,
+    MemoryBudget,
     MemoryNeed,
     ModelShape,
     ModuleCosts,
+    Workload,
     memory_need,
 )
-from raybatch.policy.batches.layer_work import LayerShape, Workload
-from raybatch.policy.batches.search import MemoryBudget
 from raybatch.policy.cost.roofline import Roofline, Work
 
 GateBound = Literal[

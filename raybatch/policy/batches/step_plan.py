@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import Workload
 
 Phase = Literal["prefill", "decode"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.nonnegative import solve_nonnegative
+from raybatch.policy.cost.roofline import solve_nonnegative
 
 Floats = npt.NDArray[np.float64]
 
