@@ -85,8 +85,6 @@ class PoolHandle:
 
         Args:
             table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
-            samplings: what the column `sampling` points into.
-            client: name under which rows and tokens are counted.
             name: of these rows among those of the client; whoever asks for them again under this
                 name, because the process that asked before died, gets what is finished of them.
                 The results stay in the pool until `forget`, for `feeder_timeout_s` at most.
@@ -136,10 +134,7 @@ class PoolHandle:
         """Return results of a call of `generate` that waits for others, so that they can be kept.
 
         Args:
-            client: of the call.
-            name: of the call.
             num_seen: what the second value was when this was asked before; 0 at first.
-            watch: of the call.
 
         Returns:
             A result table, as `generate` returns one, of rows with all their samples that have

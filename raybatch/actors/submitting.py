@@ -42,10 +42,6 @@ def make_submission(
     wants no sharing gets none, while a plan is obeyed in any case.
 
     Args:
-        table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
-        samplings: what the column `sampling` points into.
-        client: name under which rows and tokens are counted.
-        engine: options of the engines.
         name: see `Submission`.
 
     Raises:

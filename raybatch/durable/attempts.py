@@ -22,7 +22,6 @@ class Strikes:
     """Rows of a unit, by position, that engines have died with.
 
     Args:
-        crashes: deaths with each.
         given_up: rows that ran alone when the last engine died; they are error rows.
     """
 
@@ -39,12 +38,6 @@ class Strikes:
 
 def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str) -> None:
     """Write a marker under the next number that nobody has.
-
-    Args:
-        store: of the sink.
-        unit: that the rows are of.
-        strikes: all that is known of these rows.
-        plan_hash: of the plan that holds.
 
     Raises:
         CommitError: a row has no place in the unit, or there are none.

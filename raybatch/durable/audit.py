@@ -30,17 +30,13 @@ class Audit:
     """What is in an output, beside what should be.
 
     Args:
-        num_units: of the plan.
-        expected_rows: of the plan.
         written_rows: in parts of the plan, as their footers say.
         lost_rows: of the plan, in no part of it; those of missing units among them.
         duplicated_rows: in parts beyond the rows that the plan gives to their units.
         num_missing: units without a part.
-        missing_rows: of these units.
         missing: numbers of the first of them.
         num_foreign: files that are no part of a unit of this plan.
         foreign: what is wrong with the first of them.
-        counts: of all rows.
     """
 
     num_units: int
@@ -102,11 +98,7 @@ class _Share:
 
 
 class _FolderFiles:
-    """The files in folders below `data/`, by unit; 8 bytes for each beside its name.
-
-    Args:
-        names: of all files.
-    """
+    """The files in folders below `data/`, by unit; 8 bytes for each beside its name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: list[str] = []
@@ -121,7 +113,6 @@ class _FolderFiles:
         self._units = of_unit[self._order]
 
     def of(self, unit: int) -> set[str]:
-        """Return the files of a unit."""
         first, stop = np.searchsorted(self._units, (unit, unit + 1))
         return {self._names[place] for place in self._order[first:stop]}
 
@@ -139,10 +130,7 @@ def audit(
     the names of its files.
 
     Args:
-        store: of the sink.
-        plan: that the output should follow.
         num_threads: footers that are read at once; with 1 no thread is started.
-        part_format: of the parts.
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)

@@ -36,15 +36,10 @@ def commit_unit(
     """Write the part of a unit, unless another attempt has written it.
 
     Args:
-        store: of the sink.
-        unit: what the plan says of it.
         table: all rows of the unit in the one schema of the output, in any order.
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
-        counts: of these rows.
-        plan_hash: of the plan that holds.
         attempt: who writes; for people alone.
-        part_format: of the file.
 
     Returns:
         What is in the output now; another attempt's counts where that one was first.
@@ -103,13 +98,7 @@ def publish(
 
 
 def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
-    """Raise CommitError unless these are the rows of the unit, once each.
-
-    Args:
-        unit: what the plan says of it.
-        pos: int64 [R], position of each row in its unit.
-        row: int64 [R], number of each row in the whole input.
-    """
+    """Raise CommitError unless these are the rows of the unit, once each."""
     if len(pos) != unit.num_rows or len(row) != len(pos):
         raise CommitError(f"unit {unit.number} has {unit.num_rows} rows, got {len(pos)}")
     is_there = np.zeros(unit.num_rows, bool)

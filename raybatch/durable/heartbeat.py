@@ -25,11 +25,7 @@ class LiveRun:
     """A run whose heartbeat is fresh.
 
     Args:
-        run_id: name of the run.
         age_s: since its last beat, by the clocks of both hosts.
-        host: where it runs.
-        pid: of its driver.
-        path: of the file.
     """
 
     run_id: str
@@ -52,7 +48,6 @@ def beat(store: Store, run_id: str, now_s: float) -> None:
 
 
 def end_beat(store: Store, run_id: str) -> None:
-    """Say that a run has ended, however that came."""
     store.remove(heartbeat_name(run_id))
 
 
@@ -61,8 +56,6 @@ def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[N
     """Say that a run is alive for as long as it lasts; what cannot be said ends no run.
 
     Args:
-        store: of the sink.
-        run_id: name of the run.
         clock: seconds since 1970.
     """
     is_over = threading.Event()

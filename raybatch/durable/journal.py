@@ -43,10 +43,7 @@ def write_fragment(
     """Keep finished rows of a unit; the same rows may be kept again.
 
     Args:
-        store: of the sink.
-        unit: that the rows belong to.
         table: rows in the schema of the journal, at least one.
-        plan_hash: of the plan that holds.
         attempt: who writes, a word unlike that of every other attempt at the unit.
 
     Raises:
@@ -67,10 +64,7 @@ def write_begun(
     """Keep tokens of rows that are not finished.
 
     Args:
-        store: of the sink.
-        unit: that the rows belong to.
         found: with the position in the unit in its column `PLACE`.
-        plan_hash: of the plan that holds.
         attempt: as in `write_fragment`.
     """
     data = _encoded(pa.Table.from_batches([found]), unit, plan_hash)
@@ -83,10 +77,7 @@ def read_begun(
     """Yield what earlier attempts have kept of rows that they did not finish, in any order.
 
     Args:
-        store: of the sink.
-        unit: whose rows are wanted.
         schema: of what was kept; a fragment with another one is left out.
-        plan_hash: of the plan that holds.
     """
     names = [name for name in store.names(fragment_folder(unit.number)) if is_begun(name)]
     check = partial(_check_places, PLACE, unit=unit)
@@ -108,10 +99,7 @@ def read_fragments(
     another, is left out with a line in the log.
 
     Args:
-        store: of the sink.
-        unit: whose rows are wanted.
         schema: of the output.
-        plan_hash: of the plan that holds.
         expected_row: int64 [R], number in the whole input of the row at each position, where the
             caller knows it.
 

@@ -44,10 +44,7 @@ def leftovers(
     """Yield the files that could go, each with whether a run at work could still miss it.
 
     Args:
-        store: of the sink.
         plans: hashes of the plans that hold; with none, no folder of a plan is named.
-        is_committed: whether a unit is in the output.
-        is_finished: the output is complete.
     """
     for folder, unit_of in ((FRAGMENTS, fragment_unit), (ATTEMPTS, attempt_unit)):
         for name in store.names(folder):

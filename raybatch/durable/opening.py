@@ -15,7 +15,6 @@ def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> b
     was created first, and the shards of the other are never read.
 
     Args:
-        store: of the sink.
         make: writes the shards of a new plan, under names of its own, and returns `plan.json`.
         name: of the file; another than the first plan's for input that came later.
 

@@ -84,18 +84,11 @@ def commit_partitioned(
     """Write the files of a unit that are not there yet, then the record that it is complete.
 
     Args:
-        store: of the sink.
-        unit: what the plan says of it.
         table: all rows of the unit in the one schema of the output and in any order; the columns
             `by` are not written, their values are in the names.
         by: columns of the input that cut the unit.
-        pos: int64 [R], position of each row in its unit.
-        row: int64 [R], number of each row in the whole input.
         count: returns the counts of some rows of `table`.
         unwritten: columns of `table` that are counted and not written.
-        plan_hash: of the plan that holds.
-        attempt: who writes; for people alone.
-        part_format: of the files.
 
     Raises:
         CommitError: see `commit_unit`; or another attempt has cut the unit in another way.
@@ -169,11 +162,7 @@ def read_files(
     """Return what the files of a complete unit say together; a request or two for each.
 
     Args:
-        store: of the sink.
-        plan_hash: of the plan that holds.
-        unit: what the plan says of it.
         record: of the unit, as `read_record` returns it.
-        part_format: of the files.
 
     Raises:
         FileNotFoundError: a file of it is missing.

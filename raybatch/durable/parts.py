@@ -24,12 +24,8 @@ class Footer:
     """What a part says of itself.
 
     Args:
-        unit: number of the unit.
-        num_rows: in this file.
         row_sum: of the rows in this file, see `units.row_sum`.
-        plan: hash of the plan.
         attempt: who wrote it; for people alone.
-        counts: of the rows in this file.
     """
 
     unit: int
@@ -102,18 +98,12 @@ def _footer_text(tail: bytes) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartFormat:
-    """How rows become the bytes of a part, and back.
-
-    Args:
-        encode: makes the bytes of a table and the text of its footer.
-        footer_text: returns the rows of a file and the text of its footer, from its last bytes.
-    """
+    """How rows become the bytes of a part, and back."""
 
     encode: Callable[[pa.Table, str], bytes]
     footer_text: Callable[[bytes], tuple[int, str]]
 
     def part(self, table: pa.Table, footer: Footer) -> bytes:
-        """Return the bytes of a part."""
         return self.encode(table, json.dumps(footer.to_json(), sort_keys=True))
 
 

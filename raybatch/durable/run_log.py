@@ -29,8 +29,6 @@ class RunLog:
     Texts are written without secrets. Prompts and outputs do not belong into it.
 
     Args:
-        store: of the sink.
-        run_id: name of the run.
         clock: seconds since 1970.
     """
 

@@ -33,11 +33,7 @@ _OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^
 
 
 def check_place(sink: str) -> None:
-    """Raise ConfigError where the workers of a job could not write.
-
-    Args:
-        sink: folder, local or with a protocol.
-    """
+    """Raise ConfigError where the workers of a job could not write."""
     if "::" in sink:
         raise ConfigError(
             f"sink {sink!r} has '::' in its path, which file systems take for a chain of "
@@ -60,7 +56,6 @@ def prepare_sink(
 
     Args:
         sink: folder, local or with a protocol.
-        is_overwrite: begin again.
         source_paths: files that are read, with their protocols.
 
     Raises:
@@ -153,8 +148,6 @@ def _check_removable(sink: str, names: Collection[str], folder: str) -> None:
     """Refuse to begin again in an output that another run or somebody else writes to.
 
     Args:
-        sink: of the job.
-        names: of all files below it.
         folder: below the sink, of an output of its own; "" is that of the sink itself.
     """
     prefix = f"{folder}/" if folder else ""

@@ -29,7 +29,6 @@ def batches_ahead(policy: AdmissionPolicy, *, has_rounds: bool = False) -> int:
     those that wait are the next round, and those behind it whose KV is stored.
 
     Args:
-        policy: who starts next.
         has_rounds: prompts are computed in rounds (`kv_offload`).
     """
     return max(int(has_rounds), {"fcfs": 0, "static": 1, "shortest": 2, "multi_bin": 8}[policy])
@@ -39,8 +38,6 @@ def predicted_steps(num_output: int, num_prompt: int, step_tokens: int) -> float
     """Return how many steps a row is likely to take: one a token, and its share of prompts' steps.
 
     Args:
-        num_output: tokens that it is likely to generate.
-        num_prompt: tokens of its prompt.
         step_tokens: token budget of a step, at least 1.
 
     Raises:

@@ -21,7 +21,6 @@ class ExecutorFacts:
     Args:
         is_connected: a cluster is connected, or named by the environment.
         needs_ray: an option that only Ray can follow, with its value; "" for none.
-        num_rows: of the source.
         num_bytes: that these take in memory, about.
         max_driver_bytes: of an input that the driver plans by itself.
     """
@@ -49,10 +48,5 @@ def choose_executor(facts: ExecutorFacts) -> tuple[bool, str]:
 
 
 def engines_for(num_rows: int, most: int) -> int:
-    """Return how many engines of one host are worth their start for so many rows.
-
-    Args:
-        num_rows: of the source.
-        most: that the host has room for.
-    """
+    """Return how many engines of one host are worth their start for so many rows."""
     return max(1, min(most, -(-num_rows // _ROWS_PER_ENGINE)))

@@ -10,13 +10,7 @@ from raybatch.policy.cost.roofline import Roofline, Work
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """How a sequence gets its KV back.
-
-    Args:
-        way: the one that takes less time.
-        transfer_s: of copying the KV.
-        recompute_s: of a prefill over all tokens.
-    """
+    """How a sequence gets its KV back."""
 
     way: Literal["transfer", "recompute"]
     transfer_s: float
@@ -24,7 +18,6 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the way that is taken."""
         return min(self.transfer_s, self.recompute_s)
 
 

@@ -20,7 +20,6 @@ class WeightSizes:
 
     Args:
         other_bytes: of what belongs to no layer (embeddings, head, the last norm); always there.
-        layer_bytes: of each layer.
     """
 
     other_bytes: int
@@ -28,7 +27,6 @@ class WeightSizes:
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
         return self.other_bytes + sum(self.layer_bytes)
 
 
@@ -65,9 +63,7 @@ def plan_residence(
     before it, and the last one is the last layer, so that the first has the time between steps.
 
     Args:
-        sizes: of the model.
         device_weight_bytes: of the device for weights and ring; None keeps everything there.
-        weight_buffers: layers of the ring.
 
     Raises:
         ConfigError: the budget does not hold the ring beside what always stays.
@@ -105,9 +101,6 @@ def pass_time(
     the layer that had its buffer. What the copies add is this less the sum of `layer_s`.
 
     Args:
-        residence: of the layers.
-        sizes: of the same layers.
-        layer_s: seconds that each layer computes.
         bytes_per_s: of a copy to the device.
         copies_overlap: copies run beside computations, as on a GPU; on a CPU they take turns.
     """

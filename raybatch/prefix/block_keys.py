@@ -50,7 +50,6 @@ class BlockKeys:
 
     @property
     def num_rows(self) -> int:
-        """Prompts in this record."""
         return len(self.num_tokens)
 
     @property
@@ -140,7 +139,6 @@ def hash_blocks(
     Args:
         token_ids: int32 [T], the prompts one after another, read only.
         offsets: int64 [R + 1], the tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`.
-        block_size: tokens of one KV block, the unit of sharing.
 
     Raises:
         ConfigError: the arrays do not fit together, or the block size is below 1.

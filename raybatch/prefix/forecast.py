@@ -34,8 +34,6 @@ class OrderForecast:
     """What one order would compute.
 
     Args:
-        name: of the order.
-        prompt_tokens: of all rows, identical ones included.
         computed_tokens: those whose KV an engine computes.
         error: half width of the 95 % interval of the hit rate; 0 where all rows were simulated.
         is_lower_bound: the sample was too short to fill the cache, so there may be more hits.
@@ -56,7 +54,6 @@ class OrderForecast:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that need no computing."""
         return self.prompt_tokens - self.computed_tokens
 
 
@@ -80,11 +77,7 @@ def forecast_orders(
     The cost is that of simulating `max_rows` rows three times.
 
     Args:
-        keys: of the rows that engines see.
-        plan: of these rows.
         found: the arrangement that the plan orders.
-        output_tokens: float64 [R], expected.
-        size: of the cache of one engine.
         max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
     """
     fits = np.zeros(keys.num_rows, np.bool_)

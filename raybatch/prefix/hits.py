@@ -28,7 +28,6 @@ class CacheLoad:
             block and all blocks before it.
         offsets: int64 [R + 1], where each row's keys begin.
         num_tokens: int [R], length of each prompt.
-        block_size: tokens of one block.
         output_tokens: int [R], tokens that each row generates; None counts none.
 
     Raises:
@@ -70,7 +69,6 @@ class CacheSize:
     """The engine's side.
 
     Args:
-        num_blocks: blocks of the KV cache.
         concurrency: rows that run at the same time at most.
         finds_blocks: whether rows find what others have left; else only groups share.
     """
@@ -104,9 +102,7 @@ def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
     O(branches on the path) per row.
 
     Args:
-        load: keys and lengths of the rows.
         order: int64 [n], distinct rows in the order in which they start; may be a part of all.
-        size: of the cache.
 
     Returns:
         int64 [n], aligned with `order`.
@@ -129,9 +125,7 @@ def estimate_hit_rate(
     Each window begins with an empty cache and counts its second half only.
 
     Args:
-        load: keys and lengths of the rows.
         order: int64 [n], distinct rows in the order in which they start.
-        size: of the cache.
         max_rows: rows to simulate at most, at least 16.
 
     Raises:

@@ -41,7 +41,6 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     prefix tree.
 
     Args:
-        keys: of the rows.
         output_tokens: int64 [R], expected output of each row.
     """
     tree = build_tree(keys)
@@ -78,7 +77,6 @@ def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s,
     """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
     Args:
-        keys: of the rows.
         groups: sets of names of groups, however large, such as the keys of dictionaries.
 
     Returns:

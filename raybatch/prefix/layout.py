@@ -27,9 +27,7 @@ class TemplateField:
     """One field of a template over all rows; arrays are read only.
 
     Args:
-        name: as in the template, without braces.
         value_ids: int64 [R], equal where the values are equal.
-        num_tokens: int64 [R], length of each value.
         label_tokens: fixed text that moves with the field, such as "Question: ".
     """
 
@@ -44,7 +42,6 @@ class Layout:
     """An order of fields and what it shares.
 
     Args:
-        fields: names in order.
         hit_rate: share of all prompt tokens that come from a cache that holds everything.
     """
 
@@ -57,7 +54,6 @@ class LayoutAdvice:
     """The order in use beside the best one found.
 
     Args:
-        used: the order of the template.
         best: the order with the highest hit rate; `used` if none is better.
         is_exact: whether all orders were considered.
     """
@@ -92,7 +88,6 @@ def advise_layout(
         fields: in the order of the template, at least one.
         head_tokens: fixed text before all fields.
         tail_tokens: fixed text after all fields.
-        block_size: tokens of a KV block.
 
     Raises:
         ConfigError: fields differ in their number of rows, or one value has two lengths.

@@ -48,11 +48,8 @@ def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: 
     are spread evenly over groups sorted by id, at random inside a group. O(R log R).
 
     Args:
-        group_id: int64 [R], rows with a negative id are alone.
         strata: int64 [R], what sets rows apart that may differ in length: their template, model or
             adapter, a band of `max_tokens`.
-        fraction: of the rows, in (0, 1].
-        seed: decides the choice.
 
     Returns:
         int64 [n], row positions in rising order.
@@ -83,8 +80,6 @@ def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strat
 
     Args:
         probe_rows: int64 [n], distinct rows that were generated.
-        lengths: float [n], tokens that they generated.
-        group_id: int64 [R], rows with a negative id are alone.
         strata: int64 [R], as given to `choose_probe`.
 
     Raises:
@@ -117,9 +112,7 @@ class LengthBands:
     """How output lengths spread.
 
     Args:
-        quantiles: shares of the rows.
         tokens: length that this share of the rows does not exceed.
-        mean: of all rows.
         top_tenth: share of all tokens that the longest tenth of the rows generates.
     """
 
@@ -131,10 +124,6 @@ class LengthBands:
 
 def length_bands(lengths: Floats, quantiles: tuple[float, ...] = QUANTILES) -> LengthBands:
     """Summarise expected or measured output lengths.
-
-    Args:
-        lengths: float [R], at least one row, read only.
-        quantiles: shares of the rows, in [0, 1].
 
     Raises:
         ConfigError: there are no rows.
@@ -152,10 +141,6 @@ def length_bands(lengths: Floats, quantiles: tuple[float, ...] = QUANTILES) -> L
 
 def histogram_bands(lengths: Histogram, quantiles: tuple[float, ...] = QUANTILES) -> LengthBands:
     """Summarise output lengths of which only a histogram is known, as far as its bins tell.
-
-    Args:
-        lengths: of at least one row.
-        quantiles: shares of the rows, in [0, 1].
 
     Raises:
         ConfigError: there are no rows.

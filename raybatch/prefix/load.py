@@ -21,7 +21,6 @@ class GroupLoad:
     Args:
         prefix_tokens: length of the prefix that the group's rows share, computed once.
         distinct_tokens: prompt tokens of all members beyond the prefix, summed.
-        num_rows: members, at least 1.
         output_tokens: expected generated tokens of all members, summed; None where nothing is
             known about them.
 
@@ -63,9 +62,6 @@ class DensityModel:
     """The part of a model and its device that decides what a token costs.
 
     Args:
-        active_params: parameters that one token passes through.
-        num_layers: decoder layers.
-        hidden_size: width of the model.
         kv_bytes_per_token: keys and values of all layers.
         flops_per_s: achieved, not peak.
         bytes_per_s: achieved memory bandwidth.

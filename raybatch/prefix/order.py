@@ -34,12 +34,6 @@ def order_groups(
 
     Deterministic; equal groups keep the order of their ids. O(G log G).
 
-    Args:
-        load: token counts of the groups.
-        by: name of the order.
-        seed: decides "shuffle", which alone uses it.
-        density: model and device, for "dual_scan" alone.
-
     Raises:
         ConfigError: `by` is not the name of an order.
 

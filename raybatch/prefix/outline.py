@@ -23,10 +23,7 @@ class TreeBox:
 
     Args:
         row_start: place of its first row, in an order that puts wide nodes first.
-        row_stop: place after its last row.
         token_start: first position; a mean where several nodes are put together.
-        token_stop: position after the last one.
-        level: nodes above.
         num_nodes: prefixes in this box; 0 for what rows do not share.
         saved_tokens: prompt tokens of these rows here that need no computing.
         example_row: a row whose prompt runs through this box.
@@ -45,7 +42,6 @@ class TreeBox:
 
     @property
     def num_rows(self) -> int:
-        """Rows that run through the box."""
         return self.row_stop - self.row_start
 
 
@@ -56,8 +52,6 @@ def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> 
     below them is not shown. O(N log N) time for N nodes.
 
     Args:
-        tree: prefix tree of all rows.
-        keys: the keys from which it was built.
         max_boxes: about as many boxes at most.
     """
     outline = _Outline(tree, keys)

@@ -35,7 +35,6 @@ class Partitioner:
     """Which part each row belongs to; the same rule wherever it runs.
 
     Args:
-        num_parts: parts.
         depths: int64 [D], blocks of the nodes, rising.
         keys: for each depth the keys of its nodes, rising.
         parts: for each depth the parts of its nodes; -1 passes a dense node through.
@@ -49,12 +48,7 @@ class Partitioner:
     digests: Uint64s
 
     def assign(self, rows: BlockKeys, numbers: Int64s) -> Int64s:
-        """Return the part of each row, int64 [R].
-
-        Args:
-            rows: to be assigned, in any batches.
-            numbers: int64 [R], of the rows in the whole input.
-        """
+        """Return the part of each row, int64 [R]."""
         part = np.full(rows.num_rows, -1)
         leaves_at = np.zeros(rows.num_rows, np.int64)
         for depth, keys, parts in zip(self.depths.tolist(), self.keys, self.parts, strict=True):
@@ -76,10 +70,6 @@ class Partitioner:
 
 def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
     """Choose parts of nearly equal numbers of rows; near-linear in the sample.
-
-    Args:
-        sample: rows drawn evenly from the input.
-        num_parts: at least 1.
 
     Raises:
         ConfigError: there is no part.

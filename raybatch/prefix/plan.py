@@ -61,7 +61,6 @@ class PlanRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows that engines will see."""
         return self.keys.num_rows
 
 
@@ -72,14 +71,11 @@ class Arrangement:
     What an entry is, see `raybatch.prefix.tree.groups`.
 
     Args:
-        tree: of all rows.
         groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
         rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
             identical ones side by side.
         starts: int64 [E + 1], where entries begin in `rows`.
         entry_node: int64 [E], the deepest node of the tree that all rows of an entry are below.
-        load: of the entries.
-        stats: of the tree.
         computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
     """
 
@@ -118,12 +114,10 @@ class RowPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
         return len(self.order)
 
     @property
     def num_units(self) -> int:
-        """Units of commit."""
         return len(self.unit_starts) - 1
 
 
@@ -135,8 +129,6 @@ def plan_rows(
     Where nothing is worth another order, rows keep that of the input and belong to no group.
 
     Args:
-        rows: read only.
-        config: decides what is shared, the order, and the size of units.
         dedup: identical rows are generated once.
         is_reordered: whether they get another order, where these rows are a part of an input for
             which that is decided; None decides by these rows.
@@ -168,12 +160,7 @@ def plan_rows(
 
 
 def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
-    """Return entries in their order, where those of an adapter follow its first one.
-
-    Args:
-        entries: int64 [E], in their order.
-        adapters: uint64 [E], of each entry.
-    """
+    """Return entries in their order, where those of an adapter follow its first one."""
     _, first, which = np.unique(adapters[entries], return_index=True, return_inverse=True)
     grouped: Ints = entries[np.argsort(first[which], kind="stable")]
     return grouped
@@ -233,10 +220,6 @@ def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]
 
     What is below one node of the tree stays together where the order is by ratio.
 
-    Args:
-        found: rows in entries.
-        config: names the order.
-
     Returns:
         Permutation of the entries, int64 [E], and their values in this order, float64 [E].
     """
@@ -252,12 +235,7 @@ def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]
 
 
 def rank_entries(found: Arrangement, entries: Ints) -> Ints:
-    """Return the rows by rank, int64 [R].
-
-    Args:
-        found: rows in entries.
-        entries: int64 [E], permutation of the entries.
-    """
+    """Return the rows by rank, int64 [R]."""
     sizes = np.diff(found.starts)[entries]
     ends = np.cumsum(sizes)
     within = np.arange(len(found.rows)) - np.repeat(ends - sizes, sizes)
@@ -269,9 +247,7 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
     """Return the plan with some rows in units of their own before all others.
 
     Args:
-        plan: of the rows that engines see.
         chosen: int64 [n], the rows, such as those of a probe, in the order in which they run.
-        config: decides the size of units.
     """
     is_chosen = np.zeros(plan.num_rows, np.bool_)
     is_chosen[chosen] = True
@@ -293,9 +269,7 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
     """Return the plan of all rows: those that engines see, then the others in input order.
 
     Args:
-        plan: of the rows that engines see, in input order.
         is_asked: bool [all rows].
-        config: decides the size of units.
     """
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
     if not plan.is_reordered:

@@ -47,9 +47,7 @@ class Coordinator:
     All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.
 
     Args:
-        spec: of the pool.
         plan: size and resources of the crew.
-        site: where this object and its replicas run.
     """
 
     def __init__(self, spec: PoolSpec, plan: Placement, site: Site) -> None:
@@ -138,7 +136,6 @@ class Coordinator:
     async def report(
         self, replica_id: int, results: list[tuple[int, pa.RecordBatch]], stats: ReplicaStats
     ) -> None:
-        """Take finished rows and the counters of a replica."""
         member = self._replicas.members.get(replica_id)
         if member is None:
             return
@@ -187,7 +184,6 @@ class Coordinator:
             self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
-        """Return the counters of a client and the state of the pool."""
         ledger = self._replicas.ledger
         counters = self._mailbox.clients.get(client) or ClientCounters()
         num_group_cuts, cut_tokens = self._queue.cuts()
@@ -207,7 +203,6 @@ class Coordinator:
         )
 
     async def state(self) -> PoolState:
-        """Return what the pool holds at this moment."""
         pids = {
             m.pid: m for m in self._replicas.members.values() if m.pid is not None and m.is_ready
         }
@@ -282,7 +277,6 @@ class Coordinator:
             self._steal()
 
     def _steal(self) -> None:
-        """Take rows from a replica that has many, where another has none."""
         if self._stealing is not None:
             return
         members = self._replicas.members

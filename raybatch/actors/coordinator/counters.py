@@ -27,7 +27,6 @@ class Sharing:
     _told: tuple[float, float] = (0.0, 0.0)
 
     def received(self, keys: BlockKeys) -> None:
-        """Note rows that came in."""
         self._distinct.add(keys)
         self._num_tokens += int(keys.num_tokens.sum())
 
@@ -107,7 +106,6 @@ class ClientCounters:
         self.errors.update(errors)
 
     def results(self, results: pa.RecordBatch) -> None:
-        """Note the tokens and errors of result rows."""
         counted = results.column("num_generated_tokens")
         generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
         self.generated_tokens += pc.sum(generated).as_py() or 0
@@ -148,7 +146,6 @@ class ClientCounters:
         ranks: Sequence[int],
         now: float,
     ) -> PoolStats:
-        """Return the counters with the state of the pool."""
         first_row_s = None
         if self.first_done is not None and self.first_received is not None:
             first_row_s = self.first_done - self.first_received

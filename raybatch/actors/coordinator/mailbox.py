@@ -102,7 +102,6 @@ class Mailbox:
         return None if batch_id is None else self._open[batch_id]
 
     def num_results(self) -> int:
-        """Return the number of record batches that wait for their feeders."""
         return sum(len(batch.results) for batch in self._open.values())
 
     def take_over(self, submission: Submission) -> OpenBatch | None:
@@ -265,7 +264,6 @@ class Mailbox:
         """Answer the rows that are given up with an error each, and tell who waits for others.
 
         Args:
-            loss: rows that an engine had when it died.
             cause: what it said of its end, "" for nothing.
 
         Returns:
@@ -296,7 +294,6 @@ class Mailbox:
         self.forget_good_row()
 
     def drop(self, batch: OpenBatch) -> None:
-        """Forget a batch and its rows."""
         if self._open.pop(batch.batch_id, None) is None:
             return
         submission = batch.submission

@@ -25,11 +25,7 @@ class _Rising:
 
 
 class PoolMetrics:
-    """What the coordinator of a pool knows: rows, tokens, units, restarts.
-
-    Args:
-        registry: makes counters, gauges and histograms as `ray.util.metrics` does.
-    """
+    """What the coordinator of a pool knows: rows, tokens, units, restarts."""
 
     def __init__(self, registry: Any) -> None:  # noqa: ANN401 - a module, or a fake of it
         self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
@@ -58,7 +54,6 @@ class PoolMetrics:
         )
 
     def update(self, clients: Mapping[str, ClientCounters], num_restarts: int) -> None:
-        """Bring the counters up to date."""
         for stage, counters in clients.items():
             failed = sum(counters.errors.values())
             self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
@@ -77,12 +72,7 @@ class PoolMetrics:
 
 
 class ReplicaMetrics:
-    """What one engine knows of itself.
-
-    Args:
-        replica_id: of the engine.
-        registry: makes counters, gauges and histograms as `ray.util.metrics` does.
-    """
+    """What one engine knows of itself."""
 
     def __init__(self, replica_id: int, registry: Any) -> None:  # noqa: ANN401
         self._replica = str(replica_id)
@@ -127,7 +117,6 @@ class ReplicaMetrics:
         }
 
     def update(self, stats: ReplicaStats) -> None:
-        """Show the state of the engine."""
         tags = {"replica": self._replica}
         self._gauges["kv_usage_ratio"].set(stats.kv_used_fraction, tags=tags)
         self._gauges["running_requests"].set(stats.num_running, tags=tags)

@@ -57,7 +57,6 @@ class _Child:
 
 
 def main(descriptor: int) -> None:
-    """Serve the driver until it closes the socket."""
     asyncio.run(_serve(socket.socket(fileno=descriptor)))
 
 

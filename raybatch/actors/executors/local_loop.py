@@ -16,9 +16,6 @@ class LocalLoop:
 
     Without `close` it ends with the process. Nothing is lost when that happens in the middle: what
     the loop holds is of that process.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,7 +63,6 @@ class LocalCall:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
     def result(self) -> Any:  # noqa: ANN401 - what the method returns
-        """Wait for the end of the call."""
         # what interrupts a thread need not wake it
         while not wait((self._future,), timeout=_WAKE_S).done:
             pass

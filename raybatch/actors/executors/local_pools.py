@@ -41,12 +41,10 @@ class LocalPools:
     def settle(
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
-        """Decide a backend by what this host has."""
         host = ClusterView(gpus_of_hosts=(float(gpus_of_host()),))
         return settled(spec, host, vllm=vllm_build, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> CallHandle:
-        """Return the coordinator of a pool."""
         name = digest_of(spec)
         with self._lock:
             if name not in self._coordinators:
@@ -55,23 +53,19 @@ class LocalPools:
             return self._coordinators[name]
 
     def result(self, call: LocalCall) -> object:
-        """Wait for a call."""
         return call.result()
 
     def forget(self, spec: PoolSpec) -> None:
-        """Let the next use make a new coordinator."""
         with self._lock:
             self._coordinators.pop(digest_of(spec), None)
 
     def end(self, spec: PoolSpec) -> None:
-        """End a pool, if it is there."""
         with self._lock:
             coordinator = self._coordinators.pop(digest_of(spec), None)
         if coordinator is not None:
             coordinator.shutdown.remote().result()
 
     def end_all(self) -> None:
-        """End every pool."""
         with self._lock:
             coordinators, self._coordinators = self._coordinators, {}
         for coordinator in coordinators.values():

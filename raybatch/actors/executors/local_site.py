@@ -57,7 +57,6 @@ class LocalTables:
         )
 
     def keep(self, requests: Requests) -> KeptTable:
-        """Return a reference to a table."""
         name = TableName(next(self._numbers))
         kept = self._kept[name] = KeptTable(requests, name)
         return kept
@@ -86,16 +85,13 @@ class LocalSite:
         return self.coordinator()
 
     def coordinator(self) -> CallHandle:
-        """Return the handle of the coordinator."""
         assert self._coordinator is not None, "a pool is found first"
         return self._loop.handle(self._coordinator)
 
     def keep(self, requests: Requests) -> KeptTable:
-        """Keep a request table in this process."""
         return self._tables.keep(requests)
 
     def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
-        """Start a process or make an object on the loop."""
         if may_end_its_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)
         return _EngineThread(spec, replica_id)
@@ -110,7 +106,6 @@ class LocalSite:
         return method
 
     async def fetch(self, name: TableName) -> Requests | None:
-        """Return a request table to an engine's process; None where it is gone."""
         return self._tables.find(name)
 
 
@@ -118,8 +113,6 @@ class _EngineProcess:
     """A replica in a process of its own, as the coordinator sees it.
 
     Args:
-        spec: of the pool.
-        replica_id: of the replica.
         find: returns what the process may call.
     """
 
@@ -139,15 +132,12 @@ class _EngineProcess:
 
     @property
     def actor(self) -> Handle:
-        """Return what has the methods of a replica."""
         return _on_this_loop(self)
 
     async def pid(self) -> int:
-        """Return the process id, before the process is ready."""
         return self._process.pid
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        """Build the engine; see `Replica.start`."""
         await self._peer.connected()
         await self._told(self._methods.make.remote(self._spec, self._replica_id))
         failed: FailedStart | None = await self._told(
@@ -160,16 +150,13 @@ class _EngineProcess:
         await self._told(self._methods.run.remote())
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows; see `Replica.give_back`."""
         rows: list[tuple[int, int]] = await self._methods.give_back.remote(max_rows, max_cost)
         return rows
 
     async def abort(self, batch_id: int) -> None:
-        """Drop rows; see `Replica.abort`."""
         await self._methods.abort.remote(batch_id)
 
     def end(self) -> None:
-        """Kill the process and all that it has started."""
         self._peer.close()
         self._ended()
 
@@ -199,12 +186,7 @@ class _EngineProcess:
 
 
 class _EngineThread:
-    """A replica on the loop of the coordinator; its engine has a thread.
-
-    Args:
-        spec: of the pool.
-        replica_id: of the replica.
-    """
+    """A replica on the loop of the coordinator; its engine has a thread."""
 
     def __init__(self, spec: PoolSpec, replica_id: int) -> None:
         self.metrics = NoMetrics()
@@ -214,14 +196,12 @@ class _EngineThread:
 
     @property
     def actor(self) -> Handle:
-        """Return what has the methods of a replica."""
         return _on_this_loop(self)
 
     def settle(self, spec: PoolSpec) -> None:
         """Leave the process as it is: it is not the engine's own."""
 
     async def fetch(self, ref: KeptTable) -> Requests | None:
-        """Return a request table."""
         return ref.requests
 
     async def die(self) -> None:
@@ -230,11 +210,9 @@ class _EngineThread:
         await asyncio.Event().wait()
 
     async def pid(self) -> int:
-        """Return the id of this process."""
         return os.getpid()
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        """Build the engine; see `Replica.start`."""
         return await self._replica.start(num_engines_on_host)
 
     async def run(self, coordinator: Handle) -> None:
@@ -250,17 +228,14 @@ class _EngineThread:
         raise PeerDiedError("the engine broke")
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows; see `Replica.give_back`."""
         self._check_alive()
         return await _told(self._replica.give_back(max_rows, max_cost))
 
     async def abort(self, batch_id: int) -> None:
-        """Drop rows; see `Replica.abort`."""
         self._check_alive()
         await _told(self._replica.abort(batch_id))
 
     def end(self) -> None:
-        """Let the thread end after its present step."""
         self._is_dead.set()
         if self._running is not None:
             self._running.cancel()
@@ -305,11 +280,7 @@ def start_python(
 
 
 def end_group(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that is over, or is ended here with all it has started.
-
-    Args:
-        process: of `start_python`.
-    """
+    """Return the exit code of a process that is over, or is ended here with all it has started."""
     # until it is waited for, no other process and no other group has its number
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):

@@ -44,7 +44,6 @@ class RayPools:
     def settle(
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
-        """Decide a backend by the GPUs of the cluster and what its hosts have."""
         if spec.backend.is_decided:
             return spec, None
         if connect and not ray.is_initialized():
@@ -64,15 +63,12 @@ class RayPools:
         return coordinator
 
     def result(self, call: Any) -> Any:  # noqa: ANN401
-        """Wait for a call."""
         return ray.get(call)
 
     def forget(self, spec: PoolSpec) -> None:
-        """Let go of the handle of a coordinator."""
         self._coordinators.pop(_key(_name(spec)), None)
 
     def end(self, spec: PoolSpec) -> None:
-        """End a pool, whoever has made it."""
         if not ray.is_initialized():
             return
         coordinator = _find(_name(spec))
@@ -160,12 +156,7 @@ def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
 
 
 def host_of_engines(pool: PoolConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one.
-
-    Args:
-        pool: of the engines.
-        nodes: as Ray lists them.
-    """
+    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one."""
     wanted = f"accelerator_type:{pool.accelerator_type}"
     hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
     hosts.sort(key=lambda host: wanted not in host["Resources"])

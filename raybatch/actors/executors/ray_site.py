@@ -31,7 +31,6 @@ class RayStarted:
     reserved: Reserved
 
     def end(self) -> None:
-        """Kill the actor and give back what was reserved."""
         self.reserved.end(self.actor)
 
 
@@ -44,19 +43,15 @@ class RaySite:
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401 - a module
-        """Return what Ray shows on its metrics ports."""
         return metrics
 
     def coordinator(self) -> ActorHandle:
-        """Return the handle of the actor that asks."""
         return ray.get_runtime_context().current_actor
 
     def keep(self, requests: Requests) -> ray.ObjectRef:
-        """Put a request table into the object store."""
         return ray.put(requests)
 
     def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> RayStarted:
-        """Start an actor with what Ray reserves for it."""
         pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(spec):x}"
         reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}")
         actor = reserved.start(
@@ -70,7 +65,6 @@ class RaySite:
         return RayStarted(actor, reserved)
 
     async def make_room(self, asked: str) -> None:
-        """Ask the other pools of this driver."""
         for other in await asyncio.to_thread(_other_pools):
             with suppress(RayError):
                 if await other.make_room.remote():
@@ -80,7 +74,6 @@ class RaySite:
                     )
 
     def settle(self, spec: PoolSpec) -> None:
-        """Prepare the actor's process."""
         use_threads(spec)
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
@@ -92,7 +85,6 @@ class RaySite:
         return requests
 
     async def die(self) -> None:
-        """End the process."""
         os._exit(1)
 
 

@@ -33,9 +33,7 @@ def share_out(
     """Yield what replicas take out of the line; each is to be handed out before the next is asked.
 
     Args:
-        line: of waiting rows.
         rooms: of the replicas that pull, in the order in which they take.
-        load_of: returns what a replica runs.
         num_expected: replicas that will pull soon, for which a share is left.
     """
     left = list(rooms)
@@ -60,14 +58,8 @@ class Grant:
     """One pull of one replica; used once.
 
     Args:
-        line: from which it takes.
-        replica_id: that pulls.
-        load_of: returns what a replica runs.
-        room: that it has.
         pulling: replicas that take in the same turn.
         quota: cost that it takes at most from the line of all, below 0 where it has too much.
-        share: cost that each replica is to have.
-        spans: taken so far, in the order in which they run.
     """
 
     line: WaitingLine

@@ -39,7 +39,6 @@ class Probation:
     its request table with it, until the pool stops or the feeder is gone.
 
     Args:
-        queue: where controls are put.
         batch_ids: of row batches to come; a control that has finished before gets one of its own.
         batch_id: of such a control while it waits or runs.
     """
@@ -60,7 +59,6 @@ class Probation:
         return self._good.submission.refs
 
     def worked(self, submission: Submission, row: int) -> None:
-        """Note a row that finished without an error."""
         if self.batch_id is None:
             # not while the other runs as a control, whose table is asked for by its batch
             self._good = _GoodRow(submission, row)

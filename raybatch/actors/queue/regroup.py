@@ -38,8 +38,6 @@ class Regrouping:
 
     Args:
         batches: states of all row batches; shared with the queue.
-        line: of waiting rows; shared with the queue.
-        affinity: of the groups; shared with the queue.
 
     Attributes:
         num_groupings: how often the line was grouped.

@@ -66,9 +66,7 @@ class RowQueue:
         """Queue a row batch behind all others; its suspects, if any, run before them.
 
         Args:
-            batch_id: unique among the batches in the queue.
             prompt_tokens: of each row.
-            new_tokens: expected of each row, all samples together.
             groups: of planned rows, which come in the order of the plan.
             keys: of rows without a plan, which are grouped while they wait.
             strikes: int16 [rows], deaths with each row that are known from elsewhere.
@@ -92,10 +90,8 @@ class RowQueue:
         """Queue one row of a batch of its own as the control, to run alone and next.
 
         Args:
-            batch_id: unique among the batches in the queue.
             prompt_tokens: of each row of the request table.
             new_tokens: expected of each row of the request table.
-            row: that runs; the others are done.
 
         Raises:
             RuntimeError: another control waits or runs.
@@ -133,7 +129,6 @@ class RowQueue:
 
         Args:
             hungry: replicas that ask, and how much they have room for.
-            num_expected: replicas that will ask soon.
 
         Returns:
             Spans per replica, in the order in which they run; a replica that gets nothing is
@@ -292,17 +287,14 @@ class RowQueue:
         return RowGroups(group_ids=batch.group[rows], prefix_lens=batch.prefix[rows].astype("i4"))
 
     def cost(self, replica_id: int) -> int:
-        """Return the cost of what a replica runs."""
         replica = self._replicas.get(replica_id)
         return replica.cost if replica is not None else 0
 
     def num_held(self, replica_id: int) -> int:
-        """Return the number of rows that a replica runs."""
         replica = self._replicas.get(replica_id)
         return replica.num_rows if replica is not None else 0
 
     def is_testing(self, replica_id: int) -> bool:
-        """Return whether a replica runs suspects alone."""
         replica = self._replicas.get(replica_id)
         return replica is not None and replica.is_testing
 

@@ -41,17 +41,11 @@ class RowStates:
     itself is a matter of who holds the group.
 
     Args:
-        prompt: prompt tokens.
         output: expected new tokens, all samples together.
         keys: of a row batch without a plan, whose groups may change while its rows wait.
         arrival: how often the waiting rows had been grouped when the batch came in.
         state: `WAITING`, `HELD` or `DONE`.
-        holder: replica of a held row.
         attempts: how often a row was handed out.
-        strikes: replicas that died while they held a row, in this run and in earlier ones.
-        num_left: rows that are not done.
-        group: prefix group, `ALONE` for none.
-        prefix: tokens that the group shares.
         token_ends: entry i sums the prompt tokens beyond the prefix before row i.
         cost_ends: entry i sums the cost before row i.
     """
@@ -113,7 +107,6 @@ class RowStates:
         self.cost_ends = _ends(self.prompt - self.prefix + self.output)
 
     def share(self, rows: Rows) -> Share:
-        """Return what these rows weigh."""
         cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
         ids, first, counts = np.unique(self.group[rows], return_index=True, return_counts=True)
         prefix = self.prefix[rows[first]]
@@ -128,7 +121,6 @@ class RowStates:
         return Share(stop - start, cost, (GroupRows(group, int(self.prefix[start]), stop - start),))
 
     def cost_between(self, start: int, stop: int) -> int:
-        """Return the cost of neighbouring rows."""
         return int(self.cost_ends[stop] - self.cost_ends[start])
 
     def tokens_between(self, start: int, stop: int) -> int:
@@ -146,7 +138,6 @@ class RowStates:
         return [(a, b) for a, b in pairwise(ends) if a < b]
 
     def hold(self, replica_id: int, start: int, stop: int) -> None:
-        """Note that a replica got rows."""
         self.state[start:stop] = HELD
         self.holder[start:stop] = replica_id
         self.attempts[start:stop] += 1
@@ -156,25 +147,20 @@ class RowStates:
         return np.flatnonzero((self.state == HELD) & (self.holder == replica_id))
 
     def is_held(self, replica_id: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which of these rows a replica holds."""
         is_held = (self.state[rows] == HELD) & (self.holder[rows] == replica_id)
         return cast(npt.NDArray[np.bool_], is_held)
 
     def holders(self) -> list[int]:
-        """Return the replicas that hold rows."""
         return cast(list[int], np.unique(self.holder[self.state == HELD]).tolist())
 
     def left(self) -> Rows:
-        """Return the rows that are not done."""
         return np.flatnonzero(self.state != DONE)
 
     def close(self, rows: Rows) -> None:
-        """Note that rows are done."""
         self.state[rows] = DONE
         self.num_left -= len(rows)
 
     def reopen(self, rows: Rows) -> None:
-        """Note that rows wait again."""
         self.state[rows] = WAITING
 
 
@@ -207,11 +193,8 @@ class ReplicaLoad:
     """Sums over the rows that a replica runs, those of dropped batches included.
 
     Args:
-        num_rows: that it runs.
         cost: of these rows, and of the prefix of each of their groups, once.
         is_testing: it runs suspects or a control, and nothing else.
-        has_control: it runs the control.
-        aborting: what dropped batches weigh.
     """
 
     num_rows: int = 0
@@ -226,7 +209,6 @@ class ReplicaLoad:
         return group in self._groups
 
     def groups(self) -> list[int]:
-        """Return the groups of its rows."""
         return list(self._groups)
 
     def add(self, share: Share) -> list[tuple[int, int]]:

@@ -39,10 +39,6 @@ def choose_steal(pulling: Sequence[ReplicaWork], others: Iterable[ReplicaWork]) 
 
     The cost is limited to half of the difference between both, so that they end together.
 
-    Args:
-        pulling: replicas that ask for rows.
-        others: that may give some.
-
     Returns:
         None where nobody is idle, or nobody has two rows to share.
     """
@@ -81,7 +77,6 @@ def choose_rows(
     Only where none fits is one cut, if its rows are worth the prefix that is then computed twice.
 
     Args:
-        unstarted: rows that have not started, in the order of their arrival.
         num_open: unfinished rows of each group in this engine.
         max_rows: rows to give, if they do not come in whole groups.
         max_cost: prompt tokens and expected outputs to give at most; None knows no limit.

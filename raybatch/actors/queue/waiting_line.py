@@ -22,7 +22,6 @@ class WaitingLine:
 
     Args:
         batches: states of all row batches; shared with the queue, read only.
-        affinity: of the groups; shared with the queue.
 
     Attributes:
         fresh: bundles for any replica.
@@ -39,11 +38,9 @@ class WaitingLine:
         return bool(self.fresh) or any(self._own.values())
 
     def batch(self, batch_id: int) -> RowStates:
-        """Return the states of a row batch; read only."""
         return self._batches[batch_id]
 
     def own(self, replica_id: int) -> BundleLine:
-        """Return the line of one replica."""
         line = self._own.get(replica_id)
         if line is None:
             line = self._own[replica_id] = BundleLine(self._batches)
@@ -60,14 +57,12 @@ class WaitingLine:
         return self.fresh.cost + self.fresh.prefix_tokens + own
 
     def num_rows(self) -> int:
-        """Return the number of waiting rows."""
         return self.fresh.num_rows + sum(line.num_rows for line in self._own.values())
 
     def add(self, span: Span, *, is_new: bool = False) -> None:
         """Add rows behind all others, or where other members of their group are.
 
         Args:
-            span: rows of one row batch.
             is_new: they are to be grouped before they are handed out.
         """
         batch = self._batches[span.batch_id]
@@ -134,7 +129,6 @@ class Isolation:
         return self.control is not None or bool(self._suspects)
 
     def __iter__(self) -> Iterator[Span]:
-        """Yield all rows that wait here."""
         if self.control is not None:
             yield self.control
         for spans in self._suspects:
@@ -162,7 +156,6 @@ class Isolation:
         return self._suspects.popleft() if self._suspects else ()
 
     def drop(self, batch_id: int) -> None:
-        """Take the rows of one batch out."""
         kept = (tuple(s for s in spans if s.batch_id != batch_id) for spans in self._suspects)
         self._suspects = deque(spans for spans in kept if spans)
         if self.control is not None and self.control.batch_id == batch_id:

@@ -83,7 +83,6 @@ class EngineThread:
         """Queue requests for the engine, in this order.
 
         Args:
-            requests: new to the engine.
             begun: all samples of those that were begun elsewhere, by request id.
         """
         with self._changed:
@@ -120,7 +119,6 @@ class EngineThread:
             return self._room()
 
     def stats(self) -> ReplicaStats:
-        """Return the counters after the last step."""
         with self._changed:
             return self._stats
 
@@ -135,12 +133,10 @@ class EngineThread:
             return self._failure
 
     def close(self) -> None:
-        """End the thread after its present step, and wait for it."""
         self.close_soon()
         self._thread.join()
 
     def close_soon(self) -> None:
-        """Let the thread end after its present step."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

@@ -51,9 +51,7 @@ class Replica:
     Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
 
     Args:
-        spec: of the pool.
         replica_id: unique among all starts of the pool.
-        site: where this object runs.
     """
 
     def __init__(self, spec: PoolSpec, replica_id: int, site: ReplicaSite) -> None:
@@ -92,7 +90,6 @@ class Replica:
         return None
 
     async def pid(self) -> int:
-        """Return the process id."""
         return os.getpid()
 
     async def run(self, coordinator: Handle) -> None:

@@ -103,9 +103,7 @@ def busy_resources(
     What the cluster does not have at all may come, where clusters grow by themselves.
 
     Args:
-        wanted: by name.
         free: by name, what nobody holds; a name that is left out counts as 0.
-        total: by name, free or held.
     """
     return [
         f"{number:g} {name}s, of which {free.get(name, 0):g} are free"

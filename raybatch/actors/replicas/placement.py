@@ -37,9 +37,6 @@ class Placement:
     """How many replicas, and what Ray reserves for each.
 
     Args:
-        num_replicas: ranks of the pool.
-        num_cpus: logical CPUs of one replica.
-        num_gpus: GPUs of one replica.
         num_engines_on_host: replicas that share a host, as far as the driver can tell.
         bundles: of the placement group of one replica whose ranks are actors of their own; with
             any, the replica itself takes nothing.
@@ -79,9 +76,6 @@ class ClusterView:
     """What a plan of a crew needs to know of a cluster and of its driver.
 
     Args:
-        gpus_of_hosts: of each host that is alive; 0 for one without.
-        cpus_of_hosts: of the same hosts.
-        cores_of_driver: that the driver may use.
         vllm: what is installed on the driver's host.
         may_grow: hosts may come; not to a Ray that the driver itself has started.
     """
@@ -94,7 +88,6 @@ class ClusterView:
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of all hosts."""
         return sum(self.gpus_of_hosts)
 
 
@@ -231,9 +224,6 @@ def settled(
     """Return a spec whose backend is decided, and why it is that one.
 
     Args:
-        spec: of a pool.
-        cluster: in which it runs, or the one host.
-        vllm: says what is installed where the engines run.
         began_with: kind of the backend that answered the first rows of the same output.
 
     Returns:

@@ -41,7 +41,6 @@ class Member:
 
     @property
     def actor(self) -> Handle:
-        """The handle of the replica."""
         return self.started.actor
 
 
@@ -49,9 +48,6 @@ class ReplicaSet:
     """Keeps one task per rank that makes a replica, waits for its end and replaces it.
 
     Args:
-        spec: of the pool.
-        plan: size and resources.
-        site: where replicas start.
         on_lost: called with a replica that ended and why it died, None when it was stopped;
             returns whether its death cost rows.
         on_exhausted: called with rank and cause when no rank is left.
@@ -199,13 +195,7 @@ class ReplicaSet:
 
 
 class IdlePoolReclaimer:
-    """Lets idle pools of the driver end engines, where those of this pool wait for what they hold.
-
-    Args:
-        pool: options of this pool.
-        plan: what one engine asks of Ray.
-        make_room: asks the other pools for what its text names.
-    """
+    """Lets idle pools of the driver end engines, where those of this pool wait for what they hold."""
 
     def __init__(
         self, pool: PoolConfig, plan: Placement, make_room: Callable[[str], Awaitable[None]]
@@ -220,7 +210,6 @@ class IdlePoolReclaimer:
 
         Args:
             waits_s: for which a replica has been waiting for Ray to reserve what it takes.
-            now_s: of a clock that only rises.
         """
         if waits_s > _WARN_AFTER_S and not self._has_told:
             self._has_told = True

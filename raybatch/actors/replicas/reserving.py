@@ -23,7 +23,6 @@ class Reserved:
     """Options of the actor that drives an engine, and the group that they point into.
 
     Args:
-        options: of Ray, for the actor.
         group: that must be released; None where the actor's own resources are all.
         asked_s: of the monotonic clock, when Ray was asked for the group.
     """
@@ -46,8 +45,6 @@ class Reserved:
         """Start the actor, or give the group back where Ray does not take its options.
 
         Args:
-            kind: class of the actor.
-            args: of its constructor.
             defaults: options of Ray that what is reserved may replace.
         """
         try:
@@ -71,8 +68,6 @@ def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
     has a name, and one of this name that was left behind is released first.
 
     Args:
-        plan: of the pool.
-        pool: options of the pool.
         name: of the group, the same whenever the same place of a pool is filled again.
     """
     options = {"max_restarts": 0, **_runtime(pool)}

@@ -46,7 +46,6 @@ class Begun:
                 self._news.add(key)
 
     def drop(self, rows: Collection[int]) -> None:
-        """Forget rows, which are finished."""
         gone = {key for key in self._samples if key[0] in rows}
         self._news -= gone
         for key in gone:
@@ -70,12 +69,7 @@ class Begun:
 
 
 def encode_begun(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.RecordBatch:
-    """Return tokens so far as a record batch of the schema.
-
-    Args:
-        rows: index of each sequence's row in its request table.
-        states: one per sample.
-    """
+    """Return tokens so far as a record batch of the schema."""
     columns = [
         pa.array(rows, pa.int32()),
         pa.array([state.sample_idx for state in states], pa.int32()),

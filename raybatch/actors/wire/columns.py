@@ -70,12 +70,9 @@ def request_table(
     without are grouped by the pool as they wait.
 
     Args:
-        row_ids: identity of each row.
-        prompts: token ids of each row.
         seeds: 64-bit seed of each row.
         sampling: index of each row into the samplings that travel beside the table.
         group_ids: prefix group of each row, from 0; None for a row that is alone.
-        prefix_lens: tokens that the row's group shares.
         expected_lens: output tokens to expect of each sample; None expects `max_tokens`.
         payloads: of each row in JSON, see `Request.payload`; None for a row without.
     """
@@ -161,9 +158,6 @@ class RequestReader:
         """Return the requests of rows `start` to `stop`.
 
         Args:
-            start: first row.
-            stop: after the last row.
-            first_request_id: id of row 0 of the table; the others follow it.
             groups: of these rows, in place of those in the table.
         """
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()

@@ -26,9 +26,6 @@ class PoolSpec:
 
     Args:
         model: checkpoint directory, hub id or URI.
-        backend: which backend the replicas run.
-        engine: options of each engine.
-        pool: replicas, their resources and the limits of failure.
     """
 
     model: str
@@ -74,7 +71,6 @@ class Loss:
     Args:
         num_rows: that it was running, those of dropped row batches included.
         num_struck: of them, rows that somebody still waits for.
-        poison: rows that are given up.
         crashes: of each row batch, the rows that somebody still waits for.
         was_control: it was running a control row, see `raybatch.actors.queue.probation`.
     """
@@ -115,7 +111,6 @@ class Submission:
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
         groups: of planned rows; ids that no other client's groups have.
         block_keys: of rows without a plan, from which the pool makes groups by itself.
-        crashes: int16 [rows], engines that died with each row in earlier runs; None for none.
         begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.wire.begun`.
     """
 
@@ -144,9 +139,6 @@ class Answer:
         status: "pending" asks again, "unknown" submits again, "failed" carries rank and cause.
         results: record batches of the result schema, in order of arrival.
         attempts: int16 [rows], how often each row was handed to a replica.
-        rank: replica that failed.
-        cause: of the failure.
-        crashes: rows with which engines have died since the last answer.
         begun: tokens that unfinished rows have gained since the last answer.
     """
 
@@ -164,9 +156,6 @@ class Assignment:
     """Rows of one row batch for one replica.
 
     Args:
-        batch_id: of the rows.
-        refs: as in `Submission`.
-        spans: in the order in which they run.
         places: of each span among all spans of the same pull; None where this is the only batch.
         groups: of the rows of all spans, one after another; None leaves what the table says.
         begun: tokens with which some of the rows begin; None where all begin with none.

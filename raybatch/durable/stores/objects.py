@@ -25,7 +25,6 @@ class ObjectStore:
     Args:
         uri: root with its protocol; it holds no secrets, credentials come from the environment.
         is_exclusive: what an earlier probe of the same store found; None probes once.
-        options: of the file system, see fsspec.
     """
 
     def __init__(

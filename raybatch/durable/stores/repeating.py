@@ -57,8 +57,6 @@ class Repeating:
     lost is answered by False the second time, which callers take as well as True.
 
     Args:
-        store: where each operation is tried.
-        num_tries: of one operation.
         sleep: waits for so many seconds between two tries.
     """
 

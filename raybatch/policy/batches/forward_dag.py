@@ -28,8 +28,6 @@ class ForwardTime:
     Embedding and head are left out: no choice of a plan changes what they take for a token.
 
     Args:
-        seconds: of the pass.
-        layer_s: that one more layer adds.
         busy_fraction: by resource, the share of the time that it works, in the laid out layers.
         longest_chain: names of the nodes that decide the time, in the laid out layers.
     """

@@ -16,8 +16,6 @@ class Workload:
     Decoding is one token per sequence over a long context, prefill is many tokens over none.
 
     Args:
-        tokens_per_sequence: of one sequence in one forward pass.
-        cached_tokens: of one sequence, with KV from before.
         reserved_tokens: of KV kept free for what one sequence will generate next.
         waiting_sequences: that can be batched at all; None where there are always more.
 
@@ -46,14 +44,6 @@ class LayerShape:
     """Sizes of one layer; a dense layer has one expert, which every token visits.
 
     Args:
-        model_dim: of the hidden states.
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
-        head_dim: of one head.
-        ffn_dim: hidden size of one expert, or of the dense block.
-        num_experts: of the layer.
-        top_k: experts that one token visits.
-        element_bytes: of weights and hidden states.
         weight_bytes: of one weight of a linear or an expert; None for `element_bytes`.
         kv_row_bytes: of the keys or values of one token and KV head; None for `head_dim` elements.
 
@@ -89,18 +79,15 @@ class LayerShape:
 
     @property
     def attention_bytes(self) -> int:
-        """Return the bytes of the weights of attention."""
         return self._num_attention_weights * (self.weight_bytes or self.element_bytes)
 
     @property
     def ffn_bytes(self) -> int:
-        """Return the bytes of the weights of all experts."""
         num_weights = 3 * self.num_experts * self.ffn_dim * self.model_dim
         return num_weights * (self.weight_bytes or self.element_bytes)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes of KV that one token has in this layer."""
         row_bytes = self.kv_row_bytes or self.head_dim * self.element_bytes
         return 2 * self.num_kv_heads * row_bytes
 
@@ -148,7 +135,6 @@ class BatchPlan:
     """Batch sizes of a forward pass, and where parameters and KV live.
 
     Args:
-        attention_tokens: of one run of attention.
         gate_tokens: of one run of the experts, and of the forward pass.
         parameter_buffers: pieces of a layer's experts that the device holds at once, in a ring,
             while all experts are on the host; None keeps all of them on the device.
@@ -178,9 +164,6 @@ class ModelShape:
     """A model as layers that are all alike.
 
     Args:
-        layer: its representative layer.
-        num_layers: of the model.
-        other_bytes: of weights that belong to no layer; they are always on the device.
         num_pieces: into which the experts of a layer are cut where they are streamed.
 
     Raises:
@@ -210,10 +193,7 @@ class ModuleCosts:
     """Measured costs of the parts of a layer.
 
     Args:
-        attention: of one run, with the linears before and after it.
         ffn: of one run of the experts, or of the dense block.
-        to_device: of a copy from the host.
-        to_host: of a copy to the host.
         copies_overlap: copies run beside computation, in either direction; where they take the
             processor that computes, as on a CPU with one thread, they do not.
     """
@@ -245,8 +225,6 @@ class MemoryBudget:
     """What a plan may take.
 
     Args:
-        device_bytes: for parameters, KV and working memory.
-        host_bytes: for parameters that are streamed and KV that is kept there.
         kv_bytes: for KV, wherever it is; None where the two above alone bound it.
 
     Raises:
@@ -267,7 +245,6 @@ class MemoryBudget:
             )
 
     def holds(self, need: MemoryNeed) -> bool:
-        """Return whether all budgets are large enough."""
         return (
             need.device_bytes <= self.device_bytes
             and need.host_bytes <= self.host_bytes
@@ -275,7 +252,6 @@ class MemoryBudget:
         )
 
     def holds_kv(self, need: MemoryNeed) -> bool:
-        """Return whether the budget for KV is large enough."""
         return self.kv_bytes is None or need.kv_bytes <= self.kv_bytes
 
 

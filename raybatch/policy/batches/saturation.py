@@ -29,8 +29,6 @@ class GateTarget:
     """How many tokens are to meet at the gate.
 
     Args:
-        tokens: that can and should be there.
-        saturated_tokens: that would be enough.
         bound: what `tokens` is limited by.
     """
 
@@ -46,8 +44,6 @@ def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 
     answer is found by bisection.
 
     Args:
-        shape: of the layer.
-        cost: of its experts.
         efficiency: the share, above 0 and below 1.
 
     Raises:
@@ -97,10 +93,7 @@ def gate_target(
     """Return the tokens that can be at the gate, at most enough of them, and what bounds them.
 
     Args:
-        model: whose experts run.
         plan: residence and sub-batches of attention; its tokens at the gate are not read.
-        workload: of the sequences.
-        memory: of device and host.
         saturated_tokens: that would be enough, see `saturating_tokens`.
 
     Raises:

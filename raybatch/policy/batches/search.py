@@ -31,10 +31,7 @@ class PlanGrid:
     Left out is attention over more tokens than are at the gate, or in too many runs.
 
     Args:
-        attention_tokens: of one run of attention.
-        gate_tokens: of one run of the experts.
         parameter_buffers: see `BatchPlan`.
-        kv_on_host: whether KV is on the host.
         max_attention_runs: of one layer; a graph of more takes long, and each costs a fixed time.
 
     Raises:
@@ -64,7 +61,6 @@ class PlanGrid:
         )
 
     def plans(self) -> Iterator[BatchPlan]:
-        """Give every plan once, in a fixed order."""
         for gate, attention, buffers, on_host in product(
             sorted(set(self.gate_tokens)),
             sorted(set(self.attention_tokens)),
@@ -82,13 +78,7 @@ class PlanGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPlan:
-    """A plan with what it takes.
-
-    Args:
-        plan: what was priced.
-        time: of one forward pass.
-        memory: that it needs.
-    """
+    """A plan with what it takes."""
 
     plan: BatchPlan
     time: ForwardTime
@@ -96,7 +86,6 @@ class PricedPlan:
 
     @property
     def token_s(self) -> float:
-        """Return the seconds of a forward pass per token of it."""
         return self.time.seconds / self.plan.gate_tokens
 
 
@@ -228,10 +217,6 @@ def plan_batches(
     being streamed. It takes about a second.
 
     Args:
-        model: whose batches are planned.
-        costs: of its modules.
-        workload: what the sequences of this phase are like.
-        memory: of device and host.
         efficiency: share of their best rate from which experts count as busy.
 
     Raises:

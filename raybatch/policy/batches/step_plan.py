@@ -71,10 +71,7 @@ class MeasuredLayer:
     """One layer over the tokens of a step, attention in parts and then the experts for all.
 
     Args:
-        phase: kind of the tokens.
-        gate_tokens: of the step.
         attention_tokens: of one part; `gate_tokens` is the layer of the plain forward pass.
-        seconds: of the layer.
     """
 
     phase: Phase
@@ -84,7 +81,6 @@ class MeasuredLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all tokens attend at once."""
         return self.attention_tokens >= self.gate_tokens
 
 
@@ -109,7 +105,6 @@ def plan_steps(layers: Sequence[MeasuredLayer], row: RowShape) -> StepPlan:
     each with its tokens of a row.
 
     Args:
-        layers: measured ones, among them a plain one of each phase.
         row: how many tokens of each phase there are.
 
     Raises:

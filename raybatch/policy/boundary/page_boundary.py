@@ -45,10 +45,6 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
 
     Sorting takes O(n log n) time in the sequences of the snapshot.
 
-    Args:
-        snapshot: read only.
-        options: of the policy.
-
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
             `raybatch.policy.boundary.checks`.
@@ -278,7 +274,6 @@ class _Boundary:
         return chosen
 
     def plan(self) -> BoundaryPlan:
-        """Return what was decided."""
         return BoundaryPlan(
             release=_ids(self._released),
             over_capacity=_ids(self._over_capacity),

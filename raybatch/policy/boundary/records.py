@@ -79,8 +79,6 @@ class SequencePages:
             its tokens have to be prefilled again) or waiting (no pages yet).
         context_tokens: tokens whose KV it has; without pages, those to prefill.
         remaining_tokens: that may still come; 0 for a sequence that has ended.
-        device_pages: that it holds.
-        host_pages: that it holds.
         progress_tokens: that it has decoded, part of the context.
         waited: boundaries since it came into its status, for one that is not active.
         priority: larger ones yield later and are taken earlier.
@@ -107,13 +105,8 @@ class BoundarySnapshot:
     """One engine at a page boundary, after its host memory has caught up with its device.
 
     Args:
-        sequences: in any order; the plan does not depend on it.
-        page_tokens: tokens of one page.
-        device_pages: of the device.
         device_free: of them, in no sequence's hands.
-        host_pages: of host memory.
         host_free: of them, in no sequence's hands.
-        max_active: sequences that may decode at once.
         host_chunk_tokens: growth for which a sequence gets host pages when it is prefilled.
         boundaries_since_prefill: boundaries that decoded since the last prefill round.
     """
@@ -129,7 +122,6 @@ class BoundarySnapshot:
     boundaries_since_prefill: int = 0
 
     def pages(self, tokens: int) -> int:
-        """Return the pages that hold so many tokens."""
         return -(-tokens // self.page_tokens)
 
 

@@ -26,9 +26,6 @@ class EngineLimits:
     """What bounds the batch of one engine.
 
     Args:
-        kv_tokens: tokens of KV cache.
-        max_num_seqs: sequences that run at once.
-        block_size: tokens of one cache block.
         max_batched_tokens: token budget of one step; None where a backend has none.
     """
 
@@ -43,7 +40,6 @@ class MeasuredStep:
     """Counts of one step, and the seconds that it took.
 
     Args:
-        seconds: of the step.
         tokens: of the forward batch: prompt tokens and one per decoding sequence.
         rows: sequences that got a token.
         pairs: prompt tokens times the tokens that each attends to.
@@ -75,7 +71,6 @@ class CostModel:
         shared_pair_s: per decoding sequence and KV token that others read as well.
         shared_read_s: per shared KV token and step.
         fit_error: root mean square of the relative errors over the measured steps.
-        limits: of the engine.
 
     Raises:
         ConfigError: a cost is negative or not finite, or there is not one slope more than knots.
@@ -109,7 +104,6 @@ class CostModel:
         return seconds
 
     def predict(self, step: MeasuredStep) -> float:
-        """Return the seconds of one step with these counts."""
         return float((_features([step], self.knots) @ self._coefficients())[0])
 
     def _coefficients(self) -> Floats:

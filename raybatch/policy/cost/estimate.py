@@ -115,11 +115,6 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
     A replica costs from the beginning of a run to its end, also while it waits for others, so it
     is the time by the clock that counts, on every replica.
 
-    Args:
-        wall_s: seconds by the clock.
-        num_replicas: that are held for this time.
-        price_per_engine_hour: of one replica.
-
     Raises:
         ConfigError: the price is negative or not finite.
     """

@@ -38,13 +38,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredWork:
-    """One run of a module, and the seconds that it took.
-
-    Args:
-        tokens: of the batch, for whoever reads the measurement.
-        work: of the run.
-        seconds: of the run.
-    """
+    """One run of a module, and the seconds that it took."""
 
     tokens: int
     work: Work
@@ -56,8 +50,6 @@ class Roofline:
     """Seconds of a module: a fixed time, then the longer of computing and moving its bytes.
 
     Args:
-        fixed_s: of every run.
-        operation_s: per operation.
         byte_s: per byte; 0 where moving bound no measured run.
         serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
             textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
@@ -82,7 +74,6 @@ class Roofline:
             raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one run."""
         sides = self.operation_s * work.operations, self.byte_s * work.moved_bytes
         return self.fixed_s + max(sides) + self.serial_fraction * min(sides)
 
@@ -113,10 +104,6 @@ def fit_roofline(
     `serial_fractions`, of which the first wins a tie. Among cuts, the one with the most runs bound
     by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
 
-    Args:
-        points: measured runs, in any order.
-        serial_fractions: values of `Roofline.serial_fraction` to try.
-
     Raises:
         ConfigError: there are no points, or a run took no time or did nothing.
     """
@@ -144,7 +131,6 @@ def fit_roofline(
 
 
 def _intensity(point: MeasuredWork) -> float:
-    """Return operations per byte."""
     work = point.work
     return work.operations / work.moved_bytes if work.moved_bytes else float("inf")
 
@@ -175,7 +161,6 @@ def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
 
     Args:
         matrix: float64 [M, N]; a column of zeros gets the coefficient 0.
-        target: float64 [M].
 
     Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23; columns are scaled to
     length 1 first, so that one tolerance holds for all.

@@ -20,11 +20,8 @@ class WorkTotals:
     """Sums over all rows; a row with n samples counts as n rows that share their prompt.
 
     Args:
-        num_rows: that generate.
         computed_tokens: prompt tokens that are computed.
         pairs: sum over the computed tokens of the tokens that each attends to.
-        generated_tokens: expected, at least one per row.
-        context_reads: KV tokens that decoding rows read and share with nobody, over all steps.
         shared_pairs: KV tokens that decoding rows read and share, over all steps.
         shared_reads: the same, counted once for all rows that read them in a step.
         output_lengths: outputs of rows that stand for all, evenly over their distribution.
@@ -127,7 +124,6 @@ def work_totals(
 
     Args:
         prompt_tokens: int [R].
-        output_tokens: [R], expected lengths; below 1 counts as 1.
         cached_tokens: int [R], prompt tokens whose KV comes from another row; None for none.
         shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
             row that computes them included; None for none.

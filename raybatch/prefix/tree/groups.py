@@ -61,9 +61,6 @@ def make_groups(
     """Group the rows by their nearest open node; linear in rows and nodes.
 
     Args:
-        tree: prefix tree of all rows.
-        keys: the keys from which it was built.
-        open_nodes: bool [N], which nodes are shared prefixes.
         representative: as of `find_representatives`, to generate identical rows once; None
             generates every row. Only for results that do not depend on the row.
     """
@@ -113,13 +110,7 @@ class Entries:
 
 
 def entries_of_groups(tree: PrefixTree, is_open: Bools, representative: Ints) -> Entries:
-    """Return the entries where each row shares the deepest open node above it.
-
-    Args:
-        tree: of the rows.
-        is_open: bool [N], nodes that are computed once.
-        representative: int64 [R], the first row that is identical.
-    """
+    """Return the entries where each row shares the deepest open node above it."""
     own = np.where(is_open, tree.depth_tokens, 0)
     own[0] = 0
     return _entries(tree, nearest_open(tree, is_open), own, representative)
@@ -130,11 +121,6 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
 
     An entry is the subtree of a highest node that has at most one unit's rows, or a sixteenth of
     all rows where that is more, or what ends at a node above.
-
-    Args:
-        tree: of the rows.
-        unit_rows: rows that are written together.
-        representative: int64 [R], the first row that is identical.
     """
     is_passed = passed_nodes(tree, unit_rows)
     edges = tree.edge_tokens()
@@ -151,12 +137,7 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
 
 
 def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
-    """Return the nodes that are too large to stay in one piece: bool [N]; the root is one.
-
-    Args:
-        tree: of the rows.
-        unit_rows: rows that are written together.
-    """
+    """Return the nodes that are too large to stay in one piece: bool [N]; the root is one."""
     sizes = tree.row_stop - tree.row_start
     is_passed: Bools = sizes > max(unit_rows, _LARGE_FRACTION * tree.num_rows)
     is_passed[0] = True
@@ -181,7 +162,6 @@ def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equa
     """Return the entries of all rows.
 
     Args:
-        tree: of the rows.
         entry_of_node: int64 [N], node that names the entry; 0 for none.
         own_tokens: int64 [N], tokens of each node that its entry computes once.
         first_equal: int64 [R], the first row that is identical.
@@ -210,14 +190,7 @@ def _places(deepest: Ints, representative: Ints) -> Ints:
 
 
 def _labels(entry: Ints, places: Ints, first_equal: Ints, num_nodes: int) -> Ints:
-    """Return for each row the first place of its entry: int64 [R].
-
-    Args:
-        entry: int64 [R], node that names the row's entry, 0 for none.
-        places: int64 [R], in the order of the tree.
-        first_equal: int64 [R], place of the first row that is identical.
-        num_nodes: of the tree.
-    """
+    """Return for each row the first place of its entry: int64 [R]."""
     first = np.full(num_nodes, len(places))
     np.minimum.at(first, entry, places)
     label: Ints = np.where(entry > 0, first[entry], first_equal)

@@ -47,12 +47,10 @@ class PrefixTree:
 
     @property
     def num_rows(self) -> int:
-        """Rows under the root."""
         return len(self.row_order)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the root included."""
         return len(self.parent)
 
     def deepest_nodes(self) -> Int64s:
@@ -84,8 +82,6 @@ class TreeStats:
     """What sharing at all levels of the tree can save.
 
     Args:
-        num_rows: rows.
-        num_nodes: nodes below the root.
         num_duplicates: rows that are identical to an earlier one; they count as rows everywhere.
         logical_tokens: prompt tokens of all rows.
         saved_tokens: logical tokens less physical ones.
@@ -142,13 +138,7 @@ def build_tree(keys: BlockKeys) -> PrefixTree:
 def tree_stats(
     tree: PrefixTree, keys: BlockKeys, representative: Int64s | None = None
 ) -> TreeStats:
-    """Return what is shared at all levels of the tree; linear in rows and nodes.
-
-    Args:
-        tree: of the rows.
-        keys: the keys from which it was built.
-        representative: as of `find_representatives`, where that is known.
-    """
+    """Return what is shared at all levels of the tree; linear in rows and nodes."""
     if representative is None:
         representative = find_representatives(keys)
     edges = tree.edge_tokens()
