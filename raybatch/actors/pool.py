@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.replicas.site import Handle, Pools
-from raybatch.actors.submitting import RowWatch, make_submission, tell, with_news
+from raybatch.actors.submitting import RowWatch, make_submission, notify, with_progress
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
 from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.backends.choice import BackendChoice
@@ -86,7 +86,7 @@ class PoolHandle:
         Args:
             table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
             name: of these rows among those of the client; whoever asks for them again under this
-                name, because the process that asked before died, gets what is finished of them.
+                name, because the process that asked first died, gets the finished ones.
                 The results stay in the pool until `forget`, for `feeder_timeout_s` at most.
             watch: says what is known of the rows, and hears what becomes of unfinished ones.
 
@@ -97,17 +97,17 @@ class PoolHandle:
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine, name=name)
-        submission = with_news(submission, watch)
+        submission = with_progress(submission, watch)
         try:
             answer = await coordinator.generate.remote(submission, requests)
-            await tell(watch, answer)
+            await notify(watch, answer)
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = with_news(submission.again(), watch)
+                    submission = with_progress(submission.again(), watch)
                     answer = await coordinator.generate.remote(submission, requests)
                 else:
                     answer = await _ask_again(coordinator, submission, answer)
-                await tell(watch, answer)
+                await notify(watch, answer)
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise
@@ -134,7 +134,7 @@ class PoolHandle:
         """Return results of a call of `generate` that waits for others, so that they can be kept.
 
         Args:
-            num_seen: what the second value was when this was asked before; 0 at first.
+            num_seen: second value of the call before; 0 at first.
 
         Returns:
             A result table, as `generate` returns one, of rows with all their samples that have
@@ -145,7 +145,7 @@ class PoolHandle:
         except self._pools.gone:
             # whoever waits for the rows hears of it
             answer = Answer(status="unknown")
-        await tell(watch, answer)
+        await notify(watch, answer)
         if answer.attempts is None:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)
@@ -182,7 +182,7 @@ class PoolHandle:
 
     async def is_stopped(self, *, client: str = "default") -> bool:
         """Return whether no further unit of a client may start."""
-        # a pool that is gone is told of where rows are asked for
+        # whoever asks for rows hears that a pool is gone
         with suppress(*self._pools.failed):
             return bool(await self._connect().is_stopped.remote(client))
         return False

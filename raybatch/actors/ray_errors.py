@@ -16,7 +16,7 @@ def message_kept() -> Iterator[None]:
     try:
         yield
     except RaybatchError as error:
-        vars(error)["told"] = str(error)
+        vars(error)["message"] = str(error)
         raise
 
 
@@ -33,8 +33,8 @@ def own_cause(error: BaseException) -> RaybatchError | None:
         if isinstance(seen, RayTaskError):
             seen = seen.cause
         elif isinstance(seen, RaybatchError):
-            told = vars(seen).get("told")
-            seen.args = seen.args if told is None else (told, *seen.args[1:])
+            message = vars(seen).get("message")
+            seen.args = seen.args if message is None else (message, *seen.args[1:])
             return seen
         else:
             seen = getattr(seen, "cause", None) or seen.__cause__

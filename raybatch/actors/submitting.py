@@ -109,8 +109,8 @@ def _salts_of(
         return np.zeros(len(payloads), np.uint64), np.zeros(len(payloads), np.uint64)
     texts = payloads.to_pylist()
     salts = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
-    found = np.array([salts[text] for text in texts], np.uint64)
-    return found[:, 0], found[:, 1]
+    columns = np.array([salts[text] for text in texts], np.uint64)
+    return columns[:, 0], columns[:, 1]
 
 
 def _digest(text: str | None) -> int:
@@ -138,14 +138,14 @@ class RowWatch(Protocol):
         """Hear of tokens that unfinished rows have gained."""
 
 
-def with_news(submission: Submission, watch: RowWatch | None) -> Submission:
+def with_progress(submission: Submission, watch: RowWatch | None) -> Submission:
     """Return the submission with all that is known of its rows."""
     if watch is None:
         return submission
     return replace(submission, crashes=watch.crashes, begun=watch.begun)
 
 
-async def tell(watch: RowWatch | None, answer: Answer) -> None:
+async def notify(watch: RowWatch | None, answer: Answer) -> None:
     """Pass on what an answer says of rows that are not finished."""
     if watch is None:
         return

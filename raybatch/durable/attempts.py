@@ -45,13 +45,13 @@ def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str)
     places = sorted(strikes.crashes)
     if not places or places[0] < 0 or places[-1] >= unit.num_rows:
         raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; no strikes at {places}")
-    said = {
+    record = {
         "plan": plan_hash,
         "unit": unit.number,
         "crashes": {str(pos): strikes.crashes[pos] for pos in places},
         "given_up": sorted(strikes.given_up),
     }
-    data = json.dumps(said, sort_keys=True).encode()
+    data = json.dumps(record, sort_keys=True).encode()
     number = len(_names(store, unit))
     while not store.create(attempt_name(unit.number, number), data):
         number += 1
@@ -76,11 +76,11 @@ def _names(store: Store, unit: Unit) -> list[str]:
 
 
 def _decoded(data: bytes, unit: Unit, plan_hash: str) -> Strikes:
-    said = json.loads(data)
-    if (said["plan"], said["unit"]) != (plan_hash, unit.number):
-        raise ValueError(f"it belongs to unit {said['unit']!r} of plan {said['plan']!r}")
-    crashes = {int(pos): int(number) for pos, number in said["crashes"].items()}
-    given_up = frozenset(int(pos) for pos in said["given_up"])
+    record = json.loads(data)
+    if (record["plan"], record["unit"]) != (plan_hash, unit.number):
+        raise ValueError(f"it belongs to unit {record['unit']!r} of plan {record['plan']!r}")
+    crashes = {int(pos): int(number) for pos, number in record["crashes"].items()}
+    given_up = frozenset(int(pos) for pos in record["given_up"])
     if any(not 0 <= pos < unit.num_rows for pos in crashes) or not given_up <= crashes.keys():
         raise ValueError("a row has no place in the unit")
     return Strikes(crashes=crashes, given_up=given_up)

@@ -65,7 +65,7 @@ class Audit:
 
     @property
     def told_gone(self) -> str:
-        """Return what is said of missing units that no run writes, since `_SUCCESS` is there."""
+        """Return the message about missing units that no run writes, since `_SUCCESS` is there."""
         units = ", ".join(str(unit) for unit in self.missing)
         return (
             f"it was complete and {self.num_missing} parts are gone, such as those of units "
@@ -73,16 +73,16 @@ class Audit:
         )
 
     def __str__(self) -> str:
-        said = (
+        text = (
             f"expected {self.expected_rows}, written {self.written_rows}, lost {self.lost_rows}, "
             f"duplicated {self.duplicated_rows}"
         )
         if self.num_missing:
             units = ", ".join(str(unit) for unit in self.missing)
-            said += f"; {self.num_missing} units are missing, such as {units}"
+            text += f"; {self.num_missing} units are missing, such as {units}"
         if self.num_foreign:
-            said += f"; {self.num_foreign} foreign files: {'; '.join(self.foreign)}"
-        return said
+            text += f"; {self.num_foreign} foreign files: {'; '.join(self.foreign)}"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,24 +168,24 @@ def audit(
     )
 
 
-def finish(store: Store, plan: UnitPlan, found: Audit) -> None:
+def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
     """Create the file that says that the output is complete; it is fine if it is there.
 
     Raises:
         CommitError: the audit is not clean.
     """
-    if not found.is_clean:
-        raise CommitError(f"the output {store.uri} is not complete: {found}")
-    said = {
+    if not result.is_clean:
+        raise CommitError(f"the output {store.uri} is not complete: {result}")
+    record = {
         "protocol": PROTOCOL,
         "plan": plan.hash,
         "units": plan.num_units,
         "rows": plan.num_rows,
-        "counts": found.counts.to_json(),
+        "counts": result.counts.to_json(),
     }
     if not plan.is_partitioned:
-        said["files"] = [part_name(number) for number in range(plan.num_units)]
-    data = json.dumps(said, sort_keys=True).encode()
+        record["files"] = [part_name(number) for number in range(plan.num_units)]
+    data = json.dumps(record, sort_keys=True).encode()
     reach("before_success")
     # what is there is true, of the input before it grew
     if not store.create(SUCCESS, data) and not is_finished(store, plan):
@@ -199,19 +199,19 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     Raises:
         CommitError: `_SUCCESS` belongs to another plan, or cannot be read.
     """
-    said = read_success(store)
-    if said is None:
+    record = read_success(store)
+    if record is None:
         return False
-    if "plan" not in said:
+    if "plan" not in record:
         raise CommitError(
             f"{store.uri}/{SUCCESS} is not what a run writes; remove it and run the job again, "
             "which counts the parts anew"
         )
-    if plan.extends(said["plan"]):
+    if plan.extends(record["plan"]):
         return False
-    if said["plan"] != plan.hash:
+    if record["plan"] != plan.hash:
         raise CommitError(
-            f"{store.uri}/{SUCCESS} belongs to plan {said['plan']}, not to {plan.hash}; choose "
+            f"{store.uri}/{SUCCESS} belongs to plan {record['plan']}, not to {plan.hash}; choose "
             "another folder"
         )
     return True
@@ -220,12 +220,12 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
 def read_success(store: Store) -> Mapping[str, Any] | None:
     """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
     try:
-        said = json.loads(store.read(SUCCESS))
+        record = json.loads(store.read(SUCCESS))
     except FileNotFoundError:
         return None
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _read_share(
@@ -241,7 +241,7 @@ def _read_share(
         try:
             if plan.is_partitioned:
                 record = read_record(store, number)
-                # files of a unit without a record are told as a missing unit
+                # files of a unit without a record count as a missing unit
                 unknown = sorted(files.of(number) - set(record[1]))
                 foreign += [
                     f"{store.uri}/{one} is no part of the plan; move it away" for one in unknown
@@ -252,7 +252,7 @@ def _read_share(
                 footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
             is_gone = isinstance(error, FileNotFoundError)
-            foreign.append(_told_lacking(store, name, error) if is_gone else str(error))
+            foreign.append(_lacking_message(store, name, error) if is_gone else str(error))
             lost += unit.num_rows
             continue
         written += footer.num_rows
@@ -271,8 +271,8 @@ def _read_share(
     )
 
 
-def _told_lacking(store: Store, name: str, error: Exception) -> str:
-    """Return what is said of a unit that is listed, and of which a file cannot be found."""
+def _lacking_message(store: Store, name: str, error: Exception) -> str:
+    """Return the message about a unit that is listed, and whose file is gone."""
     also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
     return (
         f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "

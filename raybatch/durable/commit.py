@@ -109,10 +109,10 @@ def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
             f"unit {unit.number}: position {int(np.argmin(is_there))} of {unit.num_rows} is "
             "missing, so another is there twice or does not belong to it"
         )
-    found = row_sum(row)
-    if found != unit.row_sum:
+    total = row_sum(row)
+    if total != unit.row_sum:
         raise CommitError(
-            f"unit {unit.number}: its rows are not those of the plan (sum {found:016x}, planned "
+            f"unit {unit.number}: its rows are not those of the plan (sum {total:016x}, planned "
             f"{unit.row_sum:016x}); has the input changed since the plan was made?"
         )
 

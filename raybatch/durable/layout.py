@@ -1,4 +1,4 @@
-"""Every name below a sink, and what a name says; no other module spells one.
+"""Every name below a sink, and what it means; no other module spells one.
 
 Names are relative to the sink and use "/". Nothing below `_raybatch/` ends in `.parquet`, because
 a reader of the sink's parent would take it for data.

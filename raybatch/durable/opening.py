@@ -45,7 +45,7 @@ def _read(store: Store, name: str = PLAN) -> bytes | None:
 
 
 def _refuse_parts_without_plan(store: Store) -> None:
-    # parts are listed before the plan is asked for again: another run writes them in that order
+    # parts are listed before the plan is read again: another run writes them in that order
     names = store.names(DATA)
     if names and _read(store) is None:
         raise CommitError(

@@ -50,8 +50,8 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
                 f"the text {_NULL} in column {column!r} is the folder of null, so it would come "
                 "back as null; partition by another column"
             )
-        said = _NULL if value is None else quote(str(value), safe="")
-        step = f"{quote(column, safe='')}={said}"
+        text = _NULL if value is None else quote(str(value), safe="")
+        step = f"{quote(column, safe='')}={text}"
         if len(step) > _MAX_STEP_BYTES:
             raise CommitError(
                 f"the partition {step[:60]}... is longer than {_MAX_STEP_BYTES} bytes; partition "
@@ -63,8 +63,8 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
 
 def partition_values(name: str) -> list[str | None]:
     """Return the values that a name such as "lang=en/part-000000.parquet" says, as texts."""
-    said = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
-    return [None if text == _NULL else unquote(text) for text in said]
+    texts = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
+    return [None if text == _NULL else unquote(text) for text in texts]
 
 
 def commit_partitioned(
@@ -144,8 +144,8 @@ def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
     name = done_name(unit)
     data = store.read(name)
     try:
-        said = json.loads(data)
-        return Footer.from_json(said), [str(file) for file in said["files"]]
+        record = json.loads(data)
+        return Footer.from_json(record), [str(file) for file in record["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CommitError(
             f"{store.uri}/{name} is no record of this output: {error_text(error)}; move it away"
@@ -168,8 +168,8 @@ def read_files(
         FileNotFoundError: a file of it is missing.
         CommitError: a file of it is another unit's or another plan's.
     """
-    said, names = record
-    said.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
+    summary, names = record
+    summary.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
     footers = []
     for name in names:
         footer = read_footer(store, name, part_format)
@@ -180,7 +180,7 @@ def read_files(
         num_rows=sum(footer.num_rows for footer in footers),
         row_sum=add_row_sums(footer.row_sum for footer in footers),
         plan=plan_hash,
-        attempt=said.attempt,
+        attempt=summary.attempt,
         counts=sum_counts(footer.counts for footer in footers),
     )
 

@@ -77,8 +77,8 @@ class RunLog:
 
 def run_ids(store: Store) -> list[str]:
     """Return the runs that have left a log, in no order of time."""
-    found = (run_log_run(name) for name in store.names(RUNS))
-    return sorted({run for run in found if run is not None})
+    runs = (run_log_run(name) for name in store.names(RUNS))
+    return sorted({run for run in runs if run is not None})
 
 
 def read_events(store: Store, run_id: str) -> Iterator[dict[str, Any]]:

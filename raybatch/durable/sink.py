@@ -100,8 +100,8 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             store.remove(name)
     elif foreign:
         _check_layout(sink, store.read(_MARKER))
-    said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
-    store.create(_MARKER, said)
+    marker = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
+    store.create(_MARKER, marker)
 
 
 def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:

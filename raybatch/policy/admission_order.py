@@ -72,8 +72,8 @@ def shortest_first(
     Complexity: E log E.
     """
     if not 0 <= patience < math.inf:
-        told = told_range("at least 0", patience)
-        raise ConfigError(f"a patience of {patience}; it must be {told}")
+        allowed = told_range("at least 0", patience)
+        raise ConfigError(f"a patience of {patience}; it must be {allowed}")
     return np.argsort(arrival_step + patience * service, kind="stable")
 
 

@@ -38,12 +38,12 @@ def choose_executor(facts: ExecutorFacts) -> tuple[bool, str]:
         return False, "a Ray cluster is connected"
     if facts.needs_ray:
         return False, f"{facts.needs_ray} needs Ray"
-    for what, found, most in (
+    for what, number, most in (
         ("rows", facts.num_rows, _MAX_LOCAL_ROWS),
         ("bytes", facts.num_bytes, min(facts.max_driver_bytes, _MAX_LOCAL_BYTES)),
     ):
-        if found > most:
-            return False, f"{found} {what} are more than {most}"
+        if number > most:
+            return False, f"{number} {what} are more than {most}"
     return True, "no cluster is connected, and the input is small"
 
 

@@ -72,9 +72,9 @@ def plan_residence(
     if device_weight_bytes is None:
         return _residence(sizes, num_layers, weight_buffers)
     for num_resident in range(num_layers, -1, -1):
-        found = _residence(sizes, num_resident, weight_buffers)
-        if found.device_bytes <= device_weight_bytes:
-            return found
+        residence = _residence(sizes, num_resident, weight_buffers)
+        if residence.device_bytes <= device_weight_bytes:
+            return residence
     least = min(
         _residence(sizes, count, weight_buffers).device_bytes for count in range(num_layers + 1)
     )

@@ -172,7 +172,7 @@ def find_representatives(keys: BlockKeys) -> Int64s:
     Rows count as identical when length, digest and last key are equal; the latter two collide
     independently. A prompt without a whole block has its digest alone.
     """
-    found = np.arange(keys.num_rows)
+    first_rows = np.arange(keys.num_rows)
     order = np.argsort(keys.digest)
     same = _equal_to_previous(keys.digest[order])
     rows = np.sort(order[same | np.append(same[1:], False)])
@@ -183,8 +183,8 @@ def find_representatives(keys: BlockKeys) -> Int64s:
     by_traits = np.lexsort((rows, *traits))
     starts = ~np.logical_and.reduce([_equal_to_previous(trait[by_traits]) for trait in traits])
     rows = rows[by_traits]
-    found[rows] = rows[np.flatnonzero(starts)][np.cumsum(starts) - 1]
-    return found
+    first_rows[rows] = rows[np.flatnonzero(starts)][np.cumsum(starts) - 1]
+    return first_rows
 
 
 def start_offsets(counts: Int64s) -> Int64s:

@@ -66,7 +66,7 @@ def rows_that_fit(keys: BlockKeys, output_tokens: Floats, size: CacheSize) -> In
 def forecast_orders(
     keys: BlockKeys,
     plan: RowPlan,
-    found: Arrangement,
+    arrangement: Arrangement,
     *,
     output_tokens: Floats,
     size: CacheSize,
@@ -77,12 +77,12 @@ def forecast_orders(
     The cost is that of simulating `max_rows` rows three times.
 
     Args:
-        found: the arrangement that the plan orders.
+        arrangement: the arrangement that the plan orders.
         max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
     """
     fits = np.zeros(keys.num_rows, np.bool_)
     fits[rows_that_fit(keys, output_tokens, size)] = True
-    is_generated = found.groups.representative == np.arange(keys.num_rows)
+    is_generated = arrangement.groups.representative == np.arange(keys.num_rows)
     load = CacheLoad(
         keys=keys.keys,
         offsets=keys.offsets,
@@ -90,9 +90,9 @@ def forecast_orders(
         block_size=keys.block_size,
         output_tokens=np.ceil(output_tokens).astype(np.int64),
     )
-    in_input, in_tree = np.flatnonzero(fits), found.tree.row_order
+    in_input, in_tree = np.flatnonzero(fits), arrangement.tree.row_order
     in_plan = plan.order[(fits & is_generated)[plan.order]]
-    bound = _bound(found.tree, keys, fits & is_generated)
+    bound = _bound(arrangement.tree, keys, fits & is_generated)
     orders = (
         _cached("input", load, in_input, size, max_rows),
         _cached("sorted", load, in_tree[fits[in_tree]], size, max_rows),

@@ -85,13 +85,13 @@ def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s,
     names = _as_names(keys.keys)
     wanted = set(names.tolist())
     known = [name for some in groups for name in some & wanted]
-    found = np.flatnonzero(np.isin(names, known))
-    rows = np.searchsorted(keys.offsets, found, side="right") - 1
+    matches = np.flatnonzero(np.isin(names, known))
+    rows = np.searchsorted(keys.offsets, matches, side="right") - 1
     # of several prefixes of one row, the last assignment is the longest
     group_id = np.full(keys.num_rows, -1, np.int64)
-    group_id[rows] = names[found]
+    group_id[rows] = names[matches]
     prefix_len = np.zeros(keys.num_rows, np.int64)
-    prefix_len[rows] = (found - keys.offsets[rows] + 1) * keys.block_size
+    prefix_len[rows] = (matches - keys.offsets[rows] + 1) * keys.block_size
     return group_id, prefix_len
 
 

@@ -95,8 +95,8 @@ def advise_layout(
     sharing = _Sharing(fields, head_tokens, tail_tokens, block_size)
     used = tuple(range(len(fields)))
     is_exact = len(fields) <= MAX_EXACT_FIELDS
-    found = _best_order(sharing, len(fields)) if is_exact else _greedy_order(sharing, len(fields))
-    best = found if sharing.unique_blocks(found) < sharing.unique_blocks(used) else used
+    candidate = (_best_order if is_exact else _greedy_order)(sharing, len(fields))
+    best = candidate if sharing.unique_blocks(candidate) < sharing.unique_blocks(used) else used
     layouts = [
         Layout(
             fields=tuple(fields[i].name for i in order),

@@ -95,22 +95,22 @@ class _Outline:
 
     def boxes(self, min_rows: int) -> list[TreeBox]:
         """Return boxes of at least `min_rows` rows, but for the rest of a node's children."""
-        found: list[TreeBox] = []
+        boxes: list[TreeBox] = []
         stack = [(0, 0, 0)]
         while stack:
             node, place, level = stack.pop()
             if node:
-                found.append(self._node(node, place, level))
+                boxes.append(self._node(node, place, level))
             children = self.by_parent[self.first_child[node] : self.first_child[node + 1]]
             num_wide = int(np.searchsorted(-self.num_below[children], -min_rows, side="right"))
             for child in children[:num_wide].tolist():
                 stack.append((child, place, level + 1))
                 place += int(self.num_below[child])
             for nodes in self._bunches(children[num_wide:], min_rows):
-                found += self._bunch(nodes, place, level + 1)
-                place = found[-1].row_stop
-            found += self._own(node, place, level + 1)
-        return found
+                boxes += self._bunch(nodes, place, level + 1)
+                place = boxes[-1].row_stop
+            boxes += self._own(node, place, level + 1)
+        return boxes
 
     def _bunches(self, nodes: Ints, min_rows: int) -> list[Ints]:
         """Split small siblings, deep ones first, into runs of `min_rows` rows or a little more."""

@@ -138,8 +138,8 @@ def _node_keys(tree: PrefixTree, sample: BlockKeys, nodes: Int64s, depth: Int64s
 
 def _next_keys(rows: BlockKeys, chosen: Int64s, leaves_at: Int64s) -> Uint64s:
     """Return the key of the first block after the dense nodes; the digest where there is none."""
-    found = rows.digest[chosen].copy()
+    next_keys = rows.digest[chosen].copy()
     has_more = rows.num_blocks[chosen] > leaves_at[chosen]
     deeper = chosen[has_more]
-    found[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
-    return found
+    next_keys[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
+    return next_keys

@@ -133,10 +133,11 @@ def plan_rows(
         is_reordered: whether they get another order, where these rows are a part of an input for
             which that is decided; None decides by these rows.
     """
-    found = arrange_rows(rows, config, dedup=dedup)
+    arrangement = arrange_rows(rows, config, dedup=dedup)
     if is_reordered is None:
-        has_adapters = rows.adapters is not None
-        is_reordered = is_worth_ordering(found.saved_fraction, config, has_adapters=has_adapters)
+        is_reordered = is_worth_ordering(
+            arrangement.saved_fraction, config, has_adapters=rows.adapters is not None
+        )
     if not is_reordered:
         kept = RowPlan(
             order=np.arange(rows.num_rows),
@@ -145,18 +146,18 @@ def plan_rows(
             unit_starts=_even_units(rows.num_rows, config),
             is_reordered=False,
         )
-        return kept, found
-    entries, _ = order_entries(found, config)
+        return kept, arrangement
+    entries, _ = order_entries(arrangement, config)
     if rows.adapters is not None:
-        entries = by_adapter(entries, rows.adapters[found.rows[found.starts[:-1]]])
+        entries = by_adapter(entries, rows.adapters[arrangement.rows[arrangement.starts[:-1]]])
     plan = RowPlan(
-        order=rank_entries(found, entries),
-        group_id=found.groups.group_id,
-        prefix_len=found.groups.prefix_tokens,
-        unit_starts=_cut(np.diff(found.starts)[entries], config),
+        order=rank_entries(arrangement, entries),
+        group_id=arrangement.groups.group_id,
+        prefix_len=arrangement.groups.prefix_tokens,
+        unit_starts=_cut(np.diff(arrangement.starts)[entries], config),
         is_reordered=True,
     )
-    return plan, found
+    return plan, arrangement
 
 
 def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
@@ -215,7 +216,7 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     )
 
 
-def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
+def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
     """Return the entries in their order, and rising values to merge those of several parts.
 
     What is below one node of the tree stays together where the order is by ratio.
@@ -223,23 +224,23 @@ def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]
     Returns:
         Permutation of the entries, int64 [E], and their values in this order, float64 [E].
     """
-    tree, node, load = found.tree, found.entry_node, found.load
+    tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
     if config.order in ("ratio", "ascending"):
         is_rising = config.order == "ascending"
         entries = order_in_tree(tree, node, load, is_rising=is_rising)
         is_passed = passed_nodes(tree, config.unit_rows)
         return entries, values_in_tree(tree, node, load, entries, is_passed, is_rising=is_rising)
     entries = order_groups(load, by=config.order, seed=config.seed)
-    sizes = np.diff(found.starts)[entries]
+    sizes = np.diff(arrangement.starts)[entries]
     return entries, (np.cumsum(sizes) - sizes / 2) / max(1, tree.num_rows)
 
 
-def rank_entries(found: Arrangement, entries: Ints) -> Ints:
+def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:
     """Return the rows by rank, int64 [R]."""
-    sizes = np.diff(found.starts)[entries]
+    sizes = np.diff(arrangement.starts)[entries]
     ends = np.cumsum(sizes)
-    within = np.arange(len(found.rows)) - np.repeat(ends - sizes, sizes)
-    order: Ints = found.rows[np.repeat(found.starts[:-1][entries], sizes) + within]
+    within = np.arange(len(arrangement.rows)) - np.repeat(ends - sizes, sizes)
+    order: Ints = arrangement.rows[np.repeat(arrangement.starts[:-1][entries], sizes) + within]
     return order
 
 

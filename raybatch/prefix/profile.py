@@ -74,7 +74,7 @@ class InputProfile:
 def profile_rows(
     keys: BlockKeys,
     expected_tokens: Floats,
-    found: Arrangement,
+    arrangement: Arrangement,
     *,
     num_rows: int,
     unasked: Mapping[str, int],
@@ -82,21 +82,21 @@ def profile_rows(
     num_units: int,
 ) -> InputProfile:
     """Sum up planned rows; arguments without a description are those of `InputProfile`."""
-    representative = found.groups.representative
+    tree, representative = arrangement.tree, arrangement.groups.representative
     return InputProfile(
         num_rows=num_rows,
         unasked=dict(unasked),
         prompt_tokens=Histogram.of(keys.num_tokens),
         output_tokens=Histogram.of(expected_tokens),
         limit_tokens=limit_tokens,
-        tree=found.stats,
-        computed_tokens=found.computed_tokens,
+        tree=arrangement.stats,
+        computed_tokens=arrangement.computed_tokens,
         bound_tokens=num_computed_tokens(
-            found.tree, keys, multi_level(found.tree), True, representative=representative
+            tree, keys, multi_level(tree), True, representative=representative
         ),
         num_generated=int(np.count_nonzero(representative == np.arange(len(representative)))),
-        group_rows=Histogram.of(found.groups.num_rows),
-        group_prefix=Histogram.of(found.groups.prefix_len),
+        group_rows=Histogram.of(arrangement.groups.num_rows),
+        group_prefix=Histogram.of(arrangement.groups.prefix_len),
         num_units=num_units,
     )
 

@@ -22,30 +22,30 @@ def sharing():
 
 def test_the_user_is_told_what_a_plan_would_save(sharing):
     # 40 last blocks and two prefixes are computed, and the last token of each row
-    text = sharing.news(NUM_TOKENS // 10, NUM_TOKENS)
+    text = sharing.message(NUM_TOKENS // 10, NUM_TOKENS)
     assert "saved 10% of 480 prompt tokens" in text
     assert f"save up to {1 - (40 * 4 + 2 * 8 + 40) / NUM_TOKENS:.0%} " in text
 
 
 def test_nothing_is_told_where_a_plan_would_save_no_more(sharing):
-    assert sharing.news(NUM_TOKENS * 6 // 10, NUM_TOKENS) == ""
+    assert sharing.message(NUM_TOKENS * 6 // 10, NUM_TOKENS) == ""
 
 
 def test_nothing_is_told_twice(sharing):
-    assert sharing.news(0, NUM_TOKENS)
-    assert sharing.news(0, NUM_TOKENS) == ""
+    assert sharing.message(0, NUM_TOKENS)
+    assert sharing.message(0, NUM_TOKENS) == ""
     sharing.received(keys_of(plain_prompts([1, 2] * 20)))
-    assert sharing.news(0, 2 * NUM_TOKENS - 1) == ""
+    assert sharing.message(0, 2 * NUM_TOKENS - 1) == ""
 
 
 def test_a_material_change_is_told(sharing):
-    assert sharing.news(0, NUM_TOKENS)
+    assert sharing.message(0, NUM_TOKENS)
     sharing.received(keys_of(plain_prompts([None] * 40)))
-    assert sharing.news(0, 2 * NUM_TOKENS)
+    assert sharing.message(0, 2 * NUM_TOKENS)
 
 
 def test_nothing_is_told_without_rows():
-    assert Sharing().news(0, 0) == ""
+    assert Sharing().message(0, 0) == ""
 
 
 @pytest.mark.parametrize("is_planned", [False, True], ids=["plain", "planned"])

@@ -148,9 +148,9 @@ class Coordinator:
                 self._replicas.ledger.worked(member.rank)
         self._dispatch()
 
-    async def note_begun(self, found: list[tuple[int, pa.RecordBatch]]) -> None:
+    async def note_begun(self, progress: list[tuple[int, pa.RecordBatch]]) -> None:
         """Keep tokens of rows that a replica has not finished, lest they die with it."""
-        for batch_id, begun in found:
+        for batch_id, begun in progress:
             self._mailbox.note_begun(batch_id, begun)
 
     async def note_cause(self, replica_id: int, cause: str, ends_run: bool = False) -> None:
@@ -240,9 +240,9 @@ class Coordinator:
     async def _answer(self, batch: OpenBatch) -> Answer:
         answer = await self._mailbox.answer(batch, self._wait_s)
         if not self._mailbox:
-            for news in self._mailbox.sharing_messages():
+            for message in self._mailbox.sharing_messages():
                 # below the level of a warning it would not reach the driver
-                _logger.warning("%s", news)
+                _logger.warning("%s", message)
         return answer
 
     async def _start_replicas(self) -> None:

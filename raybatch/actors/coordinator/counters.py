@@ -23,30 +23,30 @@ class Sharing:
 
     _distinct: DistinctKeys = field(default_factory=DistinctKeys)
     _num_tokens: int = 0
-    _told_tokens: int = 0
-    _told: tuple[float, float] = (0.0, 0.0)
+    _reported_tokens: int = 0
+    _reported: tuple[float, float] = (0.0, 0.0)
 
     def received(self, keys: BlockKeys) -> None:
         self._distinct.add(keys)
         self._num_tokens += int(keys.num_tokens.sum())
 
-    def news(self, cached_tokens: int, num_tokens: int) -> str:
-        """Return what to tell the user; "" without a gap, or when it was told before.
+    def message(self, cached_tokens: int, num_tokens: int) -> str:
+        """Return what a plan would save; "" without a gap, or when that was reported before.
 
-        It is told again when there are twice as many tokens and the shares are others.
+        It is reported again for twice as many tokens, where the shares differ.
 
         Args:
             cached_tokens: prompt tokens of the rows that are done whose KV was shared.
             num_tokens: prompt tokens of the rows that are done.
         """
-        if not self._num_tokens or not num_tokens or num_tokens < 2 * self._told_tokens:
+        if not self._num_tokens or not num_tokens or num_tokens < 2 * self._reported_tokens:
             return ""
         saved = cached_tokens / num_tokens
         possible = 1 - self._distinct.computed_tokens() / self._num_tokens
-        change = max(abs(saved - self._told[0]), abs(possible - self._told[1]))
+        change = max(abs(saved - self._reported[0]), abs(possible - self._reported[1]))
         if possible - saved < _MIN_GAP or change < _MIN_GAP:
             return ""
-        self._told, self._told_tokens = (saved, possible), num_tokens
+        self._reported, self._reported_tokens = (saved, possible), num_tokens
         return (
             f"row sharing in flight saved {saved:.0%} of {num_tokens} prompt tokens; one plan over "
             f"all rows would save up to {possible:.0%} (a raybatch.Job makes such a plan)"
@@ -127,9 +127,9 @@ class ClientCounters:
         began, _, _ = self.open_units.pop(unit, (None, "", 0))
         return None if began is None else now - began
 
-    def sharing_messages(self) -> str:
-        """Return what one plan would have saved in addition, "" when that is said or little."""
-        return self.sharing.news(self.cached_tokens, self.prompt_tokens_done)
+    def sharing_message(self) -> str:
+        """Return what one plan would have saved in addition, "" when that is known or little."""
+        return self.sharing.message(self.cached_tokens, self.prompt_tokens_done)
 
     def stats(
         self,

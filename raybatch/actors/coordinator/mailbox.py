@@ -55,7 +55,7 @@ class OpenBatch:
         self.stirred.set()
 
     def take_crashes(self) -> tuple[RowCrashes, ...]:
-        """Return the deaths that nobody was told of yet."""
+        """Return the deaths that no answer has reported yet."""
         crashes, self.crashes = self.crashes, {}
         if not self.done.is_set():
             self.stirred.clear()
@@ -138,7 +138,7 @@ class Mailbox:
     def so_far(self, client: str, name: str, *, skip: int) -> Answer:
         """Return the results of an open batch without its first `skip`; it keeps them.
 
-        Tokens that unfinished rows have gained are told here instead of in the next answer.
+        Tokens that unfinished rows have gained are part of this answer and not of the next one.
         """
         batch = self._named.get((client, name))
         if batch is None:
@@ -199,8 +199,8 @@ class Mailbox:
         """Wait for a batch; when it is done or the pool has failed, close it.
 
         One with a name stays until it is forgotten: its feeder may be dead already, or die before
-        the results are safe. Deaths of engines are told at once, because the next one may take the
-        feeder with it.
+        the results are safe. Deaths of engines are reported at once, because the next one may
+        take the feeder with it.
         """
         batch.last_asked = time.monotonic()
         token = batch.submission.token
@@ -247,11 +247,11 @@ class Mailbox:
                 self._probation.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
 
-    def note_begun(self, batch_id: int, found: pa.RecordBatch) -> None:
+    def note_begun(self, batch_id: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, for the next answer and the next replica."""
         if batch_id in self._open:
-            is_left = np.isin(found.column("row").to_numpy(), self.queue.rows_left(batch_id))
-            self._open[batch_id].begun.add(found.filter(pa.array(is_left)))
+            is_left = np.isin(tokens.column("row").to_numpy(), self.queue.rows_left(batch_id))
+            self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
 
     def begun(self, batch_id: int, spans: Sequence[Span]) -> pa.RecordBatch | None:
         """Return the tokens with which rows of a batch begin; None where they have none."""
@@ -261,10 +261,10 @@ class Mailbox:
         return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
 
     def note_loss(self, loss: Loss, cause: str = "") -> str:
-        """Answer the rows that are given up with an error each, and tell who waits for others.
+        """Answer each row that is given up with an error, and report the deaths of others.
 
         Args:
-            cause: what it said of its end, "" for nothing.
+            cause: what it reported of its end, "" for nothing.
 
         Returns:
             Why the engine must be broken, "" while rows may be the reason.
@@ -325,10 +325,11 @@ class Mailbox:
 
     def sharing_messages(self) -> list[str]:
         """Return what is new to say about plans that clients without one would gain from."""
-        return [news for counters in self.clients.values() if (news := counters.sharing_messages())]
+        messages = (counters.sharing_message() for counters in self.clients.values())
+        return [message for message in messages if message]
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
-        """Return the batches whose feeder has not asked for so long."""
+        """Return the batches whose feeder has been silent for so long."""
         oldest = time.monotonic() - timeout_s
         return [batch for batch in self._open.values() if batch.last_asked < oldest]
 

@@ -40,13 +40,13 @@ def measure_local(
         MeasureError: the engine does not start, dies, or takes too long; the message says why.
     """
     num_engines = plan_local_crew(spec).num_replicas
-    found = load_cost_model(
+    cached = load_cost_model(
         cost_model_path(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
         )
     )
-    if found is not None:
-        return found
+    if cached is not None:
+        return cached
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + MEASURE_S
     answer = _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)

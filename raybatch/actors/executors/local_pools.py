@@ -90,10 +90,10 @@ def _of_any_size(spec: PoolSpec) -> PoolSpec:
 
 
 async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
-    for said in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
-        logger.warning("%s", said)
+    for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
+        logger.warning("%s", warning)
     site = LocalSite(loop)
-    return site.found(Coordinator(spec, plan_local_crew(spec), site))
+    return site.set_coordinator(Coordinator(spec, plan_local_crew(spec), site))
 
 
 def gpus_of_host() -> int:
@@ -112,7 +112,7 @@ def _has_gpus(spec: PoolSpec) -> bool:
 
 
 def plan_local_crew(spec: PoolSpec) -> Placement:
-    """Return how many engines a pool has on this host: as many as its cores take, or as asked.
+    """Return how many engines a pool has on this host: as many as its cores take, or as configured.
 
     GPUs are not divided here: one engine has what it takes of them.
     """

@@ -79,13 +79,13 @@ class LocalSite:
         self._coordinator: object | None = None
         self.metrics = NoMetrics()
 
-    def found(self, coordinator: object) -> CallHandle:
-        """Take note of the coordinator, and return its handle."""
+    def set_coordinator(self, coordinator: object) -> CallHandle:
+        """Keep the coordinator of the pool, and return its handle."""
         self._coordinator = coordinator
         return self.coordinator()
 
     def coordinator(self) -> CallHandle:
-        assert self._coordinator is not None, "a pool is found first"
+        assert self._coordinator is not None, "set_coordinator is called first"
         return self._loop.handle(self._coordinator)
 
     def keep(self, requests: Requests) -> KeptTable:
@@ -96,7 +96,7 @@ class LocalSite:
             return _EngineProcess(spec, replica_id, self._find)
         return _EngineThread(spec, replica_id)
 
-    async def make_room(self, asked: str) -> None:
+    async def make_room(self, wanted: str) -> None:
         """Do nothing: engines reserve nothing that others would wait for."""
 
     def _find(self, name: str) -> Callable[..., Awaitable[Any]]:
@@ -139,15 +139,15 @@ class _EngineProcess:
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         await self._peer.connected()
-        await self._told(self._methods.make.remote(self._spec, self._replica_id))
-        failed: FailedStart | None = await self._told(
+        await self._call(self._methods.make.remote(self._spec, self._replica_id))
+        failed: FailedStart | None = await self._call(
             self._methods.start.remote(num_engines_on_host)
         )
         return failed
 
     async def run(self, coordinator: Handle) -> None:
         """Work until nothing more is to come; raise `PeerDiedError` where the process ends."""
-        await self._told(self._methods.run.remote())
+        await self._call(self._methods.run.remote())
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
         rows: list[tuple[int, int]] = await self._methods.give_back.remote(max_rows, max_cost)
@@ -160,7 +160,7 @@ class _EngineProcess:
         self._peer.close()
         self._ended()
 
-    async def _told(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
+    async def _call(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
         try:
             return await call
         except PeerDiedError:
@@ -222,18 +222,18 @@ class _EngineThread:
         await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
         if not self._is_dead.is_set():
             dead.cancel()
-            await _told(self._running)
+            await _as_peer_error(self._running)
             return
         self._running.cancel()
         raise PeerDiedError("the engine broke")
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
         self._check_alive()
-        return await _told(self._replica.give_back(max_rows, max_cost))
+        return await _as_peer_error(self._replica.give_back(max_rows, max_cost))
 
     async def abort(self, batch_id: int) -> None:
         self._check_alive()
-        await _told(self._replica.abort(batch_id))
+        await _as_peer_error(self._replica.abort(batch_id))
 
     def end(self) -> None:
         self._is_dead.set()
@@ -246,8 +246,8 @@ class _EngineThread:
             raise PeerDiedError("the engine broke")
 
 
-async def _told(work: Awaitable[_T]) -> _T:
-    """Raise what fails as another process would tell it."""
+async def _as_peer_error(work: Awaitable[_T]) -> _T:
+    """Raise what fails as a call of another process does."""
     try:
         return await work
     except Exception as error:

@@ -48,8 +48,8 @@ class RayPools:
             return spec, None
         if connect and not ray.is_initialized():
             ray.init()
-        asked = partial(_vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
-        return settled(spec, cluster_now(), vllm=asked, began_with=began_with)
+        installed = partial(_vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
+        return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> ActorHandle:
         """Return the coordinator; Ray is initialised only if it is not."""
@@ -106,8 +106,8 @@ def _find(name: str) -> ActorHandle | None:
 def _make(name: str, spec: PoolSpec) -> ActorHandle:
     node_id, cluster = ray.get_runtime_context().get_node_id(), cluster_now()
     plan = plan_crew(spec, cluster)
-    for said in gpu_warnings(spec, plan, cluster):
-        logger.warning("%s", said)
+    for warning in gpu_warnings(spec, plan, cluster):
+        logger.warning("%s", warning)
     return (
         ray.remote(Coordinator)
         .options(
@@ -145,14 +145,14 @@ def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
     if (node_id := host_of_engines(pool, ray.nodes())) is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
     try:
-        asked = ray.remote(vllm_build).options(**options).remote()
-        found: VllmBuild | None = ray.get(asked, timeout=pool.start_timeout_s)
+        call = ray.remote(vllm_build).options(**options).remote()
+        build: VllmBuild | None = ray.get(call, timeout=pool.start_timeout_s)
     except (GetTimeoutError, RayError, ValueError) as error:  # the last where an option is wrong
         raise ConfigError(
             "backend was left out, and no host could say whether it has vLLM: "
             f"{last_line(error)}; set backend to 'vllm' or 'native'"
         ) from error
-    return found
+    return build
 
 
 def host_of_engines(pool: PoolConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:

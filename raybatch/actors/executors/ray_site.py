@@ -64,13 +64,14 @@ class RaySite:
         )
         return RayStarted(actor, reserved)
 
-    async def make_room(self, asked: str) -> None:
+    async def make_room(self, wanted: str) -> None:
         for other in await asyncio.to_thread(_other_pools):
             with suppress(RayError):
                 if await other.make_room.remote():
                     # below the level of a warning it would not reach the driver
                     _logger.warning(
-                        "idle engines with other options end, because an engine waits for %s", asked
+                        "idle engines with other options end, because an engine waits for %s",
+                        wanted,
                     )
 
     def settle(self, spec: PoolSpec) -> None:
@@ -92,11 +93,11 @@ def _other_pools() -> list[ActorHandle]:
     """Return the coordinators of the other pools of this driver; called in one of them."""
     own = ray.get_runtime_context().get_actor_name() or ""
     of_driver = own.rpartition("-")[0]
-    found = []
+    pools = []
     for name in ray.util.list_named_actors() if of_driver else ():
         if name.startswith(f"{of_driver}-") and name != own:
             try:
-                found.append(ray.get_actor(name))
+                pools.append(ray.get_actor(name))
             except ValueError:  # it has just ended
                 continue
-    return found
+    return pools

@@ -30,7 +30,7 @@ def share_out(
     load_of: Callable[[int], ReplicaLoad],
     num_expected: int,
 ) -> Iterator[tuple[int, list[Span]]]:
-    """Yield what replicas take out of the line; each is to be handed out before the next is asked.
+    """Yield what replicas take out of the line; each is to be handed out before the next one.
 
     Args:
         rooms: of the replicas that pull, in the order in which they take.

@@ -187,12 +187,10 @@ class RowQueue:
             innocent += spans_of(batch_id, rows[~is_suspect])
             suspects += _one_by_one(batch_id, rows[is_suspect & ~is_poison])
             struck = zip(rows, batch.strikes[rows], is_poison, strict=True)
-            found = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
-            poison += [
-                PoisonRow(batch_id, one.row, one.num_crashes) for one in found if one.is_given_up
-            ]
-            if found:
-                crashes[batch_id] = found
+            reports = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
+            poison += [PoisonRow(batch_id, r.row, r.num_crashes) for r in reports if r.is_given_up]
+            if reports:
+                crashes[batch_id] = reports
         self._line.put_back(innocent)
         self._isolation.add_suspects(suspects)
         return Loss(

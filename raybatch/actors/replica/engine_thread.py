@@ -3,7 +3,7 @@
 event loop                          engine thread
 submit(requests) -> incoming  --->  backend.submit, backend.poll, ...
 collect() <- finished rows <------  rows whose samples are all there
-room(): what to ask for next        wakes the loop when there is news
+room(): what to ask for next        wakes the loop on events
 """
 
 import threading
@@ -242,8 +242,8 @@ class EngineThread:
             self._num_in_hand = 0
             is_hungry = self._room() is not None and not self._is_asking
             self._is_asking |= is_hungry
-            has_news = is_hungry or num_calls > 0 or len(self._finished) > num_before
-        if has_news:
+            has_events = is_hungry or num_calls > 0 or len(self._finished) > num_before
+        if has_events:
             self._wake()
         return True
 

@@ -28,7 +28,7 @@ _LEAD_STEPS = 4
 _REPORT_EVERY_S = 0.05
 # counters are sent so often even if no row finished
 _HEARTBEAT_S = 1.0
-# tokens that a sequence has to gain before it is worth telling of
+# tokens that a sequence has to gain before they are reported
 _MIN_NEW_TOKENS = 256
 # request id = batch id << 32 | row
 _ROW_BITS = 32
@@ -61,7 +61,7 @@ class Replica:
         self._replica_id = replica_id
         self._metrics = ReplicaMetrics(replica_id, site.metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._outbox = asyncio.Event()
         self._ran_dry = asyncio.Event()
         self._open: dict[int, _OpenBatch] = {}
@@ -103,10 +103,10 @@ class Replica:
             reports.append(asyncio.create_task(keeping))
         try:
             while True:
-                self._news.clear()
+                self._has_events.clear()
                 while (room := engine.room()) is None:
-                    await self._news.wait()
-                    self._news.clear()
+                    await self._has_events.wait()
+                    self._has_events.clear()
                 # what was dropped before a pull is not in its answer
                 self._dropped.clear()
                 work = await coordinator.pull.remote(self._replica_id, room)
@@ -158,7 +158,7 @@ class Replica:
             self._loop.call_soon_threadsafe(self._set_events)
 
     def _set_events(self) -> None:
-        self._news.set()
+        self._has_events.set()
         if self._engine is not None and self._engine.is_idle():
             self._ran_dry.set()
         self._outbox.set()
@@ -199,7 +199,7 @@ class Replica:
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
-            # asked before: what an engine finished before it broke is sent
+            # read first: what an engine finished before it broke is sent
             failure = engine.failure()
             try:
                 await self._send(engine, coordinator)
@@ -214,7 +214,7 @@ class Replica:
     async def _report_begun(
         self, engine: EngineThread, coordinator: Handle, every_s: float
     ) -> None:
-        """Tell what long generations have, so that nothing but their last tokens dies with us."""
+        """Report tokens of long generations, so that only the last ones die with this process."""
         while True:
             await asyncio.sleep(every_s)
             if engine.is_idle():

@@ -62,9 +62,9 @@ def measure_pool(
         num_engines_on_host=plan.num_engines_on_host,
         folder=folder,
     )
-    found = load_cost_model(path) if is_here else None
-    if found is not None:
-        return found
+    cached = load_cost_model(path) if is_here else None
+    if cached is not None:
+        return cached
     others = {} if plan.bundles else spec.pool.resources
     _check_free({**plan.total(), **others}, spec)
     return _measure_in_actor(spec, plan, folder, timeout_s)

@@ -169,13 +169,13 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
     """Return what the user of a pool has to know of its GPUs before it starts."""
     if not plan.num_gpus:
         return []
-    said = unproven_on_gpus(spec.backend)
+    warnings = unproven_on_gpus(spec.backend)
     if not cluster.num_gpus:
-        said.append(
+        warnings.append(
             f"the cluster has no GPU now, and each engine asks for {asked_of_ray(plan, spec.pool)}:"
             " engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
         )
-    return said
+    return warnings
 
 
 def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:

@@ -56,11 +56,11 @@ class Site(Protocol):
     def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
         """Start a replica; returns before it is there."""
 
-    async def make_room(self, asked: str) -> None:
+    async def make_room(self, wanted: str) -> None:
         """Ask idle pools of this driver to end their engines, where one waits for what they hold.
 
         Args:
-            asked: what is waited for, in words.
+            wanted: what is waited for, in words.
         """
 
 

@@ -205,10 +205,10 @@ def crash_error(num_crashes: int, cause: str = "") -> str:
 
     Args:
         num_crashes: deaths with this row.
-        cause: what the last engine said of its end, "" where it said nothing.
+        cause: what the last engine reported of its end, "" for nothing.
     """
-    told = f"ReplicaCrash: the engine died {num_crashes} times with this row"
-    return f"{told}; the last time: {' '.join(cause.split())}" if cause else told
+    message = f"ReplicaCrash: the engine died {num_crashes} times with this row"
+    return f"{message}; the last time: {' '.join(cause.split())}" if cause else message
 
 
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:

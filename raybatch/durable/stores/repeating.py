@@ -155,11 +155,11 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _statuses(error: BaseException | None) -> list[int]:
     """Return the HTTP statuses in an error and its causes, as the common clients keep them."""
-    found = []
+    statuses = []
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
-            found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-        found += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+            statuses.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
         error = error.__cause__
-    return [int(one) for one in found if str(one).isdecimal()]
+    return [int(one) for one in statuses if str(one).isdecimal()]

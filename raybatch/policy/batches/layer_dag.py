@@ -92,8 +92,8 @@ def _predecessors(nodes: Sequence[DagNode]) -> list[list[int]]:
         if node.name in idx_of:
             raise ConfigError(f"two nodes of the graph are named {node.name!r}")
         if not 0 <= node.seconds < float("inf"):
-            told = told_range("at least 0", node.seconds)
-            raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be {told}")
+            allowed = told_range("at least 0", node.seconds)
+            raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be {allowed}")
         idx_of[node.name] = idx
     last_of: dict[str, int] = {}
     before = []

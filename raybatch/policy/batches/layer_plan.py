@@ -63,8 +63,8 @@ class LayerShape:
     kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        given = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
-        _check_counts(self, at_least_one=tuple(given))
+        known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
+        _check_counts(self, at_least_one=tuple(known))
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; it must be within 1..{self.num_experts}")
 

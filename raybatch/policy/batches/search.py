@@ -175,14 +175,14 @@ def _no_room(needs: list[MemoryNeed], memory: MemoryBudget) -> str:
             + (0 if memory.kv_bytes is None else max(0, need.kv_bytes - memory.kv_bytes))
         ),
     )
-    told = (
+    message = (
         f"memory holds none of {len(needs)} plans: the nearest needs {least.device_bytes} bytes on "
         f"the device and {least.host_bytes} on the host, and there are {memory.device_bytes} and "
         f"{memory.host_bytes}"
     )
     if memory.holds_kv(least):
-        return told
-    return f"{told}; of these {least.kv_bytes} are for KV, which may have {memory.kv_bytes}"
+        return message
+    return f"{message}; of these {least.kv_bytes} are for KV, which may have {memory.kv_bytes}"
 
 
 def _powers_of_two(limit: int) -> list[int]:
@@ -234,8 +234,8 @@ def plan_batches(
         )
         # what does not hold one token is no plan
         with suppress(ConfigError):
-            found = gate_target(model, plan, workload, memory, saturated_tokens=enough)
-            largest.add(found.tokens)
+            allowed = gate_target(model, plan, workload, memory, saturated_tokens=enough)
+            largest.add(allowed.tokens)
     tokens = tuple(sorted({*powers.gate_tokens, *largest}))
     grid = PlanGrid(
         attention_tokens=tokens,

@@ -17,7 +17,7 @@ Phase = Literal["prefill", "decode"]
 # share of the time that parts must save: below it the noise of a measurement would decide, and
 # batches are built part by part, which no measured layer contains
 LEAST_GAIN = 0.05
-# a share that would be told as 0 %
+# a share that would be printed as 0 %
 _ALIKE = 0.005
 
 
@@ -145,10 +145,10 @@ def _token_s(layers: Sequence[MeasuredLayer], part_tokens: int | None) -> float:
     if plain is None:
         raise ConfigError("steps are planned from a layer of the plain forward pass in each phase")
     parts = [layer for layer in layers if not layer.is_plain]
-    found = plain
+    measured = plain
     if part_tokens is not None and part_tokens < plain.gate_tokens and parts:
         # parts hold whole prompts, so that small ones are as large as the smallest measured
         sizes = [layer.attention_tokens for layer in parts]
         size = max((size for size in sizes if size <= part_tokens), default=min(sizes))
-        found = parts[sizes.index(size)]
-    return found.seconds / found.gate_tokens
+        measured = parts[sizes.index(size)]
+    return measured.seconds / measured.gate_tokens

@@ -68,8 +68,8 @@ class Roofline:
     def __post_init__(self) -> None:
         for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):
             if not 0 <= cost < float("inf"):
-                told = told_range("at least 0", cost)
-                raise ConfigError(f"a module has a cost of {cost}; it must be {told}")
+                allowed = told_range("at least 0", cost)
+                raise ConfigError(f"a module has a cost of {cost}; it must be {allowed}")
         if not 0 <= self.serial_fraction <= 1:
             raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
 
@@ -120,9 +120,9 @@ def fit_roofline(
     best: Roofline | None = None
     for serial_fraction in serial_fractions:
         for cut in range(len(ordered) + 1):
-            found = _fit_cut(counts, seconds, cut, serial_fraction)
-            if best is None or found.fit_error < best.fit_error - _BETTER_BY:
-                best = found
+            candidate = _fit_cut(counts, seconds, cut, serial_fraction)
+            if best is None or candidate.fit_error < best.fit_error - _BETTER_BY:
+                best = candidate
             if serial_fraction == 1:
                 # a sum is the same wherever it is cut
                 break

@@ -80,17 +80,17 @@ class WorkTotals:
         )
 
     def with_cache(self, computed_tokens: float) -> "WorkTotals":
-        """Return the totals where the beginnings of prompts are found in a cache.
+        """Return the totals where the beginnings of prompts are in a cache.
 
         Args:
             computed_tokens: prompt tokens that are left; more than there are change nothing.
         """
-        found = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
-        # what is found comes first, and has the fewest tokens before it
+        cached = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
+        # cached tokens come first, and has the fewest tokens before it
         return replace(
             self,
-            computed_tokens=self.computed_tokens * (1 - found),
-            pairs=self.pairs * (1 - found**2),
+            computed_tokens=self.computed_tokens * (1 - cached),
+            pairs=self.pairs * (1 - cached**2),
         )
 
 

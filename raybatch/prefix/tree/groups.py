@@ -124,16 +124,16 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
     """
     is_passed = passed_nodes(tree, unit_rows)
     edges = tree.edge_tokens()
-    found = _entries(
+    entries = _entries(
         tree,
         nearest_open(tree, is_passed[tree.parent]),
         np.where(is_passed, 0, edges),
         representative,
     )
     # rounded at the borders of entries, so that all shares of a node add up to its tokens
-    before = np.rint(_tokens_before(tree, np.flatnonzero(is_passed), edges)[found.starts])
+    before = np.rint(_tokens_before(tree, np.flatnonzero(is_passed), edges)[entries.starts])
     shares: Ints = np.diff(before).astype(np.int64)
-    return replace(found, prefix_tokens=found.prefix_tokens + shares)
+    return replace(entries, prefix_tokens=entries.prefix_tokens + shares)
 
 
 def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
