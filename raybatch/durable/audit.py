@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,14 +87,24 @@ class Audit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """What the parts of some units say."""
+    """What the parts of some units contain."""
 
-    written_rows: int
-    lost_rows: int
-    duplicated_rows: int
-    num_foreign: int
-    foreign: tuple[str, ...]
-    counts: UnitCounts
+    written_rows: int = 0
+    lost_rows: int = 0
+    duplicated_rows: int = 0
+    num_foreign: int = 0
+    foreign: tuple[str, ...] = ()
+    counts: UnitCounts = field(default_factory=UnitCounts)
+
+    def __add__(self, other: "_Share") -> "_Share":
+        return _Share(
+            written_rows=self.written_rows + other.written_rows,
+            lost_rows=self.lost_rows + other.lost_rows,
+            duplicated_rows=self.duplicated_rows + other.duplicated_rows,
+            num_foreign=self.num_foreign + other.num_foreign,
+            foreign=(self.foreign + other.foreign)[:_NUM_EXAMPLES],
+            counts=sum_counts((self.counts, other.counts)),
+        )
 
 
 class _FolderFiles:
@@ -145,10 +155,10 @@ def audit(
         return _read_share(store, plan, units, files, part_format)
 
     if num_threads == 1:
-        total = _add_shares(map(read, starts))
+        total = sum(map(read, starts), _Share())
     else:
         with ThreadPoolExecutor(num_threads) as threads:
-            total = _add_shares(threads.map(read, starts))
+            total = sum(threads.map(read, starts), _Share())
     missing_rows = int(plan.unit_rows[missing].sum())
     strangers = tuple(
         f"{store.uri}/{name} is no part of the plan; move it away" for name in unknown
@@ -278,24 +288,3 @@ def _lacking_message(store: Store, name: str, error: Exception) -> str:
         f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "
         f"or remove {name}{also} and run the job again"
     )
-
-
-def _add_shares(shares: Iterable[_Share]) -> _Share:
-    total = _Share(
-        written_rows=0,
-        lost_rows=0,
-        duplicated_rows=0,
-        num_foreign=0,
-        foreign=(),
-        counts=UnitCounts(),
-    )
-    for share in shares:
-        total = _Share(
-            written_rows=total.written_rows + share.written_rows,
-            lost_rows=total.lost_rows + share.lost_rows,
-            duplicated_rows=total.duplicated_rows + share.duplicated_rows,
-            num_foreign=total.num_foreign + share.num_foreign,
-            foreign=(total.foreign + share.foreign)[:_NUM_EXAMPLES],
-            counts=sum_counts((total.counts, share.counts)),
-        )
-    return total

@@ -176,20 +176,7 @@ class UnitCounts:
     output_lengths: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "statuses": self.statuses,
-            "errors": {name: dataclasses.asdict(one) for name, one in self.errors.items()},
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "generated_tokens": self.generated_tokens,
-            "num_asked": self.num_asked,
-            "num_copies": self.num_copies,
-            "special_rows": self.special_rows,
-            "special_tokens": self.special_tokens,
-            "prompt_lengths": list(self.prompt_lengths),
-            "output_lengths": list(self.output_lengths),
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitCounts":

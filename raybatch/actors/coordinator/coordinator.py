@@ -197,8 +197,8 @@ class Coordinator:
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
-            replicas=[m.stats for m in ready],
-            ranks=[m.rank for m in ready],
+            replicas=tuple(m.stats for m in ready),
+            ranks=tuple(m.rank for m in ready),
             now=time.monotonic(),
         )
 

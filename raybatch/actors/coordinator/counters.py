@@ -1,8 +1,9 @@
 """Rows, tokens and shared prefixes of each client of a pool; no Ray, time passed in."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,21 @@ import pyarrow.compute as pc
 
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.distinct import DistinctKeys
-from raybatch.records.types import OpenUnit, PoolStats, ReplicaStats
+from raybatch.records.types import OpenUnit, PoolStats
 
 # less is not worth a word, nor is a smaller change worth another one
 _MIN_GAP = 0.01
+# as they are in `PoolStats`
+_REPORTED = (
+    "rows_received",
+    "rows_done",
+    "prompt_tokens_received",
+    "prompt_tokens_done",
+    "cached_tokens",
+    "generated_tokens",
+    "cost",
+    "max_tokens_left",
+)
 
 
 @dataclass(slots=True)
@@ -131,45 +143,16 @@ class ClientCounters:
         """Return what one plan would have saved in addition, "" when that is known or little."""
         return self.sharing.message(self.cached_tokens, self.prompt_tokens_done)
 
-    def stats(
-        self,
-        *,
-        num_replicas: int,
-        num_ready: int,
-        num_restarting: int,
-        num_given_up: int,
-        num_restarts: int,
-        num_group_cuts: int,
-        cut_tokens: int,
-        busy_s: float,
-        replicas: Sequence[ReplicaStats],
-        ranks: Sequence[int],
-        now: float,
-    ) -> PoolStats:
+    def stats(self, *, now: float, **pool: Any) -> PoolStats:  # noqa: ANN401 - fields of PoolStats
+        """Return the counters with the state of the pool."""
         first_row_s = None
         if self.first_done is not None and self.first_received is not None:
             first_row_s = self.first_done - self.first_received
         return PoolStats(
-            num_replicas=num_replicas,
-            num_ready=num_ready,
-            num_restarting=num_restarting,
-            num_given_up=num_given_up,
-            num_restarts=num_restarts,
-            num_group_cuts=num_group_cuts,
-            cut_tokens=cut_tokens,
-            rows_received=self.rows_received,
-            rows_done=self.rows_done,
+            **pool,
+            **{name: getattr(self, name) for name in _REPORTED},
             errors=dict(self.errors),
-            prompt_tokens_received=self.prompt_tokens_received,
-            prompt_tokens_done=self.prompt_tokens_done,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-            cost=self.cost,
-            max_tokens_left=self.max_tokens_left,
-            busy_s=busy_s,
             first_row_s=first_row_s,
-            replicas=tuple(replicas),
-            ranks=tuple(ranks),
             num_units_written=self.units_written,
             num_open_units=len(self.open_units),
             oldest_unit=self._oldest_unit(now),

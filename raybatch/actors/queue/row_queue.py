@@ -32,6 +32,8 @@ from raybatch.actors.wire.records import Loss, PoisonRow, Room, RowCrashes, RowG
 from raybatch.prefix.block_keys import BlockKeys
 
 _SUSPECT_STRIKES = 2
+# of a replica that has got nothing; read only
+_NO_LOAD = ReplicaLoad()
 
 
 class RowQueue:
@@ -285,16 +287,13 @@ class RowQueue:
         return RowGroups(group_ids=batch.group[rows], prefix_lens=batch.prefix[rows].astype("i4"))
 
     def cost(self, replica_id: int) -> int:
-        replica = self._replicas.get(replica_id)
-        return replica.cost if replica is not None else 0
+        return self._replicas.get(replica_id, _NO_LOAD).cost
 
     def num_held(self, replica_id: int) -> int:
-        replica = self._replicas.get(replica_id)
-        return replica.num_rows if replica is not None else 0
+        return self._replicas.get(replica_id, _NO_LOAD).num_rows
 
     def is_testing(self, replica_id: int) -> bool:
-        replica = self._replicas.get(replica_id)
-        return replica is not None and replica.is_testing
+        return self._replicas.get(replica_id, _NO_LOAD).is_testing
 
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
