@@ -132,7 +132,7 @@ class _EngineProcess:
 
     @property
     def actor(self) -> Handle:
-        return _on_this_loop(self)
+        return CallHandle(lambda name, *args: asyncio.create_task(getattr(self, name)(*args)))
 
     async def pid(self) -> int:
         return self._process.pid
@@ -158,7 +158,7 @@ class _EngineProcess:
 
     def end(self) -> None:
         self._peer.close()
-        self._ended()
+        end_group(self._process)
 
     async def _call(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
         try:
@@ -175,12 +175,8 @@ class _EngineProcess:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all with it
             self._loop.call_soon_threadsafe(self._peer.close)
 
-    def _ended(self) -> int:
-        """Return the exit code of a process that is over, or is ended here."""
-        return end_group(self._process)
-
     def _how_it_ended(self) -> str:
-        code = self._ended()
+        code = end_group(self._process)
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return f"the process of the engine ended {how}"
 
@@ -196,7 +192,7 @@ class _EngineThread:
 
     @property
     def actor(self) -> Handle:
-        return _on_this_loop(self)
+        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
 
     def settle(self, spec: PoolSpec) -> None:
         """Leave the process as it is: it is not the engine's own."""
@@ -209,54 +205,35 @@ class _EngineThread:
         self._is_dead.set()
         await asyncio.Event().wait()
 
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        return await self._replica.start(num_engines_on_host)
-
-    async def run(self, coordinator: Handle) -> None:
-        """Work until nothing more is to come; raise `PeerDiedError` where the engine breaks."""
-        self._running = asyncio.create_task(self._replica.run(coordinator))
-        dead = asyncio.create_task(self._is_dead.wait())
-        await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._is_dead.is_set():
-            dead.cancel()
-            await _as_peer_error(self._running)
-            return
-        self._running.cancel()
-        raise PeerDiedError("the engine broke")
-
-    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        self._check_alive()
-        return await _as_peer_error(self._replica.give_back(max_rows, max_cost))
-
-    async def abort(self, batch_id: int) -> None:
-        self._check_alive()
-        await _as_peer_error(self._replica.abort(batch_id))
-
     def end(self) -> None:
         self._is_dead.set()
         if self._running is not None:
             self._running.cancel()
         self._replica.close_soon()
 
-    def _check_alive(self) -> None:
+    async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - of any method
+        """Call a method of the replica; what it raises looks as if it came from a process."""
         if self._is_dead.is_set():
             raise PeerDiedError("the engine broke")
+        method = self._run if name == "run" else getattr(self._replica, name)
+        try:
+            return await method(*args)
+        except PeerDiedError:
+            raise
+        except Exception as error:
+            raise PeerError(error_text(error)) from error
 
-
-async def _as_peer_error(work: Awaitable[_T]) -> _T:
-    """Raise what fails as a call of another process does."""
-    try:
-        return await work
-    except Exception as error:
-        raise PeerError(error_text(error)) from error
-
-
-def _on_this_loop(target: object) -> CallHandle:
-    """Return what stands for an object of the coordinator's own loop."""
-    return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
+    async def _run(self, coordinator: Handle) -> None:
+        """Work until nothing more is to come; raise `PeerDiedError` where the engine breaks."""
+        self._running = asyncio.create_task(self._replica.run(coordinator))
+        dead = asyncio.create_task(self._is_dead.wait())
+        await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._is_dead.is_set():
+            dead.cancel()
+            await self._running
+            return
+        self._running.cancel()
+        raise PeerDiedError("the engine broke")
 
 
 def start_python(
