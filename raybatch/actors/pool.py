@@ -65,7 +65,7 @@ class PoolHandle:
             connect: to a cluster where there is no connection; else options alone decide then.
 
         Raises:
-            ConfigError: no host could say what it has.
+            ConfigError: no host could report what it has.
         """
         spec, choice = self._pools.settle(self.spec, began_with=began_with, connect=connect)
         return PoolHandle(spec, is_local=self.is_local), choice
@@ -84,11 +84,10 @@ class PoolHandle:
         Cancelling this coroutine takes the rows out of the pool.
 
         Args:
-            table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
-            name: of these rows among those of the client; whoever asks for them again under this
-                name, because the process that asked first died, gets the finished ones.
-                The results stay in the pool until `forget`, for `feeder_timeout_s` at most.
-            watch: says what is known of the rows, and hears what becomes of unfinished ones.
+            name: of these rows among those of the client. A process that submits them again,
+                because the first one died, gets the finished ones. The results stay in the pool
+                until `forget`, for `feeder_timeout_s` at most.
+            watch: knows earlier runs of the rows, and is notified of their progress.
 
         Raises:
             ConfigError: the table lacks columns or points outside `samplings`.
@@ -120,7 +119,7 @@ class PoolHandle:
         try:
             return bool(await self._connect().has_named.remote(client, name))
         except self._pools.gone:
-            # whoever asks for the rows hears of it
+            # the call for the rows will raise
             return False
 
     def forget(self, names: Sequence[str], *, client: str) -> None:
@@ -138,12 +137,12 @@ class PoolHandle:
 
         Returns:
             A result table, as `generate` returns one, of rows with all their samples that have
-            finished since; and what to say the next time.
+            finished since; and `num_seen` for the next call.
         """
         try:
             answer = await self._connect().so_far.remote(client, name, num_seen)
         except self._pools.gone:
-            # whoever waits for the rows hears of it
+            # the call for the rows will raise
             answer = Answer(status="unknown")
         await notify(watch, answer)
         if answer.attempts is None:
@@ -182,7 +181,7 @@ class PoolHandle:
 
     async def is_stopped(self, *, client: str = "default") -> bool:
         """Return whether no further unit of a client may start."""
-        # whoever asks for rows hears that a pool is gone
+        # the next call for rows will raise
         with suppress(*self._pools.failed):
             return bool(await self._connect().is_stopped.remote(client))
         return False

@@ -25,7 +25,7 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
     None if there is none.
     """
-    from ray.exceptions import RayTaskError  # slow to load, and who asks has used Ray
+    from ray.exceptions import RayTaskError  # slow to load, and the caller has used Ray
 
     seen: BaseException | None = error
     while seen is not None:
@@ -43,7 +43,7 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
 @contextmanager
 def errors_told_once() -> Iterator[None]:
-    """Leave what Ray Data says about the error that ends a run to its log file.
+    """Send messages of Ray Data about the error that ends a run to its log file alone.
 
     The caller raises that error, so that nothing is hidden.
     """

@@ -1,4 +1,4 @@
-"""What a feeder sends along with a request table, and hears of its rows while they run.
+"""What a feeder sends with a request table, and learns of its rows while they run.
 
 The coordinator never has to open the table.
 """
@@ -132,21 +132,21 @@ class RowWatch(Protocol):
         """Return the tokens that earlier runs have of the rows; None where they have none."""
 
     async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Hear of engines that died with rows, each with all deaths so far."""
+        """Note engines that died with rows, each with all deaths so far."""
 
     def note_begun(self, begun: pa.RecordBatch) -> None:
-        """Hear of tokens that unfinished rows have gained."""
+        """Note tokens that unfinished rows have gained."""
 
 
 def with_progress(submission: Submission, watch: RowWatch | None) -> Submission:
-    """Return the submission with all that is known of its rows."""
+    """Return the submission with the progress of earlier runs."""
     if watch is None:
         return submission
     return replace(submission, crashes=watch.crashes, begun=watch.begun)
 
 
 async def notify(watch: RowWatch | None, answer: Answer) -> None:
-    """Pass on what an answer says of rows that are not finished."""
+    """Pass on the progress of unfinished rows in an answer."""
     if watch is None:
         return
     if answer.begun is not None:

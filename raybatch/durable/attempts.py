@@ -1,6 +1,6 @@
-"""Which rows of a unit engines have died with, kept for the runs that come.
+"""Which rows of a unit engines have died with, kept for later runs.
 
-Each marker says all that its writer knew, so the rows of many markers are joined by the largest
+Each marker has all that its writer knew, so the rows of many markers are joined by the largest
 count. What cannot be read of a marker is left out: then a bad row costs a few deaths more.
 """
 
@@ -29,7 +29,7 @@ class Strikes:
     given_up: Set[int] = frozenset()
 
     def __or__(self, other: "Strikes") -> "Strikes":
-        """Return what two that may have seen the same deaths know together."""
+        """Return the union; both may have seen the same deaths."""
         crashes = dict(self.crashes)
         for pos, number in other.crashes.items():
             crashes[pos] = max(number, crashes.get(pos, 0))
@@ -58,7 +58,7 @@ def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str)
 
 
 def read_strikes(store: Store, unit: Unit, *, plan_hash: str) -> Strikes:
-    """Return what all markers of a unit say; one listing where there are none."""
+    """Return the strikes of all markers of a unit; one listing where there are none."""
     known = Strikes()
     for name in _names(store, unit):
         try:

@@ -1,4 +1,4 @@
-"""The audit of an output, and the file that says that it is complete."""
+"""The audit of an output, and the file `_SUCCESS`, which marks it as complete."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -27,15 +27,14 @@ _NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What is in an output, beside what should be.
+    """What is in an output, compared with its plan.
 
     Args:
-        written_rows: in parts of the plan, as their footers say.
+        written_rows: in parts of the plan, by their footers.
         lost_rows: of the plan, in no part of it; those of missing units among them.
         duplicated_rows: in parts beyond the rows that the plan gives to their units.
         num_missing: units without a part.
         missing: numbers of the first of them.
-        num_foreign: files that are no part of a unit of this plan.
         foreign: what is wrong with the first of them.
     """
 
@@ -60,7 +59,7 @@ class Audit:
 
     @property
     def unreadable_rows(self) -> int:
-        """Return the lost rows of units that have a part; those of missing units may still come."""
+        """Return the lost rows of units that have a part; missing units may still be written."""
         return self.lost_rows - self.missing_rows
 
     @property
@@ -108,7 +107,7 @@ class _Share:
 
 
 class _FolderFiles:
-    """The files in folders below `data/`, by unit; 8 bytes for each beside its name."""
+    """The files in folders below `data/`, by unit; 8 bytes for each and its name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: list[str] = []
@@ -179,7 +178,7 @@ def audit(
 
 
 def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
-    """Create the file that says that the output is complete; it is fine if it is there.
+    """Create `_SUCCESS`, unless it is there.
 
     Raises:
         CommitError: the audit is not clean.
@@ -228,7 +227,7 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
 
 
 def read_success(store: Store) -> Mapping[str, Any] | None:
-    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
+    """Return the content of `_SUCCESS`, {} where it is damaged, None where there is none."""
     try:
         record = json.loads(store.read(SUCCESS))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The commit of a unit: its rows are checked, then its part is created once.
 
 A row belongs to one unit of a plan that never changes, a unit has one name, and a part holds all
-rows of its unit; so every row is in the output once or not at all, whoever else is at work.
+rows of its unit; so every row is in the output once or not at all, whatever other attempts do.
 """
 
 from collections.abc import Iterable
@@ -120,11 +120,7 @@ def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
 def receipt_of(
     store: Store, unit: Unit, plan_hash: str, part_format: PartFormat = PARQUET
 ) -> Receipt | None:
-    """Return the receipt of a unit that is committed, None where it is not; one or two requests.
-
-    Raises:
-        CommitError: what lies under the name of its part is another unit's or another plan's.
-    """
+    """Return the receipt of a unit that is committed, None where it is not; one or two requests."""
     name = part_name(unit.number)
     try:
         footer = read_footer(store, name, part_format)
@@ -136,9 +132,6 @@ def receipt_of(
 
 def committed(store: Store, plan: UnitPlan) -> Bools:
     """Return which units are in the output, from one listing or two; no file is opened.
-
-    Returns:
-        bool [U].
 
     Raises:
         CommitError: a file lies there that is no part of a unit of the plan.
@@ -155,11 +148,7 @@ def committed(store: Store, plan: UnitPlan) -> Bools:
 
 
 def listed_units(store: Store, plan: UnitPlan) -> tuple[Bools, list[str]]:
-    """Return which units are in the output, and the files that are no unit's.
-
-    Returns:
-        bool [U] and names, sorted.
-    """
+    """Return which units are in the output, and the files that are no unit's."""
     is_done = np.zeros(plan.num_units, bool)
     folder, unit_of = (DONE, done_unit) if plan.is_partitioned else (DATA, part_unit)
     unknown = []

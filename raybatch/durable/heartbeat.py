@@ -1,4 +1,4 @@
-"""A file that says when a run was last alive. It warns people, and decides nothing about units."""
+"""The heartbeat file of a run: it warns people, and decides nothing about units."""
 
 import json
 import logging

@@ -99,7 +99,6 @@ def read_fragments(
     another, is left out with a line in the log.
 
     Args:
-        schema: of the output.
         expected_row: int64 [R], number in the whole input of the row at each position, where the
             caller knows it.
 

@@ -136,7 +136,7 @@ def run_log_run(name: str) -> str | None:
 
 
 def heartbeat_name(run_id: str) -> str:
-    """Return the name of the file that says when a run was last alive."""
+    """Return the name of the heartbeat file of a run."""
     return f"{RUNS}/{run_id}.alive"
 
 

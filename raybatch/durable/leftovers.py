@@ -1,7 +1,7 @@
-"""What runs leave beside the data: staged files, journals, probes, plans that do not hold.
+"""Files of runs that are not data: staged files, journals, probes, plans that do not hold.
 
-Nothing here is ever counted as data, and nothing named here is a part, the plan that holds, or what
-says that the output is complete.
+Nothing here is ever counted as data, and nothing named here is a part, the plan that holds, or
+`_SUCCESS`.
 """
 
 from collections.abc import Callable, Collection, Iterator

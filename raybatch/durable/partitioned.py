@@ -2,7 +2,7 @@
 
 The files of a unit are created one by one, then the record that all are there. They are cut by
 columns of the input alone, so every attempt writes the same rows under the same names, and files
-of different attempts may stand beside each other.
+of different attempts can be mixed.
 """
 
 import json
@@ -62,7 +62,7 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
 
 
 def partition_values(name: str) -> list[str | None]:
-    """Return the values that a name such as "lang=en/part-000000.parquet" says, as texts."""
+    """Return the values in a name such as "lang=en/part-000000.parquet", as texts."""
     texts = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
     return [None if text == _NULL else unquote(text) for text in texts]
 
@@ -121,11 +121,7 @@ def commit_partitioned(
 
 
 def partitioned_receipt_of(store: Store, unit: Unit, plan_hash: str) -> Receipt | None:
-    """Return the receipt of a unit that is complete, None where it is not; one request.
-
-    Raises:
-        CommitError: the record is another unit's or another plan's.
-    """
+    """Return the receipt of a unit that is complete, None where it is not; one request."""
     try:
         footer, _ = read_record(store, unit.number)
     except FileNotFoundError:
@@ -135,7 +131,7 @@ def partitioned_receipt_of(store: Store, unit: Unit, plan_hash: str) -> Receipt 
 
 
 def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
-    """Return what the record of a complete unit says, and the names of its files.
+    """Return the record of a complete unit, and the names of its files.
 
     Raises:
         FileNotFoundError: there is none.
@@ -159,10 +155,7 @@ def read_files(
     record: tuple[Footer, Sequence[str]],
     part_format: PartFormat,
 ) -> Footer:
-    """Return what the files of a complete unit say together; a request or two for each.
-
-    Args:
-        record: of the unit, as `read_record` returns it.
+    """Return the sum of the footers of a complete unit; a request or two for each file.
 
     Raises:
         FileNotFoundError: a file of it is missing.

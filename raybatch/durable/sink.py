@@ -25,7 +25,7 @@ _PARTITION_TYPES = (
     pa.types.is_date,
 )
 
-# Its presence says that a run of this library has written the folder.
+# its presence marks a folder that a run of this library has written
 _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
 _LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
@@ -95,7 +95,7 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     if is_overwrite:
         for folder in ("", PLAN_ORDER):
             _check_removable(sink, names, folder)
-        # what says that units are done goes before the units, and the plan before its shards
+        # records of units are removed before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
     elif foreign:

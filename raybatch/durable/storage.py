@@ -31,7 +31,7 @@ def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Stor
 
 @lru_cache(maxsize=8)
 def store_of(sink: str) -> Store:
-    """Return the store of a sink: one in a process, because a new one asks a bucket what it can."""
+    """Return the store of a sink: one in a process, because a new one probes the bucket."""
     return open_store(sink)
 
 

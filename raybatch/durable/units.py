@@ -212,7 +212,6 @@ class Receipt:
 
     Args:
         won: this attempt wrote it; False where another one did, or where the reply was lost.
-        counts: of the rows that are in the output.
     """
 
     unit: int

@@ -7,7 +7,7 @@ ExecutorName = Literal["auto", "local", "ray"]
 
 # On one host Ray has as many engines as a local run, and is later by its start: 12 s on two cores,
 # with 10 rows as with 10,000 (benchmarks/executors.py). From here on a job takes long enough for
-# what Ray has beside: hosts that join, feeders in processes of their own, metrics.
+# the other benefits of Ray: hosts that join, feeders in processes of their own, metrics.
 _MAX_LOCAL_ROWS = 10_000
 _MAX_LOCAL_BYTES = 32 << 20
 # an engine takes seconds to start

@@ -25,12 +25,8 @@ def choose_recovery(*, kv_bytes: float, link: Roofline, recompute_s: float) -> R
     """Return the quicker way; a copy wins a tie, as it leaves the processor to others.
 
     Args:
-        kv_bytes: of the sequence, in all layers.
         link: cost of a copy from where the KV is to where the sequence goes on.
         recompute_s: predicted time of computing the KV again, see `recompute_time`.
-
-    Raises:
-        ConfigError: a number is negative.
     """
     if kv_bytes < 0 or recompute_s < 0:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Which layers keep their weights on the device, and which are copied there in every pass.
 
 Residence is planned and not fixed (BatchGen, arXiv:2606.21712, section 5.2): as many whole layers
-stay as the budget holds beside a ring of buffers, through which the weights of the others pass.
+stay as the budget holds next to a ring of buffers, through which the weights of the others pass.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def plan_residence(
         device_weight_bytes: of the device for weights and ring; None keeps everything there.
 
     Raises:
-        ConfigError: the budget does not hold the ring beside what always stays.
+        ConfigError: the budget does not hold the ring and what always stays.
     """
     num_layers = len(sizes.layer_bytes)
     if device_weight_bytes is None:
@@ -101,8 +101,7 @@ def pass_time(
     the layer that had its buffer. What the copies add is this less the sum of `layer_s`.
 
     Args:
-        bytes_per_s: of a copy to the device.
-        copies_overlap: copies run beside computations, as on a GPU; on a CPU they take turns.
+        copies_overlap: copies run during computations, as on a GPU; on a CPU they take turns.
     """
     nodes, users, ends = list[DagNode](), list[str](), list[int]()
     link = "to_device" if copies_overlap else "compute"

@@ -39,7 +39,6 @@ class BlockKeys:
         offsets: the keys of row r are `keys[offsets[r]:offsets[r + 1]]`.
         num_tokens: tokens of each prompt, those after the last whole block included.
         digest: hash of each entire prompt.
-        block_size: tokens of one block.
     """
 
     keys: Uint64s  # [K]
@@ -59,11 +58,7 @@ class BlockKeys:
 
     @classmethod
     def concat(cls, parts: Sequence["BlockKeys"]) -> "BlockKeys":
-        """Return the rows of all parts, in order; at least one part.
-
-        Raises:
-            ConfigError: there is no part, or the parts have different block sizes.
-        """
+        """Return the rows of all parts, in order; at least one part."""
         sizes = sorted({part.block_size for part in parts})
         if len(sizes) != 1:
             raise ConfigError(f"parts of one block size can be joined, these have {sizes}")
@@ -98,8 +93,8 @@ class BlockKeys:
         """Return the keys where rows share prefixes, or are identical, only within equal salts.
 
         Args:
-            prefixes: uint64 [R], what beside its tokens decides the KV of a row; 0 for nothing.
-            results: uint64 [R], what beside them decides its result; 0 for nothing.
+            prefixes: uint64 [R], what else than its tokens decides the KV of a row; 0 for nothing.
+            results: uint64 [R], what else decides its result; 0 for nothing.
         """
         return replace(
             self,
@@ -109,11 +104,7 @@ class BlockKeys:
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "BlockKeys":
-        """Return what `to_table` has written; a table of one chunk is not copied.
-
-        Raises:
-            ConfigError: the table says no block size.
-        """
+        """Return what `to_table` has written; a table of one chunk is not copied."""
         block_size = (table.schema.metadata or {}).get(b"block_size")
         if block_size is None:
             raise ConfigError("the table has no block_size in its metadata; write it by to_table")
@@ -139,9 +130,6 @@ def hash_blocks(
     Args:
         token_ids: int32 [T], the prompts one after another, read only.
         offsets: int64 [R + 1], the tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`.
-
-    Raises:
-        ConfigError: the arrays do not fit together, or the block size is below 1.
     """
     _check(token_ids, offsets, block_size)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines

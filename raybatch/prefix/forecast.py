@@ -1,6 +1,6 @@
 """How many prompt tokens each order of the rows would compute, for a KV cache of a given size.
 
-input    as the rows come, with a prefix cache alone
+input    in the order of the input, with a prefix cache alone
 sorted   by prompt, with a prefix cache alone
 planned  as the plan has it: prefixes pinned while their groups live, identical rows once
 bound    every shared prefix at every depth computed once: a cache that holds everything
@@ -77,7 +77,6 @@ def forecast_orders(
     The cost is that of simulating `max_rows` rows three times.
 
     Args:
-        arrangement: the arrangement that the plan orders.
         max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
     """
     fits = np.zeros(keys.num_rows, np.bool_)
@@ -116,9 +115,8 @@ def merge_forecasts(
     """Return the forecasts of all parts of an input together.
 
     Args:
-        parts: of each part, as `forecast_orders` returns them; what they say of the order of the
+        parts: of each part, as `forecast_orders` returns them; their forecast of the order of the
             input is not used, because a part is no stretch of it.
-        windows: cached and all prompt tokens of stretches of the input.
         is_whole: the stretches are all of the input, from its beginning.
     """
     merged = []

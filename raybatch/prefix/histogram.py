@@ -83,7 +83,7 @@ class Histogram:
         return [_first(index) for index in range(len(self.counts) + 1)]
 
     def quantile(self, share: float) -> float:
-        """Return the number that this share does not exceed, as far as the bins tell."""
+        """Return the number that this share does not exceed, interpolated in its bin."""
         if not self.counts:
             return 0.0
         sums = np.concatenate([[0], np.cumsum(self.counts)])

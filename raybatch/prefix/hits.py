@@ -29,9 +29,6 @@ class CacheLoad:
         offsets: int64 [R + 1], where each row's keys begin.
         num_tokens: int [R], length of each prompt.
         output_tokens: int [R], tokens that each row generates; None counts none.
-
-    Raises:
-        ConfigError: the arrays do not belong together.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -83,7 +80,6 @@ class HitEstimate:
     """Share of prompt tokens found in the cache.
 
     Args:
-        rate: between 0 and 1.
         error: half width of the 95 % interval over windows; 0 where all rows were simulated.
         is_lower_bound: the cache was not yet full when counting began in some window, so rows
             before that window may have left more to hit.
@@ -177,10 +173,8 @@ class _Paths:
 
     Args:
         run: int64 [M], id of each run, row after row.
-        length: int64 [M], its blocks.
         offsets: int64 [n + 1], where each row's runs begin.
         is_whole: bool [n], the prompt ends with a full block, which is a run of its own.
-        num_ids: ids are below this.
     """
 
     run: Ints

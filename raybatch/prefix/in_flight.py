@@ -36,12 +36,9 @@ class InFlightPlan:
 def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
-    What has the most output per computed prompt token comes first, and what shares a prefix stays
+    The most output per computed prompt token is first, and what shares a prefix stays
     together; a row that is alone counts as a group of one. Members follow each other as in the
     prefix tree.
-
-    Args:
-        output_tokens: int64 [R], expected output of each row.
     """
     tree = build_tree(keys)
     is_open = exact_single_level(tree, keys)

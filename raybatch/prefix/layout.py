@@ -51,11 +51,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutAdvice:
-    """The order in use beside the best one found.
+    """The order in use, and the best one.
 
     Args:
         best: the order with the highest hit rate; `used` if none is better.
-        is_exact: whether all orders were considered.
     """
 
     used: Layout
@@ -83,14 +82,6 @@ def advise_layout(
 
     Exact up to six fields, because what a leading set of fields shares does not depend on the
     order inside the set; above, greedy and then improved by moving single fields.
-
-    Args:
-        fields: in the order of the template, at least one.
-        head_tokens: fixed text before all fields.
-        tail_tokens: fixed text after all fields.
-
-    Raises:
-        ConfigError: fields differ in their number of rows, or one value has two lengths.
     """
     sharing = _Sharing(fields, head_tokens, tail_tokens, block_size)
     used = tuple(range(len(fields)))
@@ -131,7 +122,7 @@ class _Sharing:
         return self.label_blocks[before, field] + self.value_blocks[together, field]
 
     def unique_blocks(self, order: Sequence[int]) -> int:
-        """Return the distinct blocks behind the head when fields come in `order`."""
+        """Return the distinct blocks behind the head with the fields in `order`."""
         return sum(self.added_blocks(frozenset(order[:i]), field) for i, field in enumerate(order))
 
     def saved_blocks(self, before: frozenset[int], field: int) -> int:

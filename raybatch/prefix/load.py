@@ -23,9 +23,6 @@ class GroupLoad:
         distinct_tokens: prompt tokens of all members beyond the prefix, summed.
         output_tokens: expected generated tokens of all members, summed; None where nothing is
             known about them.
-
-    Raises:
-        ConfigError: arrays differ in length, a count is negative, or a group has no rows.
     """
 
     prefix_tokens: Ints
@@ -62,12 +59,8 @@ class DensityModel:
     """The part of a model and its device that decides what a token costs.
 
     Args:
-        kv_bytes_per_token: keys and values of all layers.
         flops_per_s: achieved, not peak.
         bytes_per_s: achieved memory bandwidth.
-
-    Raises:
-        ConfigError: a value is not above 0.
 
     Source: BlendServe, arXiv:2411.16102, section 4. A shared prefix is counted once here, with its
     attention, where the paper scales the whole compute time by the share of saved tokens.

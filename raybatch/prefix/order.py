@@ -1,6 +1,6 @@
 """The order in which groups run. Members of a group always stay together.
 
-ratio        most output per computed prompt token first, so that long prefills come when many
+ratio        most output per computed prompt token first, so that long prefills run when many
              sequences decode; of a prefix tree, see `raybatch.prefix.tree.tree_order`
 ascending    the reverse, for comparison
 shuffle      whole groups in a seeded random order
@@ -33,9 +33,6 @@ def order_groups(
     """Return a permutation of the groups: element i is the group that runs as the i-th.
 
     Deterministic; equal groups keep the order of their ids. O(G log G).
-
-    Raises:
-        ConfigError: `by` is not the name of an order.
 
     Source: BatchLLM, arXiv:2412.03594 (ratio, there without outputs) and BlendServe,
     arXiv:2411.16102 (dual scan, there over a tree and against a running batch).

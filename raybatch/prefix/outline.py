@@ -27,7 +27,7 @@ class TreeBox:
         num_nodes: prefixes in this box; 0 for what rows do not share.
         saved_tokens: prompt tokens of these rows here that need no computing.
         example_row: a row whose prompt runs through this box.
-        text: what the box says, for one prefix; "" where it is not known.
+        text: of one prefix; "" where it is not known.
     """
 
     row_start: int

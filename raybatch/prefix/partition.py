@@ -1,9 +1,9 @@
-"""Cuts an input into parts that can be planned apart: rows that share much come into one part.
+"""Cuts an input into parts that are planned apart: rows that share much are in one part.
 
-A sample of the rows tells where the data is dense. Nodes of its tree that hold more than a part
+A sample of the rows shows where the data is dense. Nodes of its tree that hold more than a part
 should are passed through; those just below them are packed into parts. A row that no sampled node
-tells goes by the hash of the first block in which it leaves the dense nodes, so rows that share
-more than those come together as well. Identical rows that are dense themselves are spread over
+covers goes by the hash of the first block in which it leaves the dense nodes, so rows that share
+more than those are together as well. Identical rows that are dense themselves are spread over
 all parts, at the price of generating them once in each.
 
     root ......... dense, passed through
@@ -62,18 +62,14 @@ class Partitioner:
         hashes = mix64(_next_keys(rows, unseen, leaves_at)) % np.uint64(self.num_parts)
         part[unseen] = hashes.astype(np.int64)
         dealt = unseen[np.isin(rows.digest[unseen], self.digests)]
-        # hashed, because copies may come at even distances
+        # hashed, because copies may be at even distances
         hashes = mix64(numbers[dealt].astype(np.uint64)) % np.uint64(self.num_parts)
         part[dealt] = hashes.astype(np.int64)
         return part
 
 
 def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
-    """Choose parts of nearly equal numbers of rows; near-linear in the sample.
-
-    Raises:
-        ConfigError: there is no part.
-    """
+    """Choose parts of nearly equal numbers of rows; near-linear in the sample."""
     if num_parts < 1:
         raise ConfigError(f"{num_parts} parts; at least 1 is needed")
     tree = build_tree(sample)
@@ -100,7 +96,7 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
         depths=depths,
         keys=tuple(keys for keys, _ in tables),
         parts=tuple(parts for _, parts in tables),
-        # one row of a sample says nothing about how many are like it
+        # one row of a sample does not show how many are like it
         digests=digests[(counts > most) & (counts > 1)],
     )
 

@@ -44,9 +44,6 @@ class PlanRows:
             else decides a result must be part of it.
         expected_tokens: float64 [R], output that a row is expected to generate over all samples.
         adapters: uint64 [R], rows with equal numbers run one after the other; None for all alike.
-
-    Raises:
-        ConfigError: the arrays differ in length.
     """
 
     keys: BlockKeys
@@ -99,7 +96,6 @@ class RowPlan:
     """Where each row runs; arrays are read only.
 
     Args:
-        order: int64 [R], the rows by rank.
         group_id: int64 [R] by row, groups numbered by their first row; -1 for a row that is alone.
         prefix_len: int32 [R] by row, tokens that the row's group shares.
         unit_starts: int64 [U + 1], the ranks at which units begin, and the number of rows.
@@ -129,7 +125,6 @@ def plan_rows(
     Where nothing is worth another order, rows keep that of the input and belong to no group.
 
     Args:
-        dedup: identical rows are generated once.
         is_reordered: whether they get another order, where these rows are a part of an input for
             which that is decided; None decides by these rows.
     """
@@ -245,11 +240,7 @@ def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:
 
 
 def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
-    """Return the plan with some rows in units of their own before all others.
-
-    Args:
-        chosen: int64 [n], the rows, such as those of a probe, in the order in which they run.
-    """
+    """Return the plan with some rows in units of their own before all others."""
     is_chosen = np.zeros(plan.num_rows, np.bool_)
     is_chosen[chosen] = True
     others = plan.order[~is_chosen[plan.order]]
@@ -267,11 +258,7 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
 
 
 def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
-    """Return the plan of all rows: those that engines see, then the others in input order.
-
-    Args:
-        is_asked: bool [all rows].
-    """
+    """Return the plan of all rows: those that engines see, then the others in input order."""
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
     if not plan.is_reordered:
         order = np.arange(len(is_asked))
@@ -306,9 +293,6 @@ def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
 
     Returns:
         int64 [units + 1]; [0] when there are no rows.
-
-    Raises:
-        ConfigError: the sizes are out of range.
     """
     if not 1 <= target_rows <= max_rows:
         raise ConfigError(

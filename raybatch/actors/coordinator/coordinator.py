@@ -45,9 +45,6 @@ class Coordinator:
     """Owns the replicas of one pool and everything that waits for them.
 
     All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.
-
-    Args:
-        plan: size and resources of the crew.
     """
 
     def __init__(self, spec: PoolSpec, plan: Placement, site: Site) -> None:
@@ -67,7 +64,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._room = IdlePoolReclaimer(spec.pool, plan, site.make_room)
+        self._reclaimer = IdlePoolReclaimer(spec.pool, plan, site.make_room)
         self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -78,7 +75,7 @@ class Coordinator:
         await self._start_replicas()
 
     async def has_failed(self) -> bool:
-        """Return whether every batch to come would be answered with a failure."""
+        """Return whether every further batch would be answered with a failure."""
         return self._mailbox.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
@@ -358,7 +355,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_S)
             for batch in self._mailbox.abandoned(self._pool.feeder_timeout_s):
-                # results that were answered stay for an heir, who may not have to come
+                # answered results stay for another feeder, which may never ask
                 if not batch.done.is_set():
                     _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._mailbox.drop(batch)
@@ -366,8 +363,8 @@ class Coordinator:
             self._update_metrics()
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
-            if len(self._mailbox) and self._room.is_due(self._replicas.waits_s(now), now):
-                self._spawn(self._room.seek())
+            if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):
+                self._spawn(self._reclaimer.reclaim())
             if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:

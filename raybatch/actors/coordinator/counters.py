@@ -106,7 +106,7 @@ class ClientCounters:
             self.first_done = now
 
     def dropped(self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64]) -> None:
-        """Note rows that nobody waits for any more, as if they had not come in."""
+        """Uncount rows that nobody waits for any more."""
         self.rows_received -= len(prompt)
         self.prompt_tokens_received -= int(prompt.sum())
         self.max_tokens_left -= int(max_new.sum())

@@ -45,12 +45,12 @@ class OpenBatch:
     last_attempts: npt.NDArray[np.int16] | None = None
 
     def end(self) -> None:
-        """Let whoever waits for the batch have its answer."""
+        """Release those who wait for the batch."""
         self.done.set()
         self.stirred.set()
 
     def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Remember deaths for the next answer, which comes at once."""
+        """Remember deaths for the next answer, which is sent at once."""
         self.crashes |= {one.row: one for one in crashes}
         self.stirred.set()
 
@@ -67,7 +67,6 @@ class Mailbox:
     """Open row batches by id, which is ours, and by token, which is the feeder's.
 
     Args:
-        queue: what the batches' rows go through; shared with the coordinator.
         on_drop: called with a replica and a batch whose rows it still runs for nobody.
         failure: rank and cause once the pool has failed; every batch is answered with it.
     """
@@ -107,7 +106,7 @@ class Mailbox:
     def take_over(self, submission: Submission) -> OpenBatch | None:
         """Return the open batch of the same name, which is the submission's from now on.
 
-        Whoever waits for it under another token hears that it is unknown.
+        A feeder that waits for it under another token gets the answer "unknown".
 
         Returns:
             None where there is no such batch, or the submission was cancelled on its way.
@@ -282,7 +281,7 @@ class Mailbox:
         return self._probation.note_loss(loss)
 
     def fail(self, rank: int, cause: str) -> None:
-        """Answer every batch, open or to come, with a failure, and take all rows out."""
+        """Answer every batch, open or later, with a failure, and take all rows out."""
         is_first = self.failure is None
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
@@ -324,7 +323,7 @@ class Mailbox:
             self.on_drop(replica_id, batch_id)
 
     def sharing_messages(self) -> list[str]:
-        """Return what is new to say about plans that clients without one would gain from."""
+        """Return new messages about what clients would gain from a plan."""
         messages = (counters.sharing_message() for counters in self.clients.values())
         return [message for message in messages if message]
 

@@ -28,7 +28,7 @@ class LocalLoop:
         """Begin a coroutine, from any thread."""
         with self._starting:
             if not self._has_started:
-                # first: Ctrl-C may come while it starts
+                # first: Ctrl-C may arrive while it starts
                 self._has_started = True
                 self._thread.start()
         return LocalCall(asyncio.run_coroutine_threadsafe(work, self._loop))

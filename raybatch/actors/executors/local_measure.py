@@ -37,7 +37,7 @@ def measure_local(
             `start_timeout_s` and five minutes.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long; the message says why.
+        MeasureError: the engine does not start, dies, or takes too long; with the reason.
     """
     num_engines = plan_local_crew(spec).num_replicas
     cached = load_cost_model(
@@ -72,7 +72,7 @@ def _ask_process(question: tuple[Any, ...], failure: str, timeout_s: float | Non
 
 
 def _answer() -> None:
-    # what libraries print must not come between
+    # output of libraries must not mix with the answer
     answers = os.dup(1)
     os.dup2(2, 1)
     spec, num_engines, folder = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""Coordinator and replicas without Ray: the first on a loop of this process, engines beside it.
+"""Coordinator and replicas without Ray: the first on a loop of this process, engines outside of it.
 
 An engine that computes has a process of its own, so that a row that kills it kills no more. One
 that only waits for an endpoint, and the fake one, are threads of this process. Request tables stay
@@ -110,11 +110,7 @@ class LocalSite:
 
 
 class _EngineProcess:
-    """A replica in a process of its own, as the coordinator sees it.
-
-    Args:
-        find: returns what the process may call.
-    """
+    """A replica in a process of its own, as the coordinator sees it."""
 
     def __init__(
         self, spec: PoolSpec, replica_id: int, find: Callable[[str], Callable[..., Any]]
@@ -146,7 +142,7 @@ class _EngineProcess:
         return failed
 
     async def run(self, coordinator: Handle) -> None:
-        """Work until nothing more is to come; raise `PeerDiedError` where the process ends."""
+        """Work until there are no more rows; raise `PeerDiedError` where the process ends."""
         await self._call(self._methods.run.remote())
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
@@ -169,7 +165,7 @@ class _EngineProcess:
 
     def _watch(self) -> None:
         """Close the connection when the process ends: what it has started may hold its end."""
-        # whoever asks for the exit code still gets it
+        # the exit code stays readable
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all with it
@@ -224,7 +220,7 @@ class _EngineThread:
             raise PeerError(error_text(error)) from error
 
     async def _run(self, coordinator: Handle) -> None:
-        """Work until nothing more is to come; raise `PeerDiedError` where the engine breaks."""
+        """Work until there are no more rows; raise `PeerDiedError` where the engine breaks."""
         self._running = asyncio.create_task(self._replica.run(coordinator))
         dead = asyncio.create_task(self._is_dead.wait())
         await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)

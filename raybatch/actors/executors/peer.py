@@ -29,7 +29,6 @@ class Peer:
     """One end of the connection; used on one event loop.
 
     Args:
-        connection: of this end.
         find: returns a method of this process by its name, a coroutine function.
     """
 

@@ -134,10 +134,7 @@ def _end(coordinator: ActorHandle) -> None:
 def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
     """Return what is installed on a host where engines of a pool run, in their environment.
 
-    Where the cluster has none yet, any host answers for those to come.
-
-    Raises:
-        ConfigError: it cannot say.
+    Where the cluster has none yet, any host stands for later ones.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 1}
     if pool.runtime_env:

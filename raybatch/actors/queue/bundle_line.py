@@ -34,9 +34,6 @@ class Bundle:
 class BundleLine:
     """Bundles in the order in which they go, at most one of each group.
 
-    Args:
-        batches: states of all row batches; shared with the queue, read only.
-
     Attributes:
         num_rows: in all bundles.
         cost: of all rows, without prefixes.

@@ -110,7 +110,7 @@ class Grant:
     def _take_head(self) -> None:
         """Take the head of the line of all although it is above the quota.
 
-        It is not cut: what is a large group now may be a small part of the rows that are to come.
+        It is not cut: what is a large group now may be a small part of the rows that follow.
         """
         fresh = self.line.fresh
         if fresh[0].group == ALONE:

@@ -6,7 +6,7 @@ fine, however many neighbouring rows end their replicas. If control after contro
 it is not the rows.
 
 A row that has finished before is the best control. While there is none, rows that wait unsuspected
-are taken from places far apart, since bad rows come in runs.
+are taken from places far apart, since bad rows are often neighbours.
 """
 
 from collections.abc import Iterator
@@ -33,13 +33,13 @@ class _GoodRow:
 
 @dataclass(slots=True)
 class Probation:
-    """What deaths and finished rows say about the engine.
+    """Tells a broken engine from bad rows, by deaths and finished rows.
 
     Counts run from the last row that finished without an error. That row is kept for a control, and
     its request table with it, until the pool stops or the feeder is gone.
 
     Args:
-        batch_ids: of row batches to come; a control that has finished before gets one of its own.
+        batch_ids: of later row batches; a control that has finished before gets one of its own.
         batch_id: of such a control while it waits or runs.
     """
 

@@ -1,6 +1,6 @@
-"""Keeps the rows that wait without a plan in groups, as far as those in flight say; no Ray.
+"""Keeps the rows that wait without a plan in groups, as far as those in flight show; no Ray.
 
-Rows that come in join a group that waits or has a home, if that covers most of their prompt. The
+New rows join a group that waits or has a home, if that covers most of their prompt. The
 others wait ungrouped behind all, until they are a quarter of the line or have come to its head.
 Then the line is grouped and ordered afresh:
 
@@ -35,9 +35,6 @@ _Int64s = npt.NDArray[np.int64]
 
 class Regrouping:
     """Adds row batches to the line, and groups what waits there.
-
-    Args:
-        batches: states of all row batches; shared with the queue.
 
     Attributes:
         num_groupings: how often the line was grouped.

@@ -68,8 +68,6 @@ class RowQueue:
         """Queue a row batch behind all others; its suspects, if any, run before them.
 
         Args:
-            prompt_tokens: of each row.
-            groups: of planned rows, which come in the order of the plan.
             keys: of rows without a plan, which are grouped while they wait.
             strikes: int16 [rows], deaths with each row that are known from elsewhere.
         """
@@ -89,15 +87,7 @@ class RowQueue:
     def add_control(
         self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
     ) -> None:
-        """Queue one row of a batch of its own as the control, to run alone and next.
-
-        Args:
-            prompt_tokens: of each row of the request table.
-            new_tokens: expected of each row of the request table.
-
-        Raises:
-            RuntimeError: another control waits or runs.
-        """
+        """Queue one row of a batch of its own as the control, to run alone and next."""
         if self.has_control():
             raise RuntimeError(f"batch {batch_id} is a second control")
         batch = self._batches[batch_id] = RowStates.make(prompt_tokens, new_tokens)
@@ -109,9 +99,6 @@ class RowQueue:
 
         Args:
             place: of the row between 0, the head of the queue, and 1, the last row.
-
-        Returns:
-            Whether a control waits or runs.
         """
         if self._line and not self.has_control():
             self._isolation.control = self._line.take_at(place)
@@ -123,14 +110,11 @@ class RowQueue:
         return is_waiting or any(r.has_control for r in self._replicas.values())
 
     def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
-        """Hand waiting rows to replicas that ask, the least loaded first.
+        """Hand waiting rows to replicas that pull, the least loaded first.
 
         Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
         replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
         are about to be ready.
-
-        Args:
-            hungry: replicas that ask, and how much they have room for.
 
         Returns:
             Spans per replica, in the order in which they run; a replica that gets nothing is

@@ -44,7 +44,6 @@ class RowStates:
         output: expected new tokens, all samples together.
         keys: of a row batch without a plan, whose groups may change while its rows wait.
         arrival: how often the waiting rows had been grouped when the batch came in.
-        state: `WAITING`, `HELD` or `DONE`.
         attempts: how often a row was handed out.
         token_ends: entry i sums the prompt tokens beyond the prefix before row i.
         cost_ends: entry i sums the cost before row i.

@@ -78,11 +78,8 @@ def choose_rows(
 
     Args:
         num_open: unfinished rows of each group in this engine.
-        max_rows: rows to give, if they do not come in whole groups.
+        max_rows: rows to give, unless whole groups are larger.
         max_cost: prompt tokens and expected outputs to give at most; None knows no limit.
-
-    Returns:
-        The chosen rows, in the order of their arrival.
     """
     limit = max_cost if max_cost is not None else sum(_full_cost(r) for r in unstarted)
     bundles = _bundles(unstarted, num_open)[::-1]

@@ -19,13 +19,6 @@ class WaitingLine:
 
     A row whose group has a home goes to the home's own line. That is served first, by its replica,
     and by others before they would idle.
-
-    Args:
-        batches: states of all row batches; shared with the queue, read only.
-
-    Attributes:
-        fresh: bundles for any replica.
-        affinity: of the groups.
     """
 
     def __init__(self, batches: Batches, affinity: PrefixAffinity) -> None:
@@ -115,11 +108,7 @@ class WaitingLine:
 
 
 class Isolation:
-    """Sets of suspects in the order in which they are tried, and at most one control before them.
-
-    Attributes:
-        control: row that waits as the control.
-    """
+    """Sets of suspects in the order of their trials, and at most one control before them."""
 
     def __init__(self) -> None:
         self.control: Span | None = None

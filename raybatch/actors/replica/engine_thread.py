@@ -3,7 +3,7 @@
 event loop                          engine thread
 submit(requests) -> incoming  --->  backend.submit, backend.poll, ...
 collect() <- finished rows <------  rows whose samples are all there
-room(): what to ask for next        wakes the loop on events
+room(): how much to pull next       wakes the loop on events
 """
 
 import threading
@@ -20,7 +20,7 @@ from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, 
 
 _T = TypeVar("_T")
 
-# a prefix cache that answers everything would make the tokens to ask for unbounded
+# with a prefix cache that has everything, the tokens to pull would be unbounded
 _MIN_UNCACHED_FRACTION = 1 / 16
 # short rows: enough for the time of a round trip to the coordinator
 _MIN_LEAD_ROWS = 64
@@ -99,7 +99,7 @@ class EngineThread:
             return finished
 
     def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
-        """Take unstarted requests out, as `choose_rows` says; the future has their ids."""
+        """Take unstarted requests out, as `choose_rows` decides; the future has their ids."""
         return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
@@ -114,7 +114,7 @@ class EngineThread:
         return self._call(lambda backend: self._drop(backend, first_id, last_id))
 
     def room(self) -> Room | None:
-        """Return what to ask for, or None while enough waits in the engine."""
+        """Return how much to pull, or None while enough waits in the engine."""
         with self._changed:
             return self._room()
 

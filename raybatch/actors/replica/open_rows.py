@@ -52,7 +52,7 @@ class OpenRows:
                 del self._groups[row.group]
 
     def give_back(self, request_id: int) -> None:
-        """Note that a row is gone as if it had not come in."""
+        """Forget a row as if it had never been added."""
         self._sum(self._rows[request_id], -1)
         self.close(request_id)
 

@@ -93,7 +93,7 @@ class Replica:
         return os.getpid()
 
     async def run(self, coordinator: Handle) -> None:
-        """Work until the coordinator says that there is nothing more to come."""
+        """Work until the coordinator has no more rows."""
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
@@ -190,7 +190,7 @@ class Replica:
         return batch
 
     async def _report(self, engine: EngineThread, coordinator: Handle) -> None:
-        """Send finished rows as they come, but not more often than needed."""
+        """Send finished rows at once, but not more often than needed."""
         while True:
             try:
                 await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)

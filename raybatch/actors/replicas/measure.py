@@ -39,14 +39,13 @@ def measure_pool(
     it is not.
 
     Args:
-        spec: of the pool; its engines need not run.
         folder: of the cached models, on whatever host; None takes that host's cache folder.
         timeout_s: for the start of the engine and the measurement; None takes the pool's
             `start_timeout_s` and five minutes.
 
     Raises:
         MeasureError: the engine does not start, dies, or takes too long, or the cluster has what
-            it needs but others hold it now; the message says why.
+            it needs but others hold it now; with the reason.
         ConfigError: the pool's options do not fit the cluster.
     """
     if facts_of(spec.backend).is_endpoint:
@@ -100,7 +99,7 @@ def busy_resources(
 ) -> list[str]:
     """Return the resources that a cluster has but cannot give now, each with its numbers.
 
-    What the cluster does not have at all may come, where clusters grow by themselves.
+    Resources that the cluster does not have at all may be added where clusters autoscale.
 
     Args:
         free: by name, what nobody holds; a name that is left out counts as 0.

@@ -26,7 +26,7 @@ from raybatch.backends.vllm.args import native_options
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
-# of a resource that hosts have to tell what they are
+# of a resource that marks a kind of host
 _SOME = 0.001
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Placement:
     """How many replicas, and what Ray reserves for each.
 
     Args:
-        num_engines_on_host: replicas that share a host, as far as the driver can tell.
+        num_engines_on_host: replicas that share a host, as far as the driver knows.
         bundles: of the placement group of one replica whose ranks are actors of their own; with
             any, the replica itself takes nothing.
     """
@@ -64,7 +64,7 @@ class Placement:
 
 
 def asked_of_ray(plan: Placement, pool: PoolConfig) -> str:
-    """Return in words what one engine asks of Ray."""
+    """Return the request of one engine to Ray as text."""
     others = [f"{amount:g} {name}" for name, amount in pool.resources.items()]
     if pool.accelerator_type is not None:
         others.append(f"a host with {pool.accelerator_type}")
@@ -77,7 +77,7 @@ class ClusterView:
 
     Args:
         vllm: what is installed on the driver's host.
-        may_grow: hosts may come; not to a Ray that the driver itself has started.
+        may_grow: hosts may join; not a Ray that the driver itself has started.
     """
 
     gpus_of_hosts: tuple[float, ...] = ()
@@ -132,8 +132,8 @@ def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
 def plan_crew(spec: PoolSpec, cluster: ClusterView) -> Placement:
     """Size the crew of a pool by the cluster as it is now.
 
-    Options that mean GPUs ask for them also where there are none yet: clusters grow for what is
-    asked of them. What hosts to come will have is not known, so nothing is checked then.
+    Options that mean GPUs request them also where there are none yet, because clusters autoscale.
+    Later hosts are not known, so nothing is checked then.
 
     Raises:
         ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
@@ -166,7 +166,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> Placement:
 
 
 def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[str]:
-    """Return what the user of a pool has to know of its GPUs before it starts."""
+    """Return warnings about the GPUs of a pool before it starts."""
     if not plan.num_gpus:
         return []
     warnings = unproven_on_gpus(spec.backend)

@@ -18,7 +18,7 @@ from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
 
 _STOP_GRACE_S = 5.0
-# a replica that waits for so long asks other pools, and again so long after that
+# a replica that waits for so long makes other pools release engines, and again after that
 _ASK_AFTER_S = 5.0
 _WARN_AFTER_S = 30.0
 
@@ -206,7 +206,7 @@ class IdlePoolReclaimer:
         self._has_warned = False
 
     def is_due(self, waits_s: float, now_s: float) -> bool:
-        """Return whether to seek; says once that an engine has been waiting for long.
+        """Return whether to reclaim; warn once that an engine has been waiting for long.
 
         Args:
             waits_s: for which a replica has been waiting for Ray to reserve what it takes.
@@ -223,7 +223,7 @@ class IdlePoolReclaimer:
         self._last_request_s = now_s
         return True
 
-    async def seek(self) -> None:
+    async def reclaim(self) -> None:
         """Ask the other pools; those that are at work, or hold nothing, do nothing."""
         await self._make_room(self._requested)
 

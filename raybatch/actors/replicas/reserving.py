@@ -42,11 +42,7 @@ class Reserved:
         ray.util.remove_placement_group(self.group)
 
     def start(self, kind: type, *args: object, **defaults: object) -> ActorHandle:
-        """Start the actor, or give the group back where Ray does not take its options.
-
-        Args:
-            defaults: options of Ray that what is reserved may replace.
-        """
+        """Start the actor, or give the group back where Ray does not take its options."""
         try:
             return ray.remote(kind).options(**{**defaults, **self.options}).remote(*args)
         except BaseException:
@@ -54,7 +50,7 @@ class Reserved:
             raise
 
     def end(self, actor: ActorHandle) -> None:
-        """Kill the actor and give the group back, whatever Ray says of the first."""
+        """Kill the actor and give the group back, even where the first fails."""
         try:
             ray.kill(actor, no_restart=True)
         finally:

@@ -57,11 +57,7 @@ class Site(Protocol):
         """Start a replica; returns before it is there."""
 
     async def make_room(self, wanted: str) -> None:
-        """Ask idle pools of this driver to end their engines, where one waits for what they hold.
-
-        Args:
-            wanted: what is waited for, in words.
-        """
+        """Ask idle pools of this driver to end their engines, where one waits for what they hold."""
 
 
 class ReplicaSite(Protocol):
@@ -131,16 +127,12 @@ class NoMetrics:
 
 
 def use_threads(spec: PoolSpec) -> None:
-    """Let libraries of an engine start as many threads as its options say."""
+    """Set the threads of an engine's libraries to the number in its options."""
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
 
 
 def obey_log_level() -> None:
-    """Show the log of this process as RAYBATCH_LOG_LEVEL says; Ray prints it at the driver.
-
-    Raises:
-        ConfigError: the variable names no level.
-    """
+    """Log with the level of RAYBATCH_LOG_LEVEL; Ray prints it at the driver."""
     level = log_level()
     if level is None:
         return

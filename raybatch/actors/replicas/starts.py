@@ -1,4 +1,4 @@
-"""When a failed replica is started again, and what the log says of it; no Ray, time passed in."""
+"""When a failed replica is started again, and the log messages about it; no Ray, time passed in."""
 
 from dataclasses import dataclass, field
 
@@ -114,11 +114,7 @@ class StartEvents:
     _kept: list[str] = field(default_factory=list)
 
     def again(self, rank: int, cause: str, trace: str = "") -> str:
-        """Return the message about a rank that is started again.
-
-        Args:
-            trace: of the error; "" for none.
-        """
+        """Return the message about a rank that is started again."""
         return f"replica {rank} is started again: {cause}{self.new_trace(trace)}"
 
     def given_up(self, rank: int, cause: str, trace: str = "") -> None:

@@ -86,10 +86,6 @@ def sequence_states(
     """Return all samples of the requests that have tokens, by request id.
 
     Samples of which nothing is known begin at their first token.
-
-    Args:
-        requests: by the index of their rows.
-        begun: of rows among these.
     """
     tokens = split_lists(begun.column("token_ids"))
     cached = begun.column("num_cached_tokens").to_pylist()

@@ -66,12 +66,11 @@ def request_table(
 ) -> pa.Table:
     """Build a request table from columns; what is left out is zero or null.
 
-    Rows with `group_ids`, be they null, come in the order of a plan, which the pool keeps to. Rows
-    without are grouped by the pool as they wait.
+    With `group_ids`, even null ones, rows are in the order of a plan, which the pool keeps. Others
+    are grouped by the pool as they wait.
 
     Args:
-        seeds: 64-bit seed of each row.
-        sampling: index of each row into the samplings that travel beside the table.
+        sampling: index of each row into the samplings that are sent with the table.
         group_ids: prefix group of each row, from 0; None for a row that is alone.
         expected_lens: output tokens to expect of each sample; None expects `max_tokens`.
         payloads: of each row in JSON, see `Request.payload`; None for a row without.
@@ -131,7 +130,7 @@ def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.N
 
 
 def is_planned(table: pa.Table) -> bool:
-    """Return whether the rows come in the order of a plan, with its groups."""
+    """Return whether the rows are in the order of a plan, with its groups."""
     metadata = table.schema.metadata or {}
     return all(metadata.get(k.encode()) == v.encode() for k, v in _PLANNED.items())
 

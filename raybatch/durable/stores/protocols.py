@@ -1,4 +1,4 @@
-"""What the commit protocol asks of the place where the output lies."""
+"""What the commit protocol needs of the store of an output."""
 
 import logging
 from typing import Protocol

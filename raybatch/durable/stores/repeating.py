@@ -51,13 +51,10 @@ _BROKEN_CONNECTIONS = frozenset(
 
 
 class Repeating:
-    """A store whose operations are repeated when their failure says nothing about the next try.
+    """A store whose operations are repeated when a failure may be temporary.
 
     Every operation of a store may be repeated: a `create` that took effect before its reply was
-    lost is answered by False the second time, which callers take as well as True.
-
-    Args:
-        sleep: waits for so many seconds between two tries.
+    lost returns False the second time, which callers accept as well as True.
     """
 
     def __init__(
@@ -139,7 +136,7 @@ def says_it_exists(error: BaseException) -> bool:
 
 
 def says_unsupported(error: BaseException) -> bool:
-    """Return whether what raised this is nothing that the store, or its client, can ever do."""
+    """Return whether the store, or its client, does not support what raised this."""
     if isinstance(error, NotImplementedError | TypeError):
         return True
     # stores answer 400 to what was too slow and to whom they do not know, too

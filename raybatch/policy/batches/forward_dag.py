@@ -105,12 +105,12 @@ class _Layout:
         self._load_s = _copy_s(costs.to_device, shape.ffn_bytes / self._num_pieces)
 
     def layer(self, idx: int) -> Iterator[DagNode]:
-        """Give the nodes of one layer; loads that find a buffer come beside attention."""
+        """Give the nodes of one layer; loads that find a buffer run during attention."""
         buffers = self._plan.parameter_buffers
         num_early = min(buffers or 0, self._num_pieces)
         if not self._plan.has_kv_on_host:
             yield from (self._load(idx, piece) for piece in range(num_early))
-            # nothing comes between runs of attention, so one node stands for all of them
+            # nothing runs between runs of attention, so one node stands for all of them
             seconds = sum(self._attention_s(tokens) for tokens in self._runs)
             yield self._compute(f"{idx}.attention.0", seconds, self._ffn_before(idx))
             last_attention = f"{idx}.attention.0"

@@ -18,9 +18,6 @@ class Workload:
     Args:
         reserved_tokens: of KV kept free for what one sequence will generate next.
         waiting_sequences: that can be batched at all; None where there are always more.
-
-    Raises:
-        ConfigError: a count is too small.
     """
 
     tokens_per_sequence: int = 1
@@ -46,9 +43,6 @@ class LayerShape:
     Args:
         weight_bytes: of one weight of a linear or an expert; None for `element_bytes`.
         kv_row_bytes: of the keys or values of one token and KV head; None for `head_dim` elements.
-
-    Raises:
-        ConfigError: a size is below 1, or `top_k` above `num_experts`.
     """
 
     model_dim: int
@@ -139,9 +133,6 @@ class BatchPlan:
         parameter_buffers: pieces of a layer's experts that the device holds at once, in a ring,
             while all experts are on the host; None keeps all of them on the device.
         has_kv_on_host: KV is on the host, and on the device for the running sub-batch and the next.
-
-    Raises:
-        ConfigError: there is no token or no buffer, or attention takes more tokens than the gate.
     """
 
     attention_tokens: int
@@ -165,9 +156,6 @@ class ModelShape:
 
     Args:
         num_pieces: into which the experts of a layer are cut where they are streamed.
-
-    Raises:
-        ConfigError: a number is too small, or there are more pieces than experts.
     """
 
     layer: LayerShape
@@ -194,7 +182,7 @@ class ModuleCosts:
 
     Args:
         ffn: of one run of the experts, or of the dense block.
-        copies_overlap: copies run beside computation, in either direction; where they take the
+        copies_overlap: copies run during computation, in either direction; where they take the
             processor that computes, as on a CPU with one thread, they do not.
     """
 
@@ -226,9 +214,6 @@ class MemoryBudget:
 
     Args:
         kv_bytes: for KV, wherever it is; None where the two above alone bound it.
-
-    Raises:
-        ConfigError: a budget is negative.
     """
 
     device_bytes: int

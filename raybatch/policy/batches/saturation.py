@@ -45,9 +45,6 @@ def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 
 
     Args:
         efficiency: the share, above 0 and below 1.
-
-    Raises:
-        ConfigError: `efficiency` is not within these limits, or the experts cost nothing.
     """
     if not 0 < efficiency < 1:
         raise ConfigError(f"efficiency is {efficiency}; it must be above 0 and below 1")

@@ -31,11 +31,7 @@ class PlanGrid:
     Left out is attention over more tokens than are at the gate, or in too many runs.
 
     Args:
-        parameter_buffers: see `BatchPlan`.
         max_attention_runs: of one layer; a graph of more takes long, and each costs a fixed time.
-
-    Raises:
-        ConfigError: one of them is empty, or there is no run of attention.
     """
 
     attention_tokens: tuple[int, ...]
@@ -194,7 +190,6 @@ class PlannedBatches:
     """What was chosen, and what keeps it from being larger.
 
     Args:
-        search: the best plan and its rivals.
         target: tokens at the gate that residence and sub-batches of the best plan allow.
     """
 

@@ -1,8 +1,8 @@
 """Decides how an engine runs its steps: as one forward pass, or as coroutines of parts.
 
 One step on one device has all its tokens at the experts either way, so parts pay only where
-attention over fewer tokens at once is faster. A roofline cannot say so, because it only falls with
-the size of a batch; the decision goes by layers that were measured both ways.
+attention over fewer tokens at once is faster. A roofline cannot show this, because it only falls
+with the size of a batch; the decision goes by layers that were measured both ways.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,6 @@ class RowShape:
     Args:
         prompt_tokens: that have to be computed.
         output_tokens: that are generated.
-
-    Raises:
-        ConfigError: there is no token of either.
     """
 
     prompt_tokens: int = 512
@@ -103,12 +100,6 @@ def plan_steps(layers: Sequence[MeasuredLayer], row: RowShape) -> StepPlan:
 
     A step mixes prompts and decoding rows, and one size of parts holds for both; so both count,
     each with its tokens of a row.
-
-    Args:
-        row: how many tokens of each phase there are.
-
-    Raises:
-        ConfigError: a phase has no plain layer.
     """
     plain_s = _row_s(layers, row, None)
     sizes = sorted({layer.attention_tokens for layer in layers if not layer.is_plain}, reverse=True)

@@ -30,9 +30,6 @@ class BoundaryOptions:
         lookahead: boundaries whose growth stays free in host memory after a prefill round, and
             boundaries that decode between two rounds.
         refill_ratio: sequences of a prefill round at least, as a multiple of those that can decode.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     initial: int = 2
@@ -78,7 +75,7 @@ class SequencePages:
             since it yielded), prefilled (the same, since it was prefilled), evicted (no pages; all
             its tokens have to be prefilled again) or waiting (no pages yet).
         context_tokens: tokens whose KV it has; without pages, those to prefill.
-        remaining_tokens: that may still come; 0 for a sequence that has ended.
+        remaining_tokens: that it may still generate; 0 for a sequence that has ended.
         progress_tokens: that it has decoded, part of the context.
         waited: boundaries since it came into its status, for one that is not active.
         priority: larger ones yield later and are taken earlier.
@@ -127,7 +124,7 @@ class BoundarySnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageGrant:
-    """Pages that a sequence gets beside those that it holds."""
+    """Pages that a sequence gets in addition."""
 
     id: int
     num_pages: int

@@ -71,9 +71,6 @@ class CostModel:
         shared_pair_s: per decoding sequence and KV token that others read as well.
         shared_read_s: per shared KV token and step.
         fit_error: root mean square of the relative errors over the measured steps.
-
-    Raises:
-        ConfigError: a cost is negative or not finite, or there is not one slope more than knots.
     """
 
     step_s: float
@@ -115,16 +112,13 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     """Fit costs to measured steps, with the same weight for the relative error of each.
 
     A knot is left out where nothing was measured between it and the one before, or beyond it.
-
-    Raises:
-        ConfigError: there is no step, or one took no time.
     """
     if not steps:
         raise ConfigError("a cost model needs measured steps, got none")
     seconds = np.array([step.seconds for step in steps])
     if not (seconds > 0).all():
         raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
-    # a step of a prefix group would have to tell the slope and the cost of sharing at once
+    # a step of a prefix group would have to determine the slope and the cost of sharing at once
     knots = _measured_knots({step.tokens for step in steps if not step.shared_pairs})
     features = _features(steps, knots)
     costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))

@@ -26,7 +26,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostEstimate:
-    """Time that engines need; starts of engines, reading and writing come on top.
+    """Time that engines need; starts of engines, reading and writing are extra.
 
     The ranges are those of the cost model's own error. What is not known about output lengths is
     not in them: estimate again with other totals for that.
@@ -55,11 +55,7 @@ class CostEstimate:
 
 
 def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> CostEstimate:
-    """Estimate what `totals` cost on `num_replicas` engines that share them evenly.
-
-    Raises:
-        ConfigError: `num_replicas` is below 1.
-    """
+    """Estimate what `totals` cost on `num_replicas` engines that share them evenly."""
     if num_replicas < 1:
         raise ConfigError(f"an estimate for {num_replicas} replicas; it takes at least one")
     num_rows = -(-totals.num_rows // num_replicas)
@@ -114,9 +110,6 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
 
     A replica costs from the beginning of a run to its end, also while it waits for others, so it
     is the time by the clock that counts, on every replica.
-
-    Raises:
-        ConfigError: the price is negative or not finite.
     """
     if not 0 <= price_per_engine_hour < float("inf"):
         raise ConfigError(

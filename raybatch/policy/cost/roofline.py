@@ -15,7 +15,7 @@ from raybatch.errors import ConfigError, told_range
 
 Floats = npt.NDArray[np.float64]
 
-# shares of the shorter of computing and moving that may come on top of the longer one
+# shares of the shorter of computing and moving that may be added to the longer one
 SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # a later candidate must be better by so much: rounding alone decides nothing
 _BETTER_BY = 1e-9
@@ -28,7 +28,6 @@ class Work:
     """What a module does in one run.
 
     Args:
-        operations: floating-point operations.
         moved_bytes: read from and written to the memory that the module works on.
     """
 
@@ -54,9 +53,6 @@ class Roofline:
         serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
             textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
         fit_error: root mean square of the relative errors over the measured runs.
-
-    Raises:
-        ConfigError: a cost is negative or not finite, or `serial_fraction` is not within 0..1.
     """
 
     fixed_s: float
@@ -82,11 +78,7 @@ def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
     """Return the cost of copies between two memories.
 
     Args:
-        bytes_per_s: of a large copy.
         fixed_s: of every copy, whatever its size.
-
-    Raises:
-        ConfigError: `bytes_per_s` is not above 0.
     """
     if not bytes_per_s > 0:
         raise ConfigError(f"bytes_per_s of a link is {bytes_per_s}; it must be above 0")
@@ -103,9 +95,6 @@ def fit_roofline(
     cut is a linear problem without negative costs. O(N) problems of N rows for each of the
     `serial_fractions`, of which the first wins a tie. Among cuts, the one with the most runs bound
     by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
-
-    Raises:
-        ConfigError: there are no points, or a run took no time or did nothing.
     """
     if not points:
         raise ConfigError("the cost of a module needs measured runs, got none")

@@ -35,7 +35,6 @@ class StepForecast:
     Args:
         prefill_tokens: prompt tokens of the step, those computed again included.
         weight: how many steps of the run this one stands for.
-        recomputed_tokens: of all steps, weighted.
     """
 
     decode_rows: Floats

@@ -25,9 +25,6 @@ class WorkTotals:
         shared_pairs: KV tokens that decoding rows read and share, over all steps.
         shared_reads: the same, counted once for all rows that read them in a step.
         output_lengths: outputs of rows that stand for all, evenly over their distribution.
-
-    Raises:
-        ConfigError: a total is negative or not finite, or rows generate nothing.
     """
 
     num_rows: int
@@ -60,7 +57,6 @@ class WorkTotals:
         Args:
             computed_tokens: prompt tokens less cached ones; what is computed again after KV memory
                 ran out is forecast, as for a plan.
-            generated_tokens: by all rows.
             num_rows: that generated; None takes those of the plan.
         """
         num_rows = self.num_rows if num_rows is None else num_rows
@@ -86,7 +82,7 @@ class WorkTotals:
             computed_tokens: prompt tokens that are left; more than there are change nothing.
         """
         cached = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
-        # cached tokens come first, and has the fewest tokens before it
+        # cached tokens are the first ones, which attend to the fewest
         return replace(
             self,
             computed_tokens=self.computed_tokens * (1 - cached),
@@ -123,14 +119,10 @@ def work_totals(
     """Sum up rows. O(R log R).
 
     Args:
-        prompt_tokens: int [R].
-        cached_tokens: int [R], prompt tokens whose KV comes from another row; None for none.
+        cached_tokens: int [R], prompt tokens with KV from another row; None for none.
         shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
             row that computes them included; None for none.
         num_members: int [R], rows of the row's group; needed with `shared_tokens`.
-
-    Raises:
-        ConfigError: arrays differ in length, or `num_members` is missing.
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
@@ -142,7 +134,7 @@ def work_totals(
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
     _check_lengths(prompts, output=outputs, cached=cached, shared=shared)
     shared = np.where(members > 1, shared, 0.0)
-    # the first token comes from the prompt's own step, and reads nothing more
+    # the step of the prompt gives the first token, which reads nothing more
     decodes = outputs - 1
     own = decodes * (prompts - shared) + decodes * (decodes + 1) / 2
     return WorkTotals(

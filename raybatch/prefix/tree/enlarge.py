@@ -80,7 +80,6 @@ def num_computed_tokens(
         open_nodes: bool [N]; the root is never computed.
         multi_level: an open node continues the nearest open node above it, instead of computing
             all of its tokens.
-        representative: as for `exact_single_level`.
     """
     nearest = nearest_open(tree, open_nodes)
     opened = np.flatnonzero(open_nodes[1:]) + 1

@@ -35,7 +35,7 @@ class PrefixTree:
         depth_tokens: tokens from the root to the end of the node.
         row_start: the rows below node n are `row_order[row_start[n]:row_stop[n]]`.
         row_stop: see `row_start`.
-        num_ending: rows whose deepest node this is; they come first in the node's slice.
+        num_ending: rows whose deepest node this is; they are first in the node's slice.
     """
 
     row_order: Int64s  # [R]
@@ -112,7 +112,7 @@ def build_tree(keys: BlockKeys) -> PrefixTree:
     """Build the prefix tree of all rows.
 
     Time is near-linear in rows: rows that share nothing cost one sort, and an edge of the tree
-    costs the logarithm of its length. Memory is about 100 bytes per row beside the keys. The
+    costs the logarithm of its length. Memory is about 100 bytes per row without the keys. The
     result does not depend on the values of the hashes.
     """
     grown = grow(keys)
@@ -267,7 +267,7 @@ def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Int64s:
     first = keys.offsets[rows]
     heads, tails = first[starts], first[bounds[1:] - 1]
     high = np.minimum.reduceat(keys.offsets[rows + 1] - first, starts)
-    # two rows of a group say most of it, for two reads per step
+    # two rows of a group settle most of it, for two reads per step
     high = _search(groups.known, high, lambda at, probe: _same(keys, heads[at], tails[at], probe))
 
     def all_agree(at: Int64s, probe: Int64s) -> Bools:
