@@ -23,11 +23,11 @@ import conditions
 import models
 import numpy as np
 import workloads_e2e
+from static_batches import LEAST_RUNS, RowLengths, prefers_static
 from swap import requests_of
 
 from raybatch.backends.native.backend import NativeBackend, create
 from raybatch.config import AdmissionPolicy, EngineConfig
-from raybatch.policy.static_batches import LEAST_RUNS, RowLengths, prefers_static
 from raybatch.records.types import Request, Sampling
 
 

@@ -33,7 +33,7 @@ from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig
 from raybatch.policy.cost.cost_model import CostModel, fit
-from raybatch.policy.cost.estimate import check_run, estimate
+from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.records.types import ReplicaStats, Request, Sampling
 
@@ -114,12 +114,9 @@ def compare(
     work = prompts.work
     planned = estimate(model, work)
     engine_s = statistics.median(s.engine_s for s in measured)
-    actual = check_run(
-        model,
-        work,
+    done = work.actual(
         computed_tokens=stats.num_prompt_tokens - stats.num_cached_tokens,
         generated_tokens=stats.num_generated_tokens,
-        engine_s=engine_s,
     )
     return {
         "workload": workload.name,
@@ -128,7 +125,7 @@ def compare(
         "engine_s_runs": [round(s.engine_s, 3) for s in measured],
         "planned_s": round(planned.engine_s.expected, 3),
         "planned_error": round(planned.engine_s.expected / engine_s - 1, 3),
-        "actual_s": round(actual.predicted_s.expected, 3),
+        "actual_s": round(estimate(model, done).engine_s.expected, 3),
         "is_in_band": planned.engine_s.low <= engine_s <= planned.engine_s.high,
         "steps": stats.num_steps,
         "planned_steps": round(planned.num_steps),

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from raybatch.durable.audit import audit
 from raybatch.durable.commit import commit_unit, committed
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.planning.tally import unit_counts
 from raybatch.rows.schema import OutputSchema

@@ -15,9 +15,8 @@ import conditions
 import numpy as np
 from step_simulator import Device, Outcome, Rows, StepSimulator
 
-from raybatch.prefix.density import DensityModel
 from raybatch.prefix.lengths import choose_probe, estimate_from_probe
-from raybatch.prefix.load import Floats, GroupLoad, Ints
+from raybatch.prefix.load import DensityModel, Floats, GroupLoad, Ints
 from raybatch.prefix.order import OrderName, order_groups
 
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from faultlab.drivers import Driver, wait_until
 from raybatch.durable.audit import audit
 from raybatch.durable.layout import DATA, SUCCESS
+from raybatch.durable.storage import open_store
 from raybatch.durable.stores.protocols import Store
-from raybatch.durable.stores.store import open_store
 from raybatch.errors import RaybatchError
 from raybatch.outputs.verify import verify
 from raybatch.planning.store import read_plan, read_units

@@ -12,7 +12,7 @@ from ray.data.checkpoint import CheckpointConfig
 import raybatch
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.sink import prepare_sink
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError, ConfigError
 from tests.outputs.support import contents
 from tests.stages.support import fake_stage, write_ipc, write_parquet

@@ -10,7 +10,7 @@ import pytest
 
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.run_log import RunLog
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.build import SpeedAndPrice
 from raybatch.explanation.outcome import PlanOutcome, RunActual

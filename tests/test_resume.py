@@ -15,8 +15,8 @@ import pytest
 
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.run_log import read_events, run_ids
+from raybatch.durable.storage import open_store
 from raybatch.durable.stores import local as local_module
-from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.report import RunReport, report_of

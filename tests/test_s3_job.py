@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.job.job import Job
 from raybatch.outputs.verify import verify
 from tests.clusters import own_ray

@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.replicas.site import Handle, Pools
-from raybatch.actors.submitting import make_submission
-from raybatch.actors.watching import RowWatch, tell, with_news
+from raybatch.actors.submitting import RowWatch, make_submission, notify, with_progress
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
 from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, Submission
 from raybatch.backends.choice import BackendChoice
@@ -36,7 +35,7 @@ class PoolHandle:
 
     Example:
         >>> handle = PoolHandle(spec)                                    # doctest: +SKIP
-        >>> results = handle.generate_sync(table, (Sampling(),))         # doctest: +SKIP
+        >>> results = await handle.generate(table, (Sampling(),))        # doctest: +SKIP
 
     Args:
         spec: model, backend and limits; a backend that nobody named is decided at the first use.
@@ -66,7 +65,7 @@ class PoolHandle:
             connect: to a cluster where there is no connection; else options alone decide then.
 
         Raises:
-            ConfigError: no host could say what it has.
+            ConfigError: no host could report what it has.
         """
         spec, choice = self._pools.settle(self.spec, began_with=began_with, connect=connect)
         return PoolHandle(spec, is_local=self.is_local), choice
@@ -85,13 +84,10 @@ class PoolHandle:
         Cancelling this coroutine takes the rows out of the pool.
 
         Args:
-            table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
-            samplings: what the column `sampling` points into.
-            client: name under which rows and tokens are counted.
-            name: of these rows among those of the client; whoever asks for them again under this
-                name, because the process that asked before died, gets what is finished of them.
-                The results stay in the pool until `forget`, for `feeder_timeout_s` at most.
-            watch: says what is known of the rows, and hears what becomes of unfinished ones.
+            name: of these rows among those of the client. A process that submits them again,
+                because the first one died, gets the finished ones. The results stay in the pool
+                until `forget`, for `feeder_timeout_s` at most.
+            watch: knows earlier runs of the rows, and is notified of their progress.
 
         Raises:
             ConfigError: the table lacks columns or points outside `samplings`.
@@ -100,17 +96,17 @@ class PoolHandle:
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine, name=name)
-        submission = with_news(submission, watch)
+        submission = with_progress(submission, watch)
         try:
             answer = await coordinator.generate.remote(submission, requests)
-            await tell(watch, answer)
+            await notify(watch, answer)
             while answer.status != "done":
                 if answer.status == "unknown":
-                    submission = with_news(submission.again(), watch)
+                    submission = with_progress(submission.again(), watch)
                     answer = await coordinator.generate.remote(submission, requests)
                 else:
                     answer = await _ask_again(coordinator, submission, answer)
-                await tell(watch, answer)
+                await notify(watch, answer)
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise
@@ -123,7 +119,7 @@ class PoolHandle:
         try:
             return bool(await self._connect().has_named.remote(client, name))
         except self._pools.gone:
-            # whoever asks for the rows hears of it
+            # the call for the rows will raise
             return False
 
     def forget(self, names: Sequence[str], *, client: str) -> None:
@@ -137,46 +133,21 @@ class PoolHandle:
         """Return results of a call of `generate` that waits for others, so that they can be kept.
 
         Args:
-            client: of the call.
-            name: of the call.
-            num_seen: what the second value was when this was asked before; 0 at first.
-            watch: of the call.
+            num_seen: second value of the call before; 0 at first.
 
         Returns:
             A result table, as `generate` returns one, of rows with all their samples that have
-            finished since; and what to say the next time.
+            finished since; and `num_seen` for the next call.
         """
         try:
             answer = await self._connect().so_far.remote(client, name, num_seen)
         except self._pools.gone:
-            # whoever waits for the rows hears of it
+            # the call for the rows will raise
             answer = Answer(status="unknown")
-        await tell(watch, answer)
+        await notify(watch, answer)
         if answer.attempts is None:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)
-
-    def generate_sync(
-        self, table: pa.Table, samplings: Sequence[Sampling], *, client: str = "default"
-    ) -> pa.Table:
-        """Do the same as `generate` for callers without an event loop."""
-        coordinator = self._connect()
-        requests = table, tuple(samplings)
-        submission = make_submission(*requests, client, self.spec.engine)
-        try:
-            answer = self._pools.result(coordinator.generate.remote(submission, requests))
-            while answer.status != "done":
-                if answer.status == "unknown":
-                    submission = submission.again()
-                    answer = self._pools.result(coordinator.generate.remote(submission, requests))
-                else:
-                    answer = self._pools.result(_ask_again(coordinator, submission, answer))
-        except KeyboardInterrupt:
-            coordinator.cancel.remote(submission.token)
-            raise
-        except self._pools.gone as error:
-            raise self._coordinator_died(error) from error
-        return _results(answer)
 
     def start(self) -> None:
         """Start the replicas ahead of the first rows; returns at once."""
@@ -210,7 +181,7 @@ class PoolHandle:
 
     async def is_stopped(self, *, client: str = "default") -> bool:
         """Return whether no further unit of a client may start."""
-        # a pool that is gone is told of where rows are asked for
+        # the next call for rows will raise
         with suppress(*self._pools.failed):
             return bool(await self._connect().is_stopped.remote(client))
         return False

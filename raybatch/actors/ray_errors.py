@@ -16,7 +16,7 @@ def message_kept() -> Iterator[None]:
     try:
         yield
     except RaybatchError as error:
-        vars(error)["told"] = str(error)
+        vars(error)["message"] = str(error)
         raise
 
 
@@ -25,7 +25,7 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
     None if there is none.
     """
-    from ray.exceptions import RayTaskError  # slow to load, and who asks has used Ray
+    from ray.exceptions import RayTaskError  # slow to load, and the caller has used Ray
 
     seen: BaseException | None = error
     while seen is not None:
@@ -33,8 +33,8 @@ def own_cause(error: BaseException) -> RaybatchError | None:
         if isinstance(seen, RayTaskError):
             seen = seen.cause
         elif isinstance(seen, RaybatchError):
-            told = vars(seen).get("told")
-            seen.args = seen.args if told is None else (told, *seen.args[1:])
+            message = vars(seen).get("message")
+            seen.args = seen.args if message is None else (message, *seen.args[1:])
             return seen
         else:
             seen = getattr(seen, "cause", None) or seen.__cause__
@@ -43,7 +43,7 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
 @contextmanager
 def errors_told_once() -> Iterator[None]:
-    """Leave what Ray Data says about the error that ends a run to its log file.
+    """Send messages of Ray Data about the error that ends a run to its log file alone.
 
     The caller raises that error, so that nothing is hidden.
     """

@@ -1,9 +1,13 @@
-"""What a feeder sends along with a request table, so that the coordinator never has to open it."""
+"""What a feeder sends with a request table, and learns of its rows while they run.
+
+The coordinator never has to open the table.
+"""
 
 import hashlib
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +21,7 @@ from raybatch.actors.wire.columns import (
     max_new_tokens,
     prompt_lengths,
 )
-from raybatch.actors.wire.records import RowGroups, Submission
+from raybatch.actors.wire.records import Answer, RowCrashes, RowGroups, Submission
 from raybatch.config import EngineConfig
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks
 from raybatch.records.payload import adapter_in
@@ -38,10 +42,6 @@ def make_submission(
     wants no sharing gets none, while a plan is obeyed in any case.
 
     Args:
-        table: see `raybatch.actors.wire.columns.REQUEST_SCHEMA`.
-        samplings: what the column `sampling` points into.
-        client: name under which rows and tokens are counted.
-        engine: options of the engines.
         name: see `Submission`.
 
     Raises:
@@ -109,8 +109,8 @@ def _salts_of(
         return np.zeros(len(payloads), np.uint64), np.zeros(len(payloads), np.uint64)
     texts = payloads.to_pylist()
     salts = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
-    found = np.array([salts[text] for text in texts], np.uint64)
-    return found[:, 0], found[:, 1]
+    columns = np.array([salts[text] for text in texts], np.uint64)
+    return columns[:, 0], columns[:, 1]
 
 
 def _digest(text: str | None) -> int:
@@ -118,3 +118,38 @@ def _digest(text: str | None) -> int:
         return 0
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+class RowWatch(Protocol):
+    """Follows the rows of one request table."""
+
+    @property
+    def crashes(self) -> npt.NDArray[np.int16]:
+        """Return the engines that died with each row in earlier runs, int16 [rows]."""
+
+    @property
+    def begun(self) -> pa.RecordBatch | None:
+        """Return the tokens that earlier runs have of the rows; None where they have none."""
+
+    async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
+        """Note engines that died with rows, each with all deaths so far."""
+
+    def note_begun(self, begun: pa.RecordBatch) -> None:
+        """Note tokens that unfinished rows have gained."""
+
+
+def with_progress(submission: Submission, watch: RowWatch | None) -> Submission:
+    """Return the submission with the progress of earlier runs."""
+    if watch is None:
+        return submission
+    return replace(submission, crashes=watch.crashes, begun=watch.begun)
+
+
+async def notify(watch: RowWatch | None, answer: Answer) -> None:
+    """Pass on the progress of unfinished rows in an answer."""
+    if watch is None:
+        return
+    if answer.begun is not None:
+        watch.note_begun(answer.begun)
+    if answer.crashes:
+        await watch.note_crashes(answer.crashes)

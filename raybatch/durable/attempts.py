@@ -1,6 +1,6 @@
-"""Which rows of a unit engines have died with, kept for the runs that come.
+"""Which rows of a unit engines have died with, kept for later runs.
 
-Each marker says all that its writer knew, so the rows of many markers are joined by the largest
+Each marker has all that its writer knew, so the rows of many markers are joined by the largest
 count. What cannot be read of a marker is left out: then a bad row costs a few deaths more.
 """
 
@@ -22,7 +22,6 @@ class Strikes:
     """Rows of a unit, by position, that engines have died with.
 
     Args:
-        crashes: deaths with each.
         given_up: rows that ran alone when the last engine died; they are error rows.
     """
 
@@ -30,7 +29,7 @@ class Strikes:
     given_up: Set[int] = frozenset()
 
     def __or__(self, other: "Strikes") -> "Strikes":
-        """Return what two that may have seen the same deaths know together."""
+        """Return the union; both may have seen the same deaths."""
         crashes = dict(self.crashes)
         for pos, number in other.crashes.items():
             crashes[pos] = max(number, crashes.get(pos, 0))
@@ -40,32 +39,26 @@ class Strikes:
 def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str) -> None:
     """Write a marker under the next number that nobody has.
 
-    Args:
-        store: of the sink.
-        unit: that the rows are of.
-        strikes: all that is known of these rows.
-        plan_hash: of the plan that holds.
-
     Raises:
         CommitError: a row has no place in the unit, or there are none.
     """
     places = sorted(strikes.crashes)
     if not places or places[0] < 0 or places[-1] >= unit.num_rows:
         raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; no strikes at {places}")
-    said = {
+    record = {
         "plan": plan_hash,
         "unit": unit.number,
         "crashes": {str(pos): strikes.crashes[pos] for pos in places},
         "given_up": sorted(strikes.given_up),
     }
-    data = json.dumps(said, sort_keys=True).encode()
+    data = json.dumps(record, sort_keys=True).encode()
     number = len(_names(store, unit))
     while not store.create(attempt_name(unit.number, number), data):
         number += 1
 
 
 def read_strikes(store: Store, unit: Unit, *, plan_hash: str) -> Strikes:
-    """Return what all markers of a unit say; one listing where there are none."""
+    """Return the strikes of all markers of a unit; one listing where there are none."""
     known = Strikes()
     for name in _names(store, unit):
         try:
@@ -83,11 +76,11 @@ def _names(store: Store, unit: Unit) -> list[str]:
 
 
 def _decoded(data: bytes, unit: Unit, plan_hash: str) -> Strikes:
-    said = json.loads(data)
-    if (said["plan"], said["unit"]) != (plan_hash, unit.number):
-        raise ValueError(f"it belongs to unit {said['unit']!r} of plan {said['plan']!r}")
-    crashes = {int(pos): int(number) for pos, number in said["crashes"].items()}
-    given_up = frozenset(int(pos) for pos in said["given_up"])
+    record = json.loads(data)
+    if (record["plan"], record["unit"]) != (plan_hash, unit.number):
+        raise ValueError(f"it belongs to unit {record['unit']!r} of plan {record['plan']!r}")
+    crashes = {int(pos): int(number) for pos, number in record["crashes"].items()}
+    given_up = frozenset(int(pos) for pos in record["given_up"])
     if any(not 0 <= pos < unit.num_rows for pos in crashes) or not given_up <= crashes.keys():
         raise ValueError("a row has no place in the unit")
     return Strikes(crashes=crashes, given_up=given_up)

@@ -1,9 +1,9 @@
-"""The audit of an output, and the file that says that it is complete."""
+"""The audit of an output, and the file `_SUCCESS`, which marks it as complete."""
 
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,20 +27,15 @@ _NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What is in an output, beside what should be.
+    """What is in an output, compared with its plan.
 
     Args:
-        num_units: of the plan.
-        expected_rows: of the plan.
-        written_rows: in parts of the plan, as their footers say.
+        written_rows: in parts of the plan, by their footers.
         lost_rows: of the plan, in no part of it; those of missing units among them.
         duplicated_rows: in parts beyond the rows that the plan gives to their units.
         num_missing: units without a part.
-        missing_rows: of these units.
         missing: numbers of the first of them.
-        num_foreign: files that are no part of a unit of this plan.
         foreign: what is wrong with the first of them.
-        counts: of all rows.
     """
 
     num_units: int
@@ -64,12 +59,12 @@ class Audit:
 
     @property
     def unreadable_rows(self) -> int:
-        """Return the lost rows of units that have a part; those of missing units may still come."""
+        """Return the lost rows of units that have a part; missing units may still be written."""
         return self.lost_rows - self.missing_rows
 
     @property
     def told_gone(self) -> str:
-        """Return what is said of missing units that no run writes, since `_SUCCESS` is there."""
+        """Return the message about missing units that no run writes, since `_SUCCESS` is there."""
         units = ", ".join(str(unit) for unit in self.missing)
         return (
             f"it was complete and {self.num_missing} parts are gone, such as those of units "
@@ -77,36 +72,42 @@ class Audit:
         )
 
     def __str__(self) -> str:
-        said = (
+        text = (
             f"expected {self.expected_rows}, written {self.written_rows}, lost {self.lost_rows}, "
             f"duplicated {self.duplicated_rows}"
         )
         if self.num_missing:
             units = ", ".join(str(unit) for unit in self.missing)
-            said += f"; {self.num_missing} units are missing, such as {units}"
+            text += f"; {self.num_missing} units are missing, such as {units}"
         if self.num_foreign:
-            said += f"; {self.num_foreign} foreign files: {'; '.join(self.foreign)}"
-        return said
+            text += f"; {self.num_foreign} foreign files: {'; '.join(self.foreign)}"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """What the parts of some units say."""
+    """What the parts of some units contain."""
 
-    written_rows: int
-    lost_rows: int
-    duplicated_rows: int
-    num_foreign: int
-    foreign: tuple[str, ...]
-    counts: UnitCounts
+    written_rows: int = 0
+    lost_rows: int = 0
+    duplicated_rows: int = 0
+    num_foreign: int = 0
+    foreign: tuple[str, ...] = ()
+    counts: UnitCounts = field(default_factory=UnitCounts)
+
+    def __add__(self, other: "_Share") -> "_Share":
+        return _Share(
+            written_rows=self.written_rows + other.written_rows,
+            lost_rows=self.lost_rows + other.lost_rows,
+            duplicated_rows=self.duplicated_rows + other.duplicated_rows,
+            num_foreign=self.num_foreign + other.num_foreign,
+            foreign=(self.foreign + other.foreign)[:_NUM_EXAMPLES],
+            counts=sum_counts((self.counts, other.counts)),
+        )
 
 
 class _FolderFiles:
-    """The files in folders below `data/`, by unit; 8 bytes for each beside its name.
-
-    Args:
-        names: of all files.
-    """
+    """The files in folders below `data/`, by unit; 8 bytes for each and its name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: list[str] = []
@@ -121,7 +122,6 @@ class _FolderFiles:
         self._units = of_unit[self._order]
 
     def of(self, unit: int) -> set[str]:
-        """Return the files of a unit."""
         first, stop = np.searchsorted(self._units, (unit, unit + 1))
         return {self._names[place] for place in self._order[first:stop]}
 
@@ -139,10 +139,7 @@ def audit(
     the names of its files.
 
     Args:
-        store: of the sink.
-        plan: that the output should follow.
         num_threads: footers that are read at once; with 1 no thread is started.
-        part_format: of the parts.
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
@@ -157,10 +154,10 @@ def audit(
         return _read_share(store, plan, units, files, part_format)
 
     if num_threads == 1:
-        total = _add_shares(map(read, starts))
+        total = sum(map(read, starts), _Share())
     else:
         with ThreadPoolExecutor(num_threads) as threads:
-            total = _add_shares(threads.map(read, starts))
+            total = sum(threads.map(read, starts), _Share())
     missing_rows = int(plan.unit_rows[missing].sum())
     strangers = tuple(
         f"{store.uri}/{name} is no part of the plan; move it away" for name in unknown
@@ -180,24 +177,24 @@ def audit(
     )
 
 
-def finish(store: Store, plan: UnitPlan, found: Audit) -> None:
-    """Create the file that says that the output is complete; it is fine if it is there.
+def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
+    """Create `_SUCCESS`, unless it is there.
 
     Raises:
         CommitError: the audit is not clean.
     """
-    if not found.is_clean:
-        raise CommitError(f"the output {store.uri} is not complete: {found}")
-    said = {
+    if not result.is_clean:
+        raise CommitError(f"the output {store.uri} is not complete: {result}")
+    record = {
         "protocol": PROTOCOL,
         "plan": plan.hash,
         "units": plan.num_units,
         "rows": plan.num_rows,
-        "counts": found.counts.to_json(),
+        "counts": result.counts.to_json(),
     }
     if not plan.is_partitioned:
-        said["files"] = [part_name(number) for number in range(plan.num_units)]
-    data = json.dumps(said, sort_keys=True).encode()
+        record["files"] = [part_name(number) for number in range(plan.num_units)]
+    data = json.dumps(record, sort_keys=True).encode()
     reach("before_success")
     # what is there is true, of the input before it grew
     if not store.create(SUCCESS, data) and not is_finished(store, plan):
@@ -211,33 +208,33 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
     Raises:
         CommitError: `_SUCCESS` belongs to another plan, or cannot be read.
     """
-    said = read_success(store)
-    if said is None:
+    record = read_success(store)
+    if record is None:
         return False
-    if "plan" not in said:
+    if "plan" not in record:
         raise CommitError(
             f"{store.uri}/{SUCCESS} is not what a run writes; remove it and run the job again, "
             "which counts the parts anew"
         )
-    if plan.extends(said["plan"]):
+    if plan.extends(record["plan"]):
         return False
-    if said["plan"] != plan.hash:
+    if record["plan"] != plan.hash:
         raise CommitError(
-            f"{store.uri}/{SUCCESS} belongs to plan {said['plan']}, not to {plan.hash}; choose "
+            f"{store.uri}/{SUCCESS} belongs to plan {record['plan']}, not to {plan.hash}; choose "
             "another folder"
         )
     return True
 
 
 def read_success(store: Store) -> Mapping[str, Any] | None:
-    """Return what `_SUCCESS` says, nothing where it cannot be read; None where there is none."""
+    """Return the content of `_SUCCESS`, {} where it is damaged, None where there is none."""
     try:
-        said = json.loads(store.read(SUCCESS))
+        record = json.loads(store.read(SUCCESS))
     except FileNotFoundError:
         return None
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _read_share(
@@ -253,7 +250,7 @@ def _read_share(
         try:
             if plan.is_partitioned:
                 record = read_record(store, number)
-                # files of a unit without a record are told as a missing unit
+                # files of a unit without a record count as a missing unit
                 unknown = sorted(files.of(number) - set(record[1]))
                 foreign += [
                     f"{store.uri}/{one} is no part of the plan; move it away" for one in unknown
@@ -264,7 +261,7 @@ def _read_share(
                 footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
             is_gone = isinstance(error, FileNotFoundError)
-            foreign.append(_told_lacking(store, name, error) if is_gone else str(error))
+            foreign.append(_lacking_message(store, name, error) if is_gone else str(error))
             lost += unit.num_rows
             continue
         written += footer.num_rows
@@ -283,31 +280,10 @@ def _read_share(
     )
 
 
-def _told_lacking(store: Store, name: str, error: Exception) -> str:
-    """Return what is said of a unit that is listed, and of which a file cannot be found."""
+def _lacking_message(store: Store, name: str, error: Exception) -> str:
+    """Return the message about a unit that is listed, and whose file is gone."""
     also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
     return (
         f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "
         f"or remove {name}{also} and run the job again"
     )
-
-
-def _add_shares(shares: Iterable[_Share]) -> _Share:
-    total = _Share(
-        written_rows=0,
-        lost_rows=0,
-        duplicated_rows=0,
-        num_foreign=0,
-        foreign=(),
-        counts=UnitCounts(),
-    )
-    for share in shares:
-        total = _Share(
-            written_rows=total.written_rows + share.written_rows,
-            lost_rows=total.lost_rows + share.lost_rows,
-            duplicated_rows=total.duplicated_rows + share.duplicated_rows,
-            num_foreign=total.num_foreign + share.num_foreign,
-            foreign=(total.foreign + share.foreign)[:_NUM_EXAMPLES],
-            counts=sum_counts((total.counts, share.counts)),
-        )
-    return total

@@ -1,7 +1,7 @@
 """The commit of a unit: its rows are checked, then its part is created once.
 
 A row belongs to one unit of a plan that never changes, a unit has one name, and a part holds all
-rows of its unit; so every row is in the output once or not at all, whoever else is at work.
+rows of its unit; so every row is in the output once or not at all, whatever other attempts do.
 """
 
 from collections.abc import Iterable
@@ -36,15 +36,10 @@ def commit_unit(
     """Write the part of a unit, unless another attempt has written it.
 
     Args:
-        store: of the sink.
-        unit: what the plan says of it.
         table: all rows of the unit in the one schema of the output, in any order.
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
-        counts: of these rows.
-        plan_hash: of the plan that holds.
         attempt: who writes; for people alone.
-        part_format: of the file.
 
     Returns:
         What is in the output now; another attempt's counts where that one was first.
@@ -69,29 +64,41 @@ def commit_unit(
         attempt=attempt,
         counts=counts,
     )
+    stored = publish(store, part_name(unit.number), table, footer, part_format)
+    return Receipt(
+        unit=unit.number, num_rows=unit.num_rows, won=stored is footer, counts=stored.counts
+    )
+
+
+def publish(
+    store: Store, name: str, table: pa.Table, footer: Footer, part_format: PartFormat
+) -> Footer:
+    """Create a part, and return the footer of what lies there now: the same rows in any case.
+
+    It is `footer` itself where this call has written the file.
+
+    Raises:
+        CommitError: what lies there is another unit's or another plan's, or was removed.
+    """
     data = part_format.part(table, footer)
-    reach("before_publish", unit=unit.number)
-    won = store.create(part_name(unit.number), data)
-    reach("after_publish", unit=unit.number)
+    reach("before_publish", unit=footer.unit)
+    won = store.create(name, data)
+    reach("after_publish", unit=footer.unit)
     if won:
-        return Receipt(unit=unit.number, num_rows=unit.num_rows, won=True, counts=counts)
-    stored = receipt_of(store, unit, plan_hash, part_format)
-    if stored is None:
+        return footer
+    try:
+        stored = read_footer(store, name, part_format)
+    except FileNotFoundError:
         raise CommitError(
-            f"{store.uri}/{part_name(unit.number)} was there and is gone; somebody else removes "
-            "files of this output"
-        )
+            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
+        ) from None
+    unit = Unit(number=footer.unit, num_rows=footer.num_rows, row_sum=footer.row_sum)
+    stored.check(unit, footer.plan, f"{store.uri}/{name}")
     return stored
 
 
 def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
-    """Raise CommitError unless these are the rows of the unit, once each.
-
-    Args:
-        unit: what the plan says of it.
-        pos: int64 [R], position of each row in its unit.
-        row: int64 [R], number of each row in the whole input.
-    """
+    """Raise CommitError unless these are the rows of the unit, once each."""
     if len(pos) != unit.num_rows or len(row) != len(pos):
         raise CommitError(f"unit {unit.number} has {unit.num_rows} rows, got {len(pos)}")
     is_there = np.zeros(unit.num_rows, bool)
@@ -102,10 +109,10 @@ def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
             f"unit {unit.number}: position {int(np.argmin(is_there))} of {unit.num_rows} is "
             "missing, so another is there twice or does not belong to it"
         )
-    found = row_sum(row)
-    if found != unit.row_sum:
+    total = row_sum(row)
+    if total != unit.row_sum:
         raise CommitError(
-            f"unit {unit.number}: its rows are not those of the plan (sum {found:016x}, planned "
+            f"unit {unit.number}: its rows are not those of the plan (sum {total:016x}, planned "
             f"{unit.row_sum:016x}); has the input changed since the plan was made?"
         )
 
@@ -113,11 +120,7 @@ def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
 def receipt_of(
     store: Store, unit: Unit, plan_hash: str, part_format: PartFormat = PARQUET
 ) -> Receipt | None:
-    """Return the receipt of a unit that is committed, None where it is not; one or two requests.
-
-    Raises:
-        CommitError: what lies under the name of its part is another unit's or another plan's.
-    """
+    """Return the receipt of a unit that is committed, None where it is not; one or two requests."""
     name = part_name(unit.number)
     try:
         footer = read_footer(store, name, part_format)
@@ -129,9 +132,6 @@ def receipt_of(
 
 def committed(store: Store, plan: UnitPlan) -> Bools:
     """Return which units are in the output, from one listing or two; no file is opened.
-
-    Returns:
-        bool [U].
 
     Raises:
         CommitError: a file lies there that is no part of a unit of the plan.
@@ -148,11 +148,7 @@ def committed(store: Store, plan: UnitPlan) -> Bools:
 
 
 def listed_units(store: Store, plan: UnitPlan) -> tuple[Bools, list[str]]:
-    """Return which units are in the output, and the files that are no unit's.
-
-    Returns:
-        bool [U] and names, sorted.
-    """
+    """Return which units are in the output, and the files that are no unit's."""
     is_done = np.zeros(plan.num_units, bool)
     folder, unit_of = (DONE, done_unit) if plan.is_partitioned else (DATA, part_unit)
     unknown = []

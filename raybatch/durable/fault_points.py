@@ -31,11 +31,7 @@ POINTS = (
 
 
 def reach(point: str, *, unit: int | None = None) -> None:
-    """Die here, at once and without any cleaning up, if the environment says so.
-
-    Args:
-        point: one of `POINTS`.
-        unit: what is being worked on, where it is one unit.
+    """Die here, at once and without cleanup, if RAYBATCH_FAULT names this point.
 
     Raises:
         ConfigError: RAYBATCH_FAULT names no point or no unit.

@@ -1,4 +1,4 @@
-"""A file that says when a run was last alive. It warns people, and decides nothing about units."""
+"""The heartbeat file of a run: it warns people, and decides nothing about units."""
 
 import json
 import logging
@@ -25,11 +25,7 @@ class LiveRun:
     """A run whose heartbeat is fresh.
 
     Args:
-        run_id: name of the run.
         age_s: since its last beat, by the clocks of both hosts.
-        host: where it runs.
-        pid: of its driver.
-        path: of the file.
     """
 
     run_id: str
@@ -46,23 +42,20 @@ class LiveRun:
 
 
 def beat(store: Store, run_id: str, now_s: float) -> None:
-    """Say that a run is alive; `now_s` is in seconds since 1970."""
-    said = {"ts": round(now_s, 3), "host": socket.gethostname(), "pid": os.getpid()}
-    store.replace(heartbeat_name(run_id), json.dumps(said).encode())
+    """Write the heartbeat; `now_s` is in seconds since 1970."""
+    record = {"ts": round(now_s, 3), "host": socket.gethostname(), "pid": os.getpid()}
+    store.replace(heartbeat_name(run_id), json.dumps(record).encode())
 
 
 def end_beat(store: Store, run_id: str) -> None:
-    """Say that a run has ended, however that came."""
     store.remove(heartbeat_name(run_id))
 
 
 @contextmanager
 def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[None]:
-    """Say that a run is alive for as long as it lasts; what cannot be said ends no run.
+    """Keep the heartbeat of a run for as long as it lasts; a failure to write ends no run.
 
     Args:
-        store: of the sink.
-        run_id: name of the run.
         clock: seconds since 1970.
     """
     is_over = threading.Event()
@@ -84,14 +77,14 @@ def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[N
 
 def live_runs(store: Store, now_s: float) -> list[LiveRun]:
     """Return the runs whose heartbeat is fresh, the last one first."""
-    found = []
+    runs = []
     for name in store.names(RUNS):
         run_id = heartbeat_run(name)
         if run_id is None:
             continue
         try:
-            said = json.loads(store.read(name))
-            age_s, host, pid = now_s - float(said["ts"]), str(said["host"]), int(said["pid"])
+            record = json.loads(store.read(name))
+            age_s, host, pid = now_s - float(record["ts"]), str(record["host"]), int(record["pid"])
         except FileNotFoundError:
             # it has ended since it was listed
             continue
@@ -101,13 +94,13 @@ def live_runs(store: Store, now_s: float) -> list[LiveRun]:
         if abs(age_s) < FRESH_S:
             path = f"{store.uri}/{name}"
             age_s = max(0.0, age_s)
-            found.append(LiveRun(run_id=run_id, age_s=age_s, host=host, pid=pid, path=path))
-    return sorted(found, key=lambda run: run.age_s)
+            runs.append(LiveRun(run_id=run_id, age_s=age_s, host=host, pid=pid, path=path))
+    return sorted(runs, key=lambda run: run.age_s)
 
 
-def _tried(say: Callable[[], None]) -> None:
-    """Say that a run is alive, or has ended; nothing depends on it."""
+def _tried(write: Callable[[], None]) -> None:
+    """Write or remove a heartbeat; nothing depends on it."""
     try:
-        say()
+        write()
     except Exception as error:  # each file system has errors of its own
         logger.info("the heartbeat could not be written: %s", error_text(error))

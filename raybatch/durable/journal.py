@@ -43,10 +43,7 @@ def write_fragment(
     """Keep finished rows of a unit; the same rows may be kept again.
 
     Args:
-        store: of the sink.
-        unit: that the rows belong to.
         table: rows in the schema of the journal, at least one.
-        plan_hash: of the plan that holds.
         attempt: who writes, a word unlike that of every other attempt at the unit.
 
     Raises:
@@ -62,18 +59,15 @@ def write_fragment(
 
 
 def write_begun(
-    store: Store, unit: Unit, found: pa.RecordBatch, *, plan_hash: str, attempt: str
+    store: Store, unit: Unit, tokens: pa.RecordBatch, *, plan_hash: str, attempt: str
 ) -> None:
     """Keep tokens of rows that are not finished.
 
     Args:
-        store: of the sink.
-        unit: that the rows belong to.
-        found: with the position in the unit in its column `PLACE`.
-        plan_hash: of the plan that holds.
+        tokens: with the position in the unit in its column `PLACE`.
         attempt: as in `write_fragment`.
     """
-    data = _encoded(pa.Table.from_batches([found]), unit, plan_hash)
+    data = _encoded(pa.Table.from_batches([tokens]), unit, plan_hash)
     store.create(begun_name(unit.number, attempt), data)
 
 
@@ -83,10 +77,7 @@ def read_begun(
     """Yield what earlier attempts have kept of rows that they did not finish, in any order.
 
     Args:
-        store: of the sink.
-        unit: whose rows are wanted.
         schema: of what was kept; a fragment with another one is left out.
-        plan_hash: of the plan that holds.
     """
     names = [name for name in store.names(fragment_folder(unit.number)) if is_begun(name)]
     check = partial(_check_places, PLACE, unit=unit)
@@ -108,10 +99,6 @@ def read_fragments(
     another, is left out with a line in the log.
 
     Args:
-        store: of the sink.
-        unit: whose rows are wanted.
-        schema: of the output.
-        plan_hash: of the plan that holds.
         expected_row: int64 [R], number in the whole input of the row at each position, where the
             caller knows it.
 
@@ -121,8 +108,8 @@ def read_fragments(
     wanted = journal_schema(schema)
     names = [name for name in store.names(fragment_folder(unit.number)) if not is_begun(name)]
     check = partial(_check_places, POS, unit=unit, expected_row=expected_row)
-    found = _tables(store, names, unit, wanted, plan_hash, check)
-    table = pa.concat_tables([wanted.empty_table(), *found])
+    fragments = _tables(store, names, unit, wanted, plan_hash, check)
+    table = pa.concat_tables([wanted.empty_table(), *fragments])
     _, firsts = np.unique(table.column(POS).to_numpy(), return_index=True)
     return table.take(firsts)
 
@@ -157,8 +144,8 @@ def _tables(
 
 
 def _encoded(table: pa.Table, unit: Unit, plan_hash: str) -> bytes:
-    said = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
-    marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: said})
+    owner = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
+    marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: owner})
     buffer = pa.BufferOutputStream()
     # rows that were read apart bring dictionaries of their own, and a file has one for each column
     options = pa.ipc.IpcWriteOptions(unify_dictionaries=True)
@@ -169,9 +156,9 @@ def _encoded(table: pa.Table, unit: Unit, plan_hash: str) -> bytes:
 
 def _decoded(data: bytes, unit: Unit, wanted: pa.Schema, plan_hash: str) -> pa.Table:
     reader = pa.ipc.open_file(pa.BufferReader(data))
-    said = json.loads((reader.schema.metadata or {})[_KEY])
-    if said != {"plan": plan_hash, "unit": unit.number}:
-        raise ValueError(f"it belongs to {said}")
+    owner = json.loads((reader.schema.metadata or {})[_KEY])
+    if owner != {"plan": plan_hash, "unit": unit.number}:
+        raise ValueError(f"it belongs to {owner}")
     # types first: values of an unknown type are never touched
     if not reader.schema.equals(wanted):
         raise ValueError("it has another schema")

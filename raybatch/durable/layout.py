@@ -1,4 +1,4 @@
-"""Every name below a sink, and what a name says; no other module spells one.
+"""Every name below a sink, and what it means; no other module spells one.
 
 Names are relative to the sink and use "/". Nothing below `_raybatch/` ends in `.parquet`, because
 a reader of the sink's parent would take it for data.
@@ -53,7 +53,6 @@ def part_name(unit: int, partition: str = "") -> str:
     """Return the name of a unit's part.
 
     Args:
-        unit: number of the unit.
         partition: steps such as "lang=en/year=2024" where the output is partitioned.
     """
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
@@ -82,12 +81,10 @@ def done_unit(name: str) -> int | None:
 
 
 def fragment_folder(unit: int) -> str:
-    """Return the folder of the journal of a unit."""
     return f"{FRAGMENTS}/{unit:06d}"
 
 
 def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str:
-    """Return the name of a fragment of a unit's journal."""
     return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
 
 
@@ -119,7 +116,6 @@ def attempt_folder(unit: int) -> str:
 
 
 def attempt_name(unit: int, number: int) -> str:
-    """Return the name of such a marker."""
     return f"{attempt_folder(unit)}/{number}.json"
 
 
@@ -130,7 +126,6 @@ def attempt_unit(name: str) -> int | None:
 
 
 def run_log_name(run_id: str, segment: int) -> str:
-    """Return the name of a segment of the log of a run."""
     return f"{RUNS}/{run_id}/{segment:06d}.jsonl"
 
 
@@ -141,7 +136,7 @@ def run_log_run(name: str) -> str | None:
 
 
 def heartbeat_name(run_id: str) -> str:
-    """Return the name of the file that says when a run was last alive."""
+    """Return the name of the heartbeat file of a run."""
     return f"{RUNS}/{run_id}.alive"
 
 

@@ -1,7 +1,7 @@
-"""What runs leave beside the data: staged files, journals, probes, plans that do not hold.
+"""Files of runs that are not data: staged files, journals, probes, plans that do not hold.
 
-Nothing here is ever counted as data, and nothing named here is a part, the plan that holds, or what
-says that the output is complete.
+Nothing here is ever counted as data, and nothing named here is a part, the plan that holds, or
+`_SUCCESS`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -44,10 +44,7 @@ def leftovers(
     """Yield the files that could go, each with whether a run at work could still miss it.
 
     Args:
-        store: of the sink.
         plans: hashes of the plans that hold; with none, no folder of a plan is named.
-        is_committed: whether a unit is in the output.
-        is_finished: the output is complete.
     """
     for folder, unit_of in ((FRAGMENTS, fragment_unit), (ATTEMPTS, attempt_unit)):
         for name in store.names(folder):

@@ -15,7 +15,6 @@ def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> b
     was created first, and the shards of the other are never read.
 
     Args:
-        store: of the sink.
         make: writes the shards of a new plan, under names of its own, and returns `plan.json`.
         name: of the file; another than the first plan's for input that came later.
 
@@ -46,7 +45,7 @@ def _read(store: Store, name: str = PLAN) -> bytes | None:
 
 
 def _refuse_parts_without_plan(store: Store) -> None:
-    # parts are listed before the plan is asked for again: another run writes them in that order
+    # parts are listed before the plan is read again: another run writes them in that order
     names = store.names(DATA)
     if names and _read(store) is None:
         raise CommitError(

@@ -2,7 +2,7 @@
 
 The files of a unit are created one by one, then the record that all are there. They are cut by
 columns of the input alone, so every attempt writes the same rows under the same names, and files
-of different attempts may stand beside each other.
+of different attempts can be mixed.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.durable.commit import check_rows
+from raybatch.durable.commit import check_rows, publish
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import done_name, part_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
@@ -50,8 +50,8 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
                 f"the text {_NULL} in column {column!r} is the folder of null, so it would come "
                 "back as null; partition by another column"
             )
-        said = _NULL if value is None else quote(str(value), safe="")
-        step = f"{quote(column, safe='')}={said}"
+        text = _NULL if value is None else quote(str(value), safe="")
+        step = f"{quote(column, safe='')}={text}"
         if len(step) > _MAX_STEP_BYTES:
             raise CommitError(
                 f"the partition {step[:60]}... is longer than {_MAX_STEP_BYTES} bytes; partition "
@@ -62,9 +62,9 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
 
 
 def partition_values(name: str) -> list[str | None]:
-    """Return the values that a name such as "lang=en/part-000000.parquet" says, as texts."""
-    said = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
-    return [None if text == _NULL else unquote(text) for text in said]
+    """Return the values in a name such as "lang=en/part-000000.parquet", as texts."""
+    texts = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
+    return [None if text == _NULL else unquote(text) for text in texts]
 
 
 def commit_partitioned(
@@ -84,18 +84,11 @@ def commit_partitioned(
     """Write the files of a unit that are not there yet, then the record that it is complete.
 
     Args:
-        store: of the sink.
-        unit: what the plan says of it.
         table: all rows of the unit in the one schema of the output and in any order; the columns
             `by` are not written, their values are in the names.
         by: columns of the input that cut the unit.
-        pos: int64 [R], position of each row in its unit.
-        row: int64 [R], number of each row in the whole input.
         count: returns the counts of some rows of `table`.
         unwritten: columns of `table` that are counted and not written.
-        plan_hash: of the plan that holds.
-        attempt: who writes; for people alone.
-        part_format: of the files.
 
     Raises:
         CommitError: see `commit_unit`; or another attempt has cut the unit in another way.
@@ -118,8 +111,8 @@ def commit_partitioned(
             mine, num_rows=len(places), row_sum=row_sum(row[places]), counts=count(rows)
         )
         name = part_name(unit.number, folder)
-        data = part_format.part(rows.drop_columns([*by, *unwritten]), footer)
-        footers[name] = _write_file(store, name, data, footer, part_format)
+        written = rows.drop_columns([*by, *unwritten])
+        footers[name] = publish(store, name, written, footer, part_format)
     counts = sum_counts(footer.counts for footer in footers.values())
     record = {**replace(mine, counts=counts).to_json(), "files": sorted(footers)}
     reach("before_done", unit=unit.number)
@@ -128,11 +121,7 @@ def commit_partitioned(
 
 
 def partitioned_receipt_of(store: Store, unit: Unit, plan_hash: str) -> Receipt | None:
-    """Return the receipt of a unit that is complete, None where it is not; one request.
-
-    Raises:
-        CommitError: the record is another unit's or another plan's.
-    """
+    """Return the receipt of a unit that is complete, None where it is not; one request."""
     try:
         footer, _ = read_record(store, unit.number)
     except FileNotFoundError:
@@ -142,7 +131,7 @@ def partitioned_receipt_of(store: Store, unit: Unit, plan_hash: str) -> Receipt 
 
 
 def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
-    """Return what the record of a complete unit says, and the names of its files.
+    """Return the record of a complete unit, and the names of its files.
 
     Raises:
         FileNotFoundError: there is none.
@@ -151,8 +140,8 @@ def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
     name = done_name(unit)
     data = store.read(name)
     try:
-        said = json.loads(data)
-        return Footer.from_json(said), [str(file) for file in said["files"]]
+        record = json.loads(data)
+        return Footer.from_json(record), [str(file) for file in record["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CommitError(
             f"{store.uri}/{name} is no record of this output: {error_text(error)}; move it away"
@@ -166,21 +155,14 @@ def read_files(
     record: tuple[Footer, Sequence[str]],
     part_format: PartFormat,
 ) -> Footer:
-    """Return what the files of a complete unit say together; a request or two for each.
-
-    Args:
-        store: of the sink.
-        plan_hash: of the plan that holds.
-        unit: what the plan says of it.
-        record: of the unit, as `read_record` returns it.
-        part_format: of the files.
+    """Return the sum of the footers of a complete unit; a request or two for each file.
 
     Raises:
         FileNotFoundError: a file of it is missing.
         CommitError: a file of it is another unit's or another plan's.
     """
-    said, names = record
-    said.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
+    summary, names = record
+    summary.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
     footers = []
     for name in names:
         footer = read_footer(store, name, part_format)
@@ -191,7 +173,7 @@ def read_files(
         num_rows=sum(footer.num_rows for footer in footers),
         row_sum=add_row_sums(footer.row_sum for footer in footers),
         plan=plan_hash,
-        attempt=said.attempt,
+        attempt=summary.attempt,
         counts=sum_counts(footer.counts for footer in footers),
     )
 
@@ -204,18 +186,3 @@ def _places(table: pa.Table, by: Sequence[str], pos: Ints) -> dict[str, Ints]:
         folder = partition_folder(by, [column[place] for column in columns])
         places.setdefault(folder, []).append(place)
     return {folder: np.array(places[folder], np.int64) for folder in sorted(places)}
-
-
-def _write_file(
-    store: Store, name: str, data: bytes, mine: Footer, part_format: PartFormat
-) -> Footer:
-    """Create a file; return the footer of what lies there now, which holds the same rows."""
-    reach("before_publish", unit=mine.unit)
-    won = store.create(name, data)
-    reach("after_publish", unit=mine.unit)
-    if won:
-        return mine
-    footer = read_footer(store, name, part_format)
-    unit = Unit(number=mine.unit, num_rows=mine.num_rows, row_sum=mine.row_sum)
-    footer.check(unit, mine.plan, f"{store.uri}/{name}")
-    return footer

@@ -21,15 +21,10 @@ _MAX_FOOTER_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footer:
-    """What a part says of itself.
+    """What the footer of a part holds.
 
     Args:
-        unit: number of the unit.
-        num_rows: in this file.
-        row_sum: of the rows in this file, see `units.row_sum`.
-        plan: hash of the plan.
         attempt: who wrote it; for people alone.
-        counts: of the rows in this file.
     """
 
     unit: int
@@ -53,7 +48,7 @@ class Footer:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Footer":
-        """Return what plain values say; raise ValueError, KeyError or TypeError."""
+        """Return the footer of plain values; raise ValueError, KeyError or TypeError."""
         if values["protocol"] != PROTOCOL:
             raise ValueError(f"it follows protocol {values['protocol']!r}, this is {PROTOCOL}")
         return cls(
@@ -75,7 +70,7 @@ class Footer:
             )
 
     def check_plan(self, unit: Unit, plan_hash: str, where: str) -> None:
-        """Raise CommitError unless this says that it is of that unit and of that plan."""
+        """Raise CommitError unless this names that unit and that plan."""
         if self.plan != plan_hash:
             raise CommitError(
                 f"{where} belongs to plan {self.plan}, the output to plan {plan_hash}; move the "
@@ -89,7 +84,7 @@ def _encode(table: pa.Table, footer: str) -> bytes:
     buffer = pa.BufferOutputStream()
     with pq.ParquetWriter(buffer, table.schema) as writer:
         writer.write_table(table)
-        # beside the schema, so that every part has the one schema exactly
+        # not in the schema, so that every part has the one schema exactly
         writer.add_key_value_metadata({FOOTER_KEY: footer})
     return bytes(buffer.getvalue())
 
@@ -102,18 +97,12 @@ def _footer_text(tail: bytes) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartFormat:
-    """How rows become the bytes of a part, and back.
-
-    Args:
-        encode: makes the bytes of a table and the text of its footer.
-        footer_text: returns the rows of a file and the text of its footer, from its last bytes.
-    """
+    """How rows become the bytes of a part, and back."""
 
     encode: Callable[[pa.Table, str], bytes]
     footer_text: Callable[[bytes], tuple[int, str]]
 
     def part(self, table: pa.Table, footer: Footer) -> bytes:
-        """Return the bytes of a part."""
         return self.encode(table, json.dumps(footer.to_json(), sort_keys=True))
 
 
@@ -121,7 +110,7 @@ PARQUET = PartFormat(encode=_encode, footer_text=_footer_text)
 
 
 def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> Footer:
-    """Return what a part says of itself, after one or two requests.
+    """Return the footer of a part, after one or two requests.
 
     Raises:
         FileNotFoundError: there is none of this name.

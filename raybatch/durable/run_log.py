@@ -29,8 +29,6 @@ class RunLog:
     Texts are written without secrets. Prompts and outputs do not belong into it.
 
     Args:
-        store: of the sink.
-        run_id: name of the run.
         clock: seconds since 1970.
     """
 
@@ -79,8 +77,8 @@ class RunLog:
 
 def run_ids(store: Store) -> list[str]:
     """Return the runs that have left a log, in no order of time."""
-    found = (run_log_run(name) for name in store.names(RUNS))
-    return sorted({run for run in found if run is not None})
+    runs = (run_log_run(name) for name in store.names(RUNS))
+    return sorted({run for run in runs if run is not None})
 
 
 def read_events(store: Store, run_id: str) -> Iterator[dict[str, Any]]:

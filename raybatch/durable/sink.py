@@ -25,7 +25,7 @@ _PARTITION_TYPES = (
     pa.types.is_date,
 )
 
-# Its presence says that a run of this library has written the folder.
+# its presence marks a folder that a run of this library has written
 _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
 _LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
@@ -33,11 +33,7 @@ _OURS = re.compile(r"_raybatch/(?:(?:plan|frag|runs|attempts|done|staging)/(?:[^
 
 
 def check_place(sink: str) -> None:
-    """Raise ConfigError where the workers of a job could not write.
-
-    Args:
-        sink: folder, local or with a protocol.
-    """
+    """Raise ConfigError where the workers of a job could not write."""
     if "::" in sink:
         raise ConfigError(
             f"sink {sink!r} has '::' in its path, which file systems take for a chain of "
@@ -60,7 +56,6 @@ def prepare_sink(
 
     Args:
         sink: folder, local or with a protocol.
-        is_overwrite: begin again.
         source_paths: files that are read, with their protocols.
 
     Raises:
@@ -100,13 +95,13 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
     if is_overwrite:
         for folder in ("", PLAN_ORDER):
             _check_removable(sink, names, folder)
-        # what says that units are done goes before the units, and the plan before its shards
+        # records of units are removed before the units, and the plan before its shards
         for name in sorted(filter(_is_ours, names), key=_order_of_removal):
             store.remove(name)
     elif foreign:
         _check_layout(sink, store.read(_MARKER))
-    said = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
-    store.create(_MARKER, said)
+    marker = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
+    store.create(_MARKER, marker)
 
 
 def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
@@ -153,8 +148,6 @@ def _check_removable(sink: str, names: Collection[str], folder: str) -> None:
     """Refuse to begin again in an output that another run or somebody else writes to.
 
     Args:
-        sink: of the job.
-        names: of all files below it.
         folder: below the sink, of an output of its own; "" is that of the sink itself.
     """
     prefix = f"{folder}/" if folder else ""

@@ -1,21 +1,37 @@
 """File systems of every kind behind one kind of error, and the store of a sink."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from raybatch.durable.stores.local import LocalStore
+from raybatch.durable.stores.objects import ObjectStore
 from raybatch.durable.stores.protocols import Store
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.stores.repeating import Repeating
 from raybatch.errors import ConfigError, RaybatchError, error_text
+
+
+def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
+    """Return the store of a folder; nothing is read or written yet.
+
+    Args:
+        uri: a local path, or any URI that fsspec knows.
+        sleep: waits for so many seconds before a request is sent again.
+    """
+    fs, root = fsspec.core.url_to_fs(uri)
+    if isinstance(fs, LocalFileSystem):
+        return LocalStore(root)
+    return Repeating(ObjectStore(uri), sleep=sleep)
 
 
 @lru_cache(maxsize=8)
 def store_of(sink: str) -> Store:
-    """Return the store of a sink: one in a process, because a new one asks a bucket what it can."""
+    """Return the store of a sink: one in a process, because a new one probes the bucket."""
     return open_store(sink)
 
 

@@ -35,13 +35,7 @@ _BINNED = ("prompt_lengths", "output_lengths")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A fixed set of rows that is one part of the output.
-
-    Args:
-        number: of the unit in its plan, from 0.
-        num_rows: of the unit.
-        row_sum: see the function of this name.
-    """
+    """A fixed set of rows that is one part of the output."""
 
     number: int
     num_rows: int
@@ -53,7 +47,6 @@ class UnitPlan:
     """What a commit must know of a plan.
 
     Args:
-        hash: of the whole plan.
         unit_rows: int64 [U], rows of each unit.
         row_sums: uint64 [U], see `row_sums`.
         is_partitioned: the rows of a unit lie in one file per value of some input columns.
@@ -76,16 +69,13 @@ class UnitPlan:
 
     @property
     def num_units(self) -> int:
-        """Return the number of units."""
         return len(self.unit_rows)
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of all units."""
         return int(self.unit_rows.sum())
 
     def hash_of(self, number: int) -> str:
-        """Return the hash of the plan that a unit belongs to."""
         if not self.hashes:
             return self.hash
         return self.hashes[bisect_right(self.hashes, number, key=lambda one: one[0]) - 1][1]
@@ -123,21 +113,12 @@ def row_sum(row: Ints) -> int:
     """Return the sum, modulo 2**64, of the scrambled row numbers of a unit, in any order.
 
     Another set of as many rows has the same sum by chance alone: once in 2**64.
-
-    Args:
-        row: int64 [R], numbers of the rows in the whole input.
     """
     return int(mix64(row.astype(np.uint64)).sum(dtype=np.uint64))
 
 
 def row_sums(unit: npt.NDArray[np.integer[Any]], row: Ints, num_units: int) -> Uint64s:
-    """Return the `row_sum` of each unit; those of pieces of an input add up, modulo 2**64.
-
-    Args:
-        unit: int [R], unit of each row.
-        row: int64 [R], numbers of the rows in the whole input.
-        num_units: of the plan.
-    """
+    """Return the `row_sum` of each unit; those of pieces of an input add up, modulo 2**64."""
     sums = np.zeros(num_units, np.uint64)
     np.add.at(sums, unit, mix64(row.astype(np.uint64)))
     return sums
@@ -153,9 +134,7 @@ class ErrorCount:
     """How often one class of row error happened.
 
     Args:
-        num_rows: rows that carry it.
         row_ids: the first few of them, up to `NUM_ERROR_IDS`.
-        message: the whole error of the first one.
     """
 
     num_rows: int
@@ -175,16 +154,9 @@ class UnitCounts:
     """What the rows of a unit, or of many, came to.
 
     Args:
-        num_rows: of the unit.
-        statuses: rows of each status.
-        errors: by class.
-        prompt_tokens: of the rows that were asked.
         cached_tokens: prompt tokens whose KV came from another row.
-        generated_tokens: of all rows.
         num_asked: rows that were to reach an engine.
         num_copies: of them, those that took the result of an identical row.
-        special_rows: rows whose texts held special tokens of the model.
-        special_tokens: found in them.
         prompt_lengths: rows that were asked in each bin of prompt tokens; the bins are the same
             everywhere, so that those of units add up.
         output_lengths: samples in each bin of generated tokens.
@@ -204,25 +176,10 @@ class UnitCounts:
     output_lengths: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "num_rows": self.num_rows,
-            "statuses": self.statuses,
-            "errors": {name: dataclasses.asdict(one) for name, one in self.errors.items()},
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "generated_tokens": self.generated_tokens,
-            "num_asked": self.num_asked,
-            "num_copies": self.num_copies,
-            "special_rows": self.special_rows,
-            "special_tokens": self.special_tokens,
-            "prompt_lengths": list(self.prompt_lengths),
-            "output_lengths": list(self.output_lengths),
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitCounts":
-        """Return the counts of plain values."""
         errors = {
             name: ErrorCount(**{**one, "row_ids": tuple(one["row_ids"])})
             for name, one in values["errors"].items()
@@ -254,10 +211,7 @@ class Receipt:
     """That a unit is committed; small enough to travel where its rows do not.
 
     Args:
-        unit: number of the unit.
-        num_rows: of the unit.
         won: this attempt wrote it; False where another one did, or where the reply was lost.
-        counts: of the rows that are in the output.
     """
 
     unit: int

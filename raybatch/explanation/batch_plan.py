@@ -2,9 +2,9 @@
 
 from raybatch.pictures.document import Section, Table
 from raybatch.pictures.wording import amount, count, full, percent
-from raybatch.policy.batches.layer_plan import BatchPlan, ModuleCosts
+from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, ModuleCosts
 from raybatch.policy.batches.saturation import GateTarget
-from raybatch.policy.batches.search import MemoryBudget, PricedPlan, SearchResult
+from raybatch.policy.batches.search import PricedPlan, SearchResult
 from raybatch.policy.residence import Residence
 
 

@@ -27,10 +27,8 @@ from raybatch.explanation.batch_plan import plan_section
 from raybatch.explanation.streamed_weights import StreamedWeights, streamed_weights
 from raybatch.pictures.document import Section, to_text
 from raybatch.pictures.wording import count, full, percent
-from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.batches.layer_work import Workload
-from raybatch.policy.batches.plan import PlannedBatches, plan_batches
-from raybatch.policy.batches.search import MemoryBudget, PricedPlan
+from raybatch.policy.batches.layer_plan import MemoryBudget, ModelShape, ModuleCosts, Workload
+from raybatch.policy.batches.search import PlannedBatches, PricedPlan, plan_batches
 from raybatch.policy.batches.step_plan import Phase, RowShape, StepPlan, plan_steps
 
 # share of the best rate from which experts count as busy: a larger batch gains less than the rest

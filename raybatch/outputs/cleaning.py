@@ -14,9 +14,8 @@ from raybatch.durable.commit import listed_units
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.leftovers import leftovers
 from raybatch.durable.sink import is_marked
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import open_store, told_as
 from raybatch.durable.stores.protocols import Store
-from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.pictures.wording import printable
 from raybatch.planning.store import read_all_units, read_plans

@@ -9,9 +9,8 @@ from pathlib import Path
 from raybatch.durable.audit import Audit, audit, read_success
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.sink import is_marked
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import open_store, told_as
 from raybatch.durable.stores.protocols import Store
-from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepLook, look_into_parts

@@ -32,12 +32,12 @@ from raybatch.prefix.plan import (
     PlanRows,
     arrange_rows,
     by_adapter,
+    cut_units,
     order_entries,
     plan_rows,
     rank_entries,
 )
 from raybatch.prefix.profile import profile_rows
-from raybatch.prefix.split import cut_units
 
 # what a summary of a part says of the values by which its entries are ordered
 _NUM_VALUES = 256

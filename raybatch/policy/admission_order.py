@@ -15,7 +15,7 @@ from raybatch.errors import ConfigError, told_range
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 
-# an entry is passed by those alone that come within so many times its own steps after it
+# an entry is passed only by those that arrive within so many times its own steps after it
 PATIENCE = 8.0
 # more gain little: a bin of 1/16 of the rows is narrow wherever lengths are not in the tail
 MAX_BINS = 16
@@ -29,7 +29,6 @@ def batches_ahead(policy: AdmissionPolicy, *, has_rounds: bool = False) -> int:
     those that wait are the next round, and those behind it whose KV is stored.
 
     Args:
-        policy: who starts next.
         has_rounds: prompts are computed in rounds (`kv_offload`).
     """
     return max(int(has_rounds), {"fcfs": 0, "static": 1, "shortest": 2, "multi_bin": 8}[policy])
@@ -39,12 +38,7 @@ def predicted_steps(num_output: int, num_prompt: int, step_tokens: int) -> float
     """Return how many steps a row is likely to take: one a token, and its share of prompts' steps.
 
     Args:
-        num_output: tokens that it is likely to generate.
-        num_prompt: tokens of its prompt.
         step_tokens: token budget of a step, at least 1.
-
-    Raises:
-        ConfigError: `step_tokens` is below 1.
     """
     if step_tokens < 1:
         raise ConfigError(f"a step of {step_tokens} tokens; it takes at least one")
@@ -56,8 +50,8 @@ def shortest_first(
 ) -> Int64s:
     """Return the entries in the order in which they start: the shortest first, with ageing.
 
-    An entry counts as if it had come `patience` times its own steps later than it has. So entries
-    that come together start by length, and none is passed by entries that come later than that:
+    An entry counts as if it had arrived `patience` times its own steps later. So entries
+    that arrive together start by length, and none is passed by entries that arrive later than that:
     nobody waits for ever, and a long row waits no longer in proportion than a short one. Equal ones
     keep the order of their arrays.
 
@@ -66,17 +60,11 @@ def shortest_first(
         arrival_step: int64 [E], steps of the engine before the entry came.
         patience: 0 is the order of arrival.
 
-    Returns:
-        int64 [E], indices.
-
-    Raises:
-        ConfigError: `patience` is negative or not finite.
-
     Complexity: E log E.
     """
     if not 0 <= patience < math.inf:
-        told = told_range("at least 0", patience)
-        raise ConfigError(f"a patience of {patience}; it must be {told}")
+        allowed = told_range("at least 0", patience)
+        raise ConfigError(f"a patience of {patience}; it must be {allowed}")
     return np.argsort(arrival_step + patience * service, kind="stable")
 
 
@@ -93,15 +81,11 @@ def next_batch(
     Args:
         service: float64 [E], predicted steps of each entry, the oldest first; the largest of a
             group's members.
-        num_rows: int64 [E], rows of each entry, at least 1.
         batch_rows: that run at once, at least 1. The last entry may hold more than are left.
         max_bins: 1 is the order of arrival.
 
     Returns:
         int64, indices, ascending; none of none.
-
-    Raises:
-        ConfigError: `batch_rows` or `max_bins` is below 1.
 
     Complexity: E log E.
 

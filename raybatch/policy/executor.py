@@ -7,7 +7,7 @@ ExecutorName = Literal["auto", "local", "ray"]
 
 # On one host Ray has as many engines as a local run, and is later by its start: 12 s on two cores,
 # with 10 rows as with 10,000 (benchmarks/executors.py). From here on a job takes long enough for
-# what Ray has beside: hosts that join, feeders in processes of their own, metrics.
+# the other benefits of Ray: hosts that join, feeders in processes of their own, metrics.
 _MAX_LOCAL_ROWS = 10_000
 _MAX_LOCAL_BYTES = 32 << 20
 # an engine takes seconds to start
@@ -21,7 +21,6 @@ class ExecutorFacts:
     Args:
         is_connected: a cluster is connected, or named by the environment.
         needs_ray: an option that only Ray can follow, with its value; "" for none.
-        num_rows: of the source.
         num_bytes: that these take in memory, about.
         max_driver_bytes: of an input that the driver plans by itself.
     """
@@ -39,20 +38,15 @@ def choose_executor(facts: ExecutorFacts) -> tuple[bool, str]:
         return False, "a Ray cluster is connected"
     if facts.needs_ray:
         return False, f"{facts.needs_ray} needs Ray"
-    for what, found, most in (
+    for what, number, most in (
         ("rows", facts.num_rows, _MAX_LOCAL_ROWS),
         ("bytes", facts.num_bytes, min(facts.max_driver_bytes, _MAX_LOCAL_BYTES)),
     ):
-        if found > most:
-            return False, f"{found} {what} are more than {most}"
+        if number > most:
+            return False, f"{number} {what} are more than {most}"
     return True, "no cluster is connected, and the input is small"
 
 
 def engines_for(num_rows: int, most: int) -> int:
-    """Return how many engines of one host are worth their start for so many rows.
-
-    Args:
-        num_rows: of the source.
-        most: that the host has room for.
-    """
+    """Return how many engines of one host are worth their start for so many rows."""
     return max(1, min(most, -(-num_rows // _ROWS_PER_ENGINE)))

@@ -7,17 +7,7 @@ from raybatch.config import LimitConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """What a run has done so far.
-
-    Args:
-        wall_s: since it began.
-        engine_s: that its engines worked, summed over replicas.
-        num_replicas: engines that it holds.
-        cost: of answers that have prices of their own.
-        tokens: prompt tokens of rows that came back, and generated ones.
-        rows_done: rows that came back, error rows included.
-        rows_failed: error rows.
-    """
+    """What a run has done so far."""
 
     wall_s: float = 0.0
     engine_s: float = 0.0

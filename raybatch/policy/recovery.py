@@ -10,13 +10,7 @@ from raybatch.policy.cost.roofline import Roofline, Work
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """How a sequence gets its KV back.
-
-    Args:
-        way: the one that takes less time.
-        transfer_s: of copying the KV.
-        recompute_s: of a prefill over all tokens.
-    """
+    """How a sequence gets its KV back."""
 
     way: Literal["transfer", "recompute"]
     transfer_s: float
@@ -24,7 +18,6 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the way that is taken."""
         return min(self.transfer_s, self.recompute_s)
 
 
@@ -32,12 +25,8 @@ def choose_recovery(*, kv_bytes: float, link: Roofline, recompute_s: float) -> R
     """Return the quicker way; a copy wins a tie, as it leaves the processor to others.
 
     Args:
-        kv_bytes: of the sequence, in all layers.
         link: cost of a copy from where the KV is to where the sequence goes on.
         recompute_s: predicted time of computing the KV again, see `recompute_time`.
-
-    Raises:
-        ConfigError: a number is negative.
     """
     if kv_bytes < 0 or recompute_s < 0:
         raise ConfigError(

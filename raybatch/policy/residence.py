@@ -1,7 +1,7 @@
 """Which layers keep their weights on the device, and which are copied there in every pass.
 
 Residence is planned and not fixed (BatchGen, arXiv:2606.21712, section 5.2): as many whole layers
-stay as the budget holds beside a ring of buffers, through which the weights of the others pass.
+stay as the budget holds next to a ring of buffers, through which the weights of the others pass.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ class WeightSizes:
 
     Args:
         other_bytes: of what belongs to no layer (embeddings, head, the last norm); always there.
-        layer_bytes: of each layer.
     """
 
     other_bytes: int
@@ -28,7 +27,6 @@ class WeightSizes:
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
         return self.other_bytes + sum(self.layer_bytes)
 
 
@@ -65,20 +63,18 @@ def plan_residence(
     before it, and the last one is the last layer, so that the first has the time between steps.
 
     Args:
-        sizes: of the model.
         device_weight_bytes: of the device for weights and ring; None keeps everything there.
-        weight_buffers: layers of the ring.
 
     Raises:
-        ConfigError: the budget does not hold the ring beside what always stays.
+        ConfigError: the budget does not hold the ring and what always stays.
     """
     num_layers = len(sizes.layer_bytes)
     if device_weight_bytes is None:
         return _residence(sizes, num_layers, weight_buffers)
     for num_resident in range(num_layers, -1, -1):
-        found = _residence(sizes, num_resident, weight_buffers)
-        if found.device_bytes <= device_weight_bytes:
-            return found
+        residence = _residence(sizes, num_resident, weight_buffers)
+        if residence.device_bytes <= device_weight_bytes:
+            return residence
     least = min(
         _residence(sizes, count, weight_buffers).device_bytes for count in range(num_layers + 1)
     )
@@ -105,11 +101,7 @@ def pass_time(
     the layer that had its buffer. What the copies add is this less the sum of `layer_s`.
 
     Args:
-        residence: of the layers.
-        sizes: of the same layers.
-        layer_s: seconds that each layer computes.
-        bytes_per_s: of a copy to the device.
-        copies_overlap: copies run beside computations, as on a GPU; on a CPU they take turns.
+        copies_overlap: copies run during computations, as on a GPU; on a CPU they take turns.
     """
     nodes, users, ends = list[DagNode](), list[str](), list[int]()
     link = "to_device" if copies_overlap else "compute"

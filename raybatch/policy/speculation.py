@@ -86,14 +86,10 @@ def draft_length(acceptance: float, break_even: float, max_tokens: int) -> int:
     Args:
         acceptance: share of right guesses, 0 to 1.
         break_even: share that must be right, above 0.
-        max_tokens: at most so many.
 
     Example:
         >>> [draft_length(share, 0.3, 8) for share in (0.2, 0.5, 0.9, 1.0)]
         [0, 1, 8, 8]
-
-    Raises:
-        ConfigError: `acceptance` or `break_even` is out of range.
     """
     if not 0 <= acceptance <= 1 or not break_even > 0:
         raise ConfigError(

@@ -39,7 +39,6 @@ class BlockKeys:
         offsets: the keys of row r are `keys[offsets[r]:offsets[r + 1]]`.
         num_tokens: tokens of each prompt, those after the last whole block included.
         digest: hash of each entire prompt.
-        block_size: tokens of one block.
     """
 
     keys: Uint64s  # [K]
@@ -50,7 +49,6 @@ class BlockKeys:
 
     @property
     def num_rows(self) -> int:
-        """Prompts in this record."""
         return len(self.num_tokens)
 
     @property
@@ -60,11 +58,7 @@ class BlockKeys:
 
     @classmethod
     def concat(cls, parts: Sequence["BlockKeys"]) -> "BlockKeys":
-        """Return the rows of all parts, in order; at least one part.
-
-        Raises:
-            ConfigError: there is no part, or the parts have different block sizes.
-        """
+        """Return the rows of all parts, in order; at least one part."""
         sizes = sorted({part.block_size for part in parts})
         if len(sizes) != 1:
             raise ConfigError(f"parts of one block size can be joined, these have {sizes}")
@@ -99,8 +93,8 @@ class BlockKeys:
         """Return the keys where rows share prefixes, or are identical, only within equal salts.
 
         Args:
-            prefixes: uint64 [R], what beside its tokens decides the KV of a row; 0 for nothing.
-            results: uint64 [R], what beside them decides its result; 0 for nothing.
+            prefixes: uint64 [R], what else than its tokens decides the KV of a row; 0 for nothing.
+            results: uint64 [R], what else decides its result; 0 for nothing.
         """
         return replace(
             self,
@@ -110,11 +104,7 @@ class BlockKeys:
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "BlockKeys":
-        """Return what `to_table` has written; a table of one chunk is not copied.
-
-        Raises:
-            ConfigError: the table says no block size.
-        """
+        """Return what `to_table` has written; a table of one chunk is not copied."""
         block_size = (table.schema.metadata or {}).get(b"block_size")
         if block_size is None:
             raise ConfigError("the table has no block_size in its metadata; write it by to_table")
@@ -140,10 +130,6 @@ def hash_blocks(
     Args:
         token_ids: int32 [T], the prompts one after another, read only.
         offsets: int64 [R + 1], the tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`.
-        block_size: tokens of one KV block, the unit of sharing.
-
-    Raises:
-        ConfigError: the arrays do not fit together, or the block size is below 1.
     """
     _check(token_ids, offsets, block_size)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines
@@ -174,7 +160,7 @@ def find_representatives(keys: BlockKeys) -> Int64s:
     Rows count as identical when length, digest and last key are equal; the latter two collide
     independently. A prompt without a whole block has its digest alone.
     """
-    found = np.arange(keys.num_rows)
+    first_rows = np.arange(keys.num_rows)
     order = np.argsort(keys.digest)
     same = _equal_to_previous(keys.digest[order])
     rows = np.sort(order[same | np.append(same[1:], False)])
@@ -185,8 +171,8 @@ def find_representatives(keys: BlockKeys) -> Int64s:
     by_traits = np.lexsort((rows, *traits))
     starts = ~np.logical_and.reduce([_equal_to_previous(trait[by_traits]) for trait in traits])
     rows = rows[by_traits]
-    found[rows] = rows[np.flatnonzero(starts)][np.cumsum(starts) - 1]
-    return found
+    first_rows[rows] = rows[np.flatnonzero(starts)][np.cumsum(starts) - 1]
+    return first_rows
 
 
 def start_offsets(counts: Int64s) -> Int64s:

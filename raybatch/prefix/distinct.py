@@ -18,9 +18,6 @@ class DistinctKeys:
     halved when the sample grows too large. Up to `max_keys` distinct keys are counted exactly;
     beyond that the standard error is at most sqrt(2 / max_keys), 0.6 % as it stands.
 
-    Args:
-        max_keys: that are remembered.
-
     Source: adaptive sampling (Wegman; Flajolet, On adaptive sampling, 1990).
     """
 
@@ -46,7 +43,6 @@ class DistinctKeys:
             self._merge()
 
     def num_distinct(self) -> float:
-        """Return the estimated number of distinct keys."""
         self._merge()
         return len(self._sample) * (_ALL / self._limit)
 

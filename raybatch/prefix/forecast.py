@@ -1,6 +1,6 @@
 """How many prompt tokens each order of the rows would compute, for a KV cache of a given size.
 
-input    as the rows come, with a prefix cache alone
+input    in the order of the input, with a prefix cache alone
 sorted   by prompt, with a prefix cache alone
 planned  as the plan has it: prefixes pinned while their groups live, identical rows once
 bound    every shared prefix at every depth computed once: a cache that holds everything
@@ -34,8 +34,6 @@ class OrderForecast:
     """What one order would compute.
 
     Args:
-        name: of the order.
-        prompt_tokens: of all rows, identical ones included.
         computed_tokens: those whose KV an engine computes.
         error: half width of the 95 % interval of the hit rate; 0 where all rows were simulated.
         is_lower_bound: the sample was too short to fill the cache, so there may be more hits.
@@ -56,7 +54,6 @@ class OrderForecast:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that need no computing."""
         return self.prompt_tokens - self.computed_tokens
 
 
@@ -69,7 +66,7 @@ def rows_that_fit(keys: BlockKeys, output_tokens: Floats, size: CacheSize) -> In
 def forecast_orders(
     keys: BlockKeys,
     plan: RowPlan,
-    found: Arrangement,
+    arrangement: Arrangement,
     *,
     output_tokens: Floats,
     size: CacheSize,
@@ -80,16 +77,11 @@ def forecast_orders(
     The cost is that of simulating `max_rows` rows three times.
 
     Args:
-        keys: of the rows that engines see.
-        plan: of these rows.
-        found: the arrangement that the plan orders.
-        output_tokens: float64 [R], expected.
-        size: of the cache of one engine.
         max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
     """
     fits = np.zeros(keys.num_rows, np.bool_)
     fits[rows_that_fit(keys, output_tokens, size)] = True
-    is_generated = found.groups.representative == np.arange(keys.num_rows)
+    is_generated = arrangement.groups.representative == np.arange(keys.num_rows)
     load = CacheLoad(
         keys=keys.keys,
         offsets=keys.offsets,
@@ -97,9 +89,9 @@ def forecast_orders(
         block_size=keys.block_size,
         output_tokens=np.ceil(output_tokens).astype(np.int64),
     )
-    in_input, in_tree = np.flatnonzero(fits), found.tree.row_order
+    in_input, in_tree = np.flatnonzero(fits), arrangement.tree.row_order
     in_plan = plan.order[(fits & is_generated)[plan.order]]
-    bound = _bound(found.tree, keys, fits & is_generated)
+    bound = _bound(arrangement.tree, keys, fits & is_generated)
     orders = (
         _cached("input", load, in_input, size, max_rows),
         _cached("sorted", load, in_tree[fits[in_tree]], size, max_rows),
@@ -123,9 +115,8 @@ def merge_forecasts(
     """Return the forecasts of all parts of an input together.
 
     Args:
-        parts: of each part, as `forecast_orders` returns them; what they say of the order of the
+        parts: of each part, as `forecast_orders` returns them; their forecast of the order of the
             input is not used, because a part is no stretch of it.
-        windows: cached and all prompt tokens of stretches of the input.
         is_whole: the stretches are all of the input, from its beginning.
     """
     merged = []

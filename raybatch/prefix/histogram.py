@@ -17,7 +17,6 @@ class Histogram:
 
     Args:
         counts: numbers in each bin, without the empty bins at the end.
-        total: sum of the numbers.
         lowest: smallest number; 0 where there are none.
         highest: largest number; 0 where there are none.
     """
@@ -58,7 +57,6 @@ class Histogram:
 
     @classmethod
     def merge(cls, parts: Sequence["Histogram"]) -> "Histogram":
-        """Return the histogram of what all parts have counted."""
         filled = [part for part in parts if part.counts]
         if not filled:
             return cls()
@@ -74,12 +72,10 @@ class Histogram:
 
     @property
     def num_values(self) -> int:
-        """Numbers that were counted."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """Mean of the numbers; 0 where there are none."""
         return self.total / max(1, self.num_values)
 
     def edges(self) -> list[int]:
@@ -87,7 +83,7 @@ class Histogram:
         return [_first(index) for index in range(len(self.counts) + 1)]
 
     def quantile(self, share: float) -> float:
-        """Return the number that this share does not exceed, as far as the bins tell."""
+        """Return the number that this share does not exceed, interpolated in its bin."""
         if not self.counts:
             return 0.0
         sums = np.concatenate([[0], np.cumsum(self.counts)])
@@ -96,7 +92,6 @@ class Histogram:
 
 
 def _bins(numbers: Ints) -> Ints:
-    """Return the bin of each number."""
     large = np.maximum(numbers, _EXACT)
     doublings = np.frexp(large.astype(float))[1] - 1
     steps = (large >> (doublings - 2)) - 4

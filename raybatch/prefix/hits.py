@@ -28,11 +28,7 @@ class CacheLoad:
             block and all blocks before it.
         offsets: int64 [R + 1], where each row's keys begin.
         num_tokens: int [R], length of each prompt.
-        block_size: tokens of one block.
         output_tokens: int [R], tokens that each row generates; None counts none.
-
-    Raises:
-        ConfigError: the arrays do not belong together.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -70,7 +66,6 @@ class CacheSize:
     """The engine's side.
 
     Args:
-        num_blocks: blocks of the KV cache.
         concurrency: rows that run at the same time at most.
         finds_blocks: whether rows find what others have left; else only groups share.
     """
@@ -85,7 +80,6 @@ class HitEstimate:
     """Share of prompt tokens found in the cache.
 
     Args:
-        rate: between 0 and 1.
         error: half width of the 95 % interval over windows; 0 where all rows were simulated.
         is_lower_bound: the cache was not yet full when counting began in some window, so rows
             before that window may have left more to hit.
@@ -104,9 +98,7 @@ def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
     O(branches on the path) per row.
 
     Args:
-        load: keys and lengths of the rows.
         order: int64 [n], distinct rows in the order in which they start; may be a part of all.
-        size: of the cache.
 
     Returns:
         int64 [n], aligned with `order`.
@@ -129,9 +121,7 @@ def estimate_hit_rate(
     Each window begins with an empty cache and counts its second half only.
 
     Args:
-        load: keys and lengths of the rows.
         order: int64 [n], distinct rows in the order in which they start.
-        size: of the cache.
         max_rows: rows to simulate at most, at least 16.
 
     Raises:
@@ -183,10 +173,8 @@ class _Paths:
 
     Args:
         run: int64 [M], id of each run, row after row.
-        length: int64 [M], its blocks.
         offsets: int64 [n + 1], where each row's runs begin.
         is_whole: bool [n], the prompt ends with a full block, which is a run of its own.
-        num_ids: ids are below this.
     """
 
     run: Ints

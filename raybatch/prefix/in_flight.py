@@ -36,13 +36,9 @@ class InFlightPlan:
 def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
-    What has the most output per computed prompt token comes first, and what shares a prefix stays
+    The most output per computed prompt token is first, and what shares a prefix stays
     together; a row that is alone counts as a group of one. Members follow each other as in the
     prefix tree.
-
-    Args:
-        keys: of the rows.
-        output_tokens: int64 [R], expected output of each row.
     """
     tree = build_tree(keys)
     is_open = exact_single_level(tree, keys)
@@ -78,7 +74,6 @@ def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s,
     """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
     Args:
-        keys: of the rows.
         groups: sets of names of groups, however large, such as the keys of dictionaries.
 
     Returns:
@@ -87,13 +82,13 @@ def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s,
     names = _as_names(keys.keys)
     wanted = set(names.tolist())
     known = [name for some in groups for name in some & wanted]
-    found = np.flatnonzero(np.isin(names, known))
-    rows = np.searchsorted(keys.offsets, found, side="right") - 1
+    matches = np.flatnonzero(np.isin(names, known))
+    rows = np.searchsorted(keys.offsets, matches, side="right") - 1
     # of several prefixes of one row, the last assignment is the longest
     group_id = np.full(keys.num_rows, -1, np.int64)
-    group_id[rows] = names[found]
+    group_id[rows] = names[matches]
     prefix_len = np.zeros(keys.num_rows, np.int64)
-    prefix_len[rows] = (found - keys.offsets[rows] + 1) * keys.block_size
+    prefix_len[rows] = (matches - keys.offsets[rows] + 1) * keys.block_size
     return group_id, prefix_len
 
 

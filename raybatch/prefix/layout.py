@@ -27,9 +27,7 @@ class TemplateField:
     """One field of a template over all rows; arrays are read only.
 
     Args:
-        name: as in the template, without braces.
         value_ids: int64 [R], equal where the values are equal.
-        num_tokens: int64 [R], length of each value.
         label_tokens: fixed text that moves with the field, such as "Question: ".
     """
 
@@ -44,7 +42,6 @@ class Layout:
     """An order of fields and what it shares.
 
     Args:
-        fields: names in order.
         hit_rate: share of all prompt tokens that come from a cache that holds everything.
     """
 
@@ -54,12 +51,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutAdvice:
-    """The order in use beside the best one found.
+    """The order in use, and the best one.
 
     Args:
-        used: the order of the template.
         best: the order with the highest hit rate; `used` if none is better.
-        is_exact: whether all orders were considered.
     """
 
     used: Layout
@@ -87,21 +82,12 @@ def advise_layout(
 
     Exact up to six fields, because what a leading set of fields shares does not depend on the
     order inside the set; above, greedy and then improved by moving single fields.
-
-    Args:
-        fields: in the order of the template, at least one.
-        head_tokens: fixed text before all fields.
-        tail_tokens: fixed text after all fields.
-        block_size: tokens of a KV block.
-
-    Raises:
-        ConfigError: fields differ in their number of rows, or one value has two lengths.
     """
     sharing = _Sharing(fields, head_tokens, tail_tokens, block_size)
     used = tuple(range(len(fields)))
     is_exact = len(fields) <= MAX_EXACT_FIELDS
-    found = _best_order(sharing, len(fields)) if is_exact else _greedy_order(sharing, len(fields))
-    best = found if sharing.unique_blocks(found) < sharing.unique_blocks(used) else used
+    candidate = (_best_order if is_exact else _greedy_order)(sharing, len(fields))
+    best = candidate if sharing.unique_blocks(candidate) < sharing.unique_blocks(used) else used
     layouts = [
         Layout(
             fields=tuple(fields[i].name for i in order),
@@ -136,7 +122,7 @@ class _Sharing:
         return self.label_blocks[before, field] + self.value_blocks[together, field]
 
     def unique_blocks(self, order: Sequence[int]) -> int:
-        """Return the distinct blocks behind the head when fields come in `order`."""
+        """Return the distinct blocks behind the head with the fields in `order`."""
         return sum(self.added_blocks(frozenset(order[:i]), field) for i, field in enumerate(order))
 
     def saved_blocks(self, before: frozenset[int], field: int) -> int:

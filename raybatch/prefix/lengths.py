@@ -19,12 +19,8 @@ def expected_lengths(max_tokens: Ints, column: Floats | None = None) -> Floats:
     """Return the output length to expect of each row, at least 1 and at most its `max_tokens`.
 
     Args:
-        max_tokens: int [R].
         column: float [R], what the user expects; NaN where nothing is known, which counts as
             `max_tokens`, as does a column that is None.
-
-    Raises:
-        ConfigError: the column has another length, or a length below 0 or infinite in some row.
     """
     limit = max_tokens.astype(float)
     if column is None:
@@ -48,17 +44,11 @@ def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: 
     are spread evenly over groups sorted by id, at random inside a group. O(R log R).
 
     Args:
-        group_id: int64 [R], rows with a negative id are alone.
         strata: int64 [R], what sets rows apart that may differ in length: their template, model or
             adapter, a band of `max_tokens`.
-        fraction: of the rows, in (0, 1].
-        seed: decides the choice.
 
     Returns:
         int64 [n], row positions in rising order.
-
-    Raises:
-        ConfigError: `fraction` is out of range.
     """
     if not 0 < fraction <= 1:
         raise ConfigError(f"a probe of {fraction} of the rows; the share is above 0 and at most 1")
@@ -83,12 +73,6 @@ def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strat
 
     Args:
         probe_rows: int64 [n], distinct rows that were generated.
-        lengths: float [n], tokens that they generated.
-        group_id: int64 [R], rows with a negative id are alone.
-        strata: int64 [R], as given to `choose_probe`.
-
-    Raises:
-        ConfigError: the probe is empty.
 
     Source: BlendServe, arXiv:2411.16102, section 5; strata in place of neighbouring subtrees.
     """
@@ -117,9 +101,7 @@ class LengthBands:
     """How output lengths spread.
 
     Args:
-        quantiles: shares of the rows.
         tokens: length that this share of the rows does not exceed.
-        mean: of all rows.
         top_tenth: share of all tokens that the longest tenth of the rows generates.
     """
 
@@ -130,15 +112,7 @@ class LengthBands:
 
 
 def length_bands(lengths: Floats, quantiles: tuple[float, ...] = QUANTILES) -> LengthBands:
-    """Summarise expected or measured output lengths.
-
-    Args:
-        lengths: float [R], at least one row, read only.
-        quantiles: shares of the rows, in [0, 1].
-
-    Raises:
-        ConfigError: there are no rows.
-    """
+    """Summarise expected or measured output lengths."""
     if not len(lengths):
         raise ConfigError("output lengths of no rows have no bands")
     longest = np.sort(lengths)[-max(len(lengths) // 10, 1) :]
@@ -151,15 +125,7 @@ def length_bands(lengths: Floats, quantiles: tuple[float, ...] = QUANTILES) -> L
 
 
 def histogram_bands(lengths: Histogram, quantiles: tuple[float, ...] = QUANTILES) -> LengthBands:
-    """Summarise output lengths of which only a histogram is known, as far as its bins tell.
-
-    Args:
-        lengths: of at least one row.
-        quantiles: shares of the rows, in [0, 1].
-
-    Raises:
-        ConfigError: there are no rows.
-    """
+    """Summarise output lengths of which only a histogram is known."""
     if not lengths.num_values:
         raise ConfigError("output lengths of no rows have no bands")
     edges, counts = np.array(lengths.edges()), np.array(lengths.counts)

@@ -1,4 +1,4 @@
-"""What the groups of a plan cost: token counts per group, and a price per token.
+"""What the groups of a plan cost: token counts per group, and compute per byte of KV that is read.
 
 A row that shares nothing is a group of one. Nothing here knows which rows a group holds.
 """
@@ -21,12 +21,8 @@ class GroupLoad:
     Args:
         prefix_tokens: length of the prefix that the group's rows share, computed once.
         distinct_tokens: prompt tokens of all members beyond the prefix, summed.
-        num_rows: members, at least 1.
         output_tokens: expected generated tokens of all members, summed; None where nothing is
             known about them.
-
-    Raises:
-        ConfigError: arrays differ in length, a count is negative, or a group has no rows.
     """
 
     prefix_tokens: Ints
@@ -59,32 +55,60 @@ class GroupLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenCost:
-    """Price of one token, in any unit; only the ratio matters.
+class DensityModel:
+    """The part of a model and its device that decides what a token costs.
 
     Args:
-        prefill: of one computed prompt token, above 0.
-        decode: of one generated token, at least 0.
+        flops_per_s: achieved, not peak.
+        bytes_per_s: achieved memory bandwidth.
 
-    Raises:
-        ConfigError: a price is outside its range.
+    Source: BlendServe, arXiv:2411.16102, section 4. A shared prefix is counted once here, with its
+    attention, where the paper scales the whole compute time by the share of saved tokens.
     """
 
-    prefill: float = 1.0
-    decode: float = 1.0
+    active_params: float
+    num_layers: int
+    hidden_size: int
+    kv_bytes_per_token: float
+    flops_per_s: float
+    bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not (self.prefill > 0 and self.decode >= 0):
-            raise ConfigError(
-                f"prefill={self.prefill} and decode={self.decode}: a prefill token costs more than "
-                "0, a decode token at least 0"
-            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value} of the density model is not above 0")
 
-    def of_prefixes(self, load: GroupLoad) -> Floats:
-        """Return the cost of each group's prefix, paid once per replica that gets a piece."""
-        return self.prefill * load.prefix_tokens.astype(float)
+    def compute_s(self, load: GroupLoad) -> Floats:
+        """Return seconds of arithmetic per group, its prefix computed once."""
+        per_row = load.distinct_tokens / load.num_rows
+        prefix_squared = load.prefix_tokens.astype(float) ** 2
+        prompt_squared = (load.prefix_tokens + per_row) ** 2
+        pairs = prefix_squared + load.num_rows * (prompt_squared - prefix_squared)
+        tokens = load.prefill_tokens + _outputs(load)
+        attention = 4.0 * self.hidden_size * self.num_layers * pairs
+        flops: Floats = 2.0 * self.active_params * tokens + attention
+        return flops / self.flops_per_s
 
-    def of_members(self, load: GroupLoad) -> Floats:
-        """Return the cost of each group's members without their prefix."""
-        cost: Floats = self.prefill * load.distinct_tokens.astype(float)
-        return cost if load.output_tokens is None else cost + self.decode * load.output_tokens
+    def memory_s(self, load: GroupLoad) -> Floats:
+        """Return seconds of reading the KV cache per group; every member reads its own prefix."""
+        outputs = _outputs(load) / load.num_rows
+        prompts = load.prefix_tokens + load.distinct_tokens / load.num_rows
+        reads: Floats = load.num_rows * (prompts * outputs + outputs**2 / 2)
+        return reads * (self.kv_bytes_per_token / self.bytes_per_s)
+
+
+def _outputs(load: GroupLoad) -> Floats:
+    # a row generates at least one token; without estimates all rows count as equal
+    known = load.num_rows.astype(float)
+    return known if load.output_tokens is None else load.output_tokens.clip(min=known)
+
+
+REFERENCE_ROOFLINE = DensityModel(
+    active_params=8e9,
+    num_layers=32,
+    hidden_size=4096,
+    kv_bytes_per_token=131_072,
+    flops_per_s=2.2e14,
+    bytes_per_s=1.6e12,
+)

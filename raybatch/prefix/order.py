@@ -1,6 +1,6 @@
 """The order in which groups run. Members of a group always stay together.
 
-ratio        most output per computed prompt token first, so that long prefills come when many
+ratio        most output per computed prompt token first, so that long prefills run when many
              sequences decode; of a prefix tree, see `raybatch.prefix.tree.tree_order`
 ascending    the reverse, for comparison
 shuffle      whole groups in a seeded random order
@@ -15,8 +15,7 @@ import numpy as np
 
 from raybatch.config import OrderName
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.prefix.density import REFERENCE_ROOFLINE, DensityModel
-from raybatch.prefix.load import Floats, GroupLoad, Ints
+from raybatch.prefix.load import REFERENCE_ROOFLINE, DensityModel, Floats, GroupLoad, Ints
 
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
@@ -34,15 +33,6 @@ def order_groups(
     """Return a permutation of the groups: element i is the group that runs as the i-th.
 
     Deterministic; equal groups keep the order of their ids. O(G log G).
-
-    Args:
-        load: token counts of the groups.
-        by: name of the order.
-        seed: decides "shuffle", which alone uses it.
-        density: model and device, for "dual_scan" alone.
-
-    Raises:
-        ConfigError: `by` is not the name of an order.
 
     Source: BatchLLM, arXiv:2412.03594 (ratio, there without outputs) and BlendServe,
     arXiv:2411.16102 (dual scan, there over a tree and against a running batch).

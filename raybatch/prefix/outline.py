@@ -23,14 +23,11 @@ class TreeBox:
 
     Args:
         row_start: place of its first row, in an order that puts wide nodes first.
-        row_stop: place after its last row.
         token_start: first position; a mean where several nodes are put together.
-        token_stop: position after the last one.
-        level: nodes above.
         num_nodes: prefixes in this box; 0 for what rows do not share.
         saved_tokens: prompt tokens of these rows here that need no computing.
         example_row: a row whose prompt runs through this box.
-        text: what the box says, for one prefix; "" where it is not known.
+        text: of one prefix; "" where it is not known.
     """
 
     row_start: int
@@ -45,7 +42,6 @@ class TreeBox:
 
     @property
     def num_rows(self) -> int:
-        """Rows that run through the box."""
         return self.row_stop - self.row_start
 
 
@@ -56,8 +52,6 @@ def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> 
     below them is not shown. O(N log N) time for N nodes.
 
     Args:
-        tree: prefix tree of all rows.
-        keys: the keys from which it was built.
         max_boxes: about as many boxes at most.
     """
     outline = _Outline(tree, keys)
@@ -101,22 +95,22 @@ class _Outline:
 
     def boxes(self, min_rows: int) -> list[TreeBox]:
         """Return boxes of at least `min_rows` rows, but for the rest of a node's children."""
-        found: list[TreeBox] = []
+        boxes: list[TreeBox] = []
         stack = [(0, 0, 0)]
         while stack:
             node, place, level = stack.pop()
             if node:
-                found.append(self._node(node, place, level))
+                boxes.append(self._node(node, place, level))
             children = self.by_parent[self.first_child[node] : self.first_child[node + 1]]
             num_wide = int(np.searchsorted(-self.num_below[children], -min_rows, side="right"))
             for child in children[:num_wide].tolist():
                 stack.append((child, place, level + 1))
                 place += int(self.num_below[child])
             for nodes in self._bunches(children[num_wide:], min_rows):
-                found += self._bunch(nodes, place, level + 1)
-                place = found[-1].row_stop
-            found += self._own(node, place, level + 1)
-        return found
+                boxes += self._bunch(nodes, place, level + 1)
+                place = boxes[-1].row_stop
+            boxes += self._own(node, place, level + 1)
+        return boxes
 
     def _bunches(self, nodes: Ints, min_rows: int) -> list[Ints]:
         """Split small siblings, deep ones first, into runs of `min_rows` rows or a little more."""

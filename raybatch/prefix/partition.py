@@ -1,9 +1,9 @@
-"""Cuts an input into parts that can be planned apart: rows that share much come into one part.
+"""Cuts an input into parts that are planned apart: rows that share much are in one part.
 
-A sample of the rows tells where the data is dense. Nodes of its tree that hold more than a part
+A sample of the rows shows where the data is dense. Nodes of its tree that hold more than a part
 should are passed through; those just below them are packed into parts. A row that no sampled node
-tells goes by the hash of the first block in which it leaves the dense nodes, so rows that share
-more than those come together as well. Identical rows that are dense themselves are spread over
+covers goes by the hash of the first block in which it leaves the dense nodes, so rows that share
+more than those are together as well. Identical rows that are dense themselves are spread over
 all parts, at the price of generating them once in each.
 
     root ......... dense, passed through
@@ -35,7 +35,6 @@ class Partitioner:
     """Which part each row belongs to; the same rule wherever it runs.
 
     Args:
-        num_parts: parts.
         depths: int64 [D], blocks of the nodes, rising.
         keys: for each depth the keys of its nodes, rising.
         parts: for each depth the parts of its nodes; -1 passes a dense node through.
@@ -49,12 +48,7 @@ class Partitioner:
     digests: Uint64s
 
     def assign(self, rows: BlockKeys, numbers: Int64s) -> Int64s:
-        """Return the part of each row, int64 [R].
-
-        Args:
-            rows: to be assigned, in any batches.
-            numbers: int64 [R], of the rows in the whole input.
-        """
+        """Return the part of each row, int64 [R]."""
         part = np.full(rows.num_rows, -1)
         leaves_at = np.zeros(rows.num_rows, np.int64)
         for depth, keys, parts in zip(self.depths.tolist(), self.keys, self.parts, strict=True):
@@ -68,22 +62,14 @@ class Partitioner:
         hashes = mix64(_next_keys(rows, unseen, leaves_at)) % np.uint64(self.num_parts)
         part[unseen] = hashes.astype(np.int64)
         dealt = unseen[np.isin(rows.digest[unseen], self.digests)]
-        # hashed, because copies may come at even distances
+        # hashed, because copies may be at even distances
         hashes = mix64(numbers[dealt].astype(np.uint64)) % np.uint64(self.num_parts)
         part[dealt] = hashes.astype(np.int64)
         return part
 
 
 def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
-    """Choose parts of nearly equal numbers of rows; near-linear in the sample.
-
-    Args:
-        sample: rows drawn evenly from the input.
-        num_parts: at least 1.
-
-    Raises:
-        ConfigError: there is no part.
-    """
+    """Choose parts of nearly equal numbers of rows; near-linear in the sample."""
     if num_parts < 1:
         raise ConfigError(f"{num_parts} parts; at least 1 is needed")
     tree = build_tree(sample)
@@ -110,7 +96,7 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
         depths=depths,
         keys=tuple(keys for keys, _ in tables),
         parts=tuple(parts for _, parts in tables),
-        # one row of a sample says nothing about how many are like it
+        # one row of a sample does not show how many are like it
         digests=digests[(counts > most) & (counts > 1)],
     )
 
@@ -148,8 +134,8 @@ def _node_keys(tree: PrefixTree, sample: BlockKeys, nodes: Int64s, depth: Int64s
 
 def _next_keys(rows: BlockKeys, chosen: Int64s, leaves_at: Int64s) -> Uint64s:
     """Return the key of the first block after the dense nodes; the digest where there is none."""
-    found = rows.digest[chosen].copy()
+    next_keys = rows.digest[chosen].copy()
     has_more = rows.num_blocks[chosen] > leaves_at[chosen]
     deeper = chosen[has_more]
-    found[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
-    return found
+    next_keys[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
+    return next_keys

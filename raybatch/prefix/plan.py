@@ -15,7 +15,6 @@ from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys, find_representatives
 from raybatch.prefix.load import Floats, GroupLoad, Ints
 from raybatch.prefix.order import order_groups
-from raybatch.prefix.split import cut_units
 from raybatch.prefix.tree.enlarge import (
     Bools,
     exact_single_level,
@@ -23,8 +22,13 @@ from raybatch.prefix.tree.enlarge import (
     nearest_open,
     num_computed_tokens,
 )
-from raybatch.prefix.tree.entries import entries_of_groups, entries_of_subtrees, passed_nodes
-from raybatch.prefix.tree.groups import PrefixGroups, make_groups
+from raybatch.prefix.tree.groups import (
+    PrefixGroups,
+    entries_of_groups,
+    entries_of_subtrees,
+    make_groups,
+    passed_nodes,
+)
 from raybatch.prefix.tree.prefix_tree import PrefixTree, TreeStats, build_tree, tree_stats
 from raybatch.prefix.tree.tree_order import order_in_tree, values_in_tree
 
@@ -40,9 +44,6 @@ class PlanRows:
             else decides a result must be part of it.
         expected_tokens: float64 [R], output that a row is expected to generate over all samples.
         adapters: uint64 [R], rows with equal numbers run one after the other; None for all alike.
-
-    Raises:
-        ConfigError: the arrays differ in length.
     """
 
     keys: BlockKeys
@@ -57,7 +58,6 @@ class PlanRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows that engines will see."""
         return self.keys.num_rows
 
 
@@ -65,17 +65,14 @@ class PlanRows:
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    What an entry is, see `raybatch.prefix.tree.entries`.
+    What an entry is, see `raybatch.prefix.tree.groups`.
 
     Args:
-        tree: of all rows.
         groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
         rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
             identical ones side by side.
         starts: int64 [E + 1], where entries begin in `rows`.
         entry_node: int64 [E], the deepest node of the tree that all rows of an entry are below.
-        load: of the entries.
-        stats: of the tree.
         computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
     """
 
@@ -99,7 +96,6 @@ class RowPlan:
     """Where each row runs; arrays are read only.
 
     Args:
-        order: int64 [R], the rows by rank.
         group_id: int64 [R] by row, groups numbered by their first row; -1 for a row that is alone.
         prefix_len: int32 [R] by row, tokens that the row's group shares.
         unit_starts: int64 [U + 1], the ranks at which units begin, and the number of rows.
@@ -114,12 +110,10 @@ class RowPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
         return len(self.order)
 
     @property
     def num_units(self) -> int:
-        """Units of commit."""
         return len(self.unit_starts) - 1
 
 
@@ -131,16 +125,14 @@ def plan_rows(
     Where nothing is worth another order, rows keep that of the input and belong to no group.
 
     Args:
-        rows: read only.
-        config: decides what is shared, the order, and the size of units.
-        dedup: identical rows are generated once.
         is_reordered: whether they get another order, where these rows are a part of an input for
             which that is decided; None decides by these rows.
     """
-    found = arrange_rows(rows, config, dedup=dedup)
+    arrangement = arrange_rows(rows, config, dedup=dedup)
     if is_reordered is None:
-        has_adapters = rows.adapters is not None
-        is_reordered = is_worth_ordering(found.saved_fraction, config, has_adapters=has_adapters)
+        is_reordered = is_worth_ordering(
+            arrangement.saved_fraction, config, has_adapters=rows.adapters is not None
+        )
     if not is_reordered:
         kept = RowPlan(
             order=np.arange(rows.num_rows),
@@ -149,27 +141,22 @@ def plan_rows(
             unit_starts=_even_units(rows.num_rows, config),
             is_reordered=False,
         )
-        return kept, found
-    entries, _ = order_entries(found, config)
+        return kept, arrangement
+    entries, _ = order_entries(arrangement, config)
     if rows.adapters is not None:
-        entries = by_adapter(entries, rows.adapters[found.rows[found.starts[:-1]]])
+        entries = by_adapter(entries, rows.adapters[arrangement.rows[arrangement.starts[:-1]]])
     plan = RowPlan(
-        order=rank_entries(found, entries),
-        group_id=found.groups.group_id,
-        prefix_len=found.groups.prefix_tokens,
-        unit_starts=_cut(np.diff(found.starts)[entries], config),
+        order=rank_entries(arrangement, entries),
+        group_id=arrangement.groups.group_id,
+        prefix_len=arrangement.groups.prefix_tokens,
+        unit_starts=_cut(np.diff(arrangement.starts)[entries], config),
         is_reordered=True,
     )
-    return plan, found
+    return plan, arrangement
 
 
 def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
-    """Return entries in their order, where those of an adapter follow its first one.
-
-    Args:
-        entries: int64 [E], in their order.
-        adapters: uint64 [E], of each entry.
-    """
+    """Return entries in their order, where those of an adapter follow its first one."""
     _, first, which = np.unique(adapters[entries], return_index=True, return_inverse=True)
     grouped: Ints = entries[np.argsort(first[which], kind="stable")]
     return grouped
@@ -224,51 +211,36 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     )
 
 
-def order_entries(found: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
+def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
     """Return the entries in their order, and rising values to merge those of several parts.
 
     What is below one node of the tree stays together where the order is by ratio.
 
-    Args:
-        found: rows in entries.
-        config: names the order.
-
     Returns:
         Permutation of the entries, int64 [E], and their values in this order, float64 [E].
     """
-    tree, node, load = found.tree, found.entry_node, found.load
+    tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
     if config.order in ("ratio", "ascending"):
         is_rising = config.order == "ascending"
         entries = order_in_tree(tree, node, load, is_rising=is_rising)
         is_passed = passed_nodes(tree, config.unit_rows)
         return entries, values_in_tree(tree, node, load, entries, is_passed, is_rising=is_rising)
     entries = order_groups(load, by=config.order, seed=config.seed)
-    sizes = np.diff(found.starts)[entries]
+    sizes = np.diff(arrangement.starts)[entries]
     return entries, (np.cumsum(sizes) - sizes / 2) / max(1, tree.num_rows)
 
 
-def rank_entries(found: Arrangement, entries: Ints) -> Ints:
-    """Return the rows by rank, int64 [R].
-
-    Args:
-        found: rows in entries.
-        entries: int64 [E], permutation of the entries.
-    """
-    sizes = np.diff(found.starts)[entries]
+def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:
+    """Return the rows by rank, int64 [R]."""
+    sizes = np.diff(arrangement.starts)[entries]
     ends = np.cumsum(sizes)
-    within = np.arange(len(found.rows)) - np.repeat(ends - sizes, sizes)
-    order: Ints = found.rows[np.repeat(found.starts[:-1][entries], sizes) + within]
+    within = np.arange(len(arrangement.rows)) - np.repeat(ends - sizes, sizes)
+    order: Ints = arrangement.rows[np.repeat(arrangement.starts[:-1][entries], sizes) + within]
     return order
 
 
 def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
-    """Return the plan with some rows in units of their own before all others.
-
-    Args:
-        plan: of the rows that engines see.
-        chosen: int64 [n], the rows, such as those of a probe, in the order in which they run.
-        config: decides the size of units.
-    """
+    """Return the plan with some rows in units of their own before all others."""
     is_chosen = np.zeros(plan.num_rows, np.bool_)
     is_chosen[chosen] = True
     others = plan.order[~is_chosen[plan.order]]
@@ -286,13 +258,7 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
 
 
 def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
-    """Return the plan of all rows: those that engines see, then the others in input order.
-
-    Args:
-        plan: of the rows that engines see, in input order.
-        is_asked: bool [all rows].
-        config: decides the size of units.
-    """
+    """Return the plan of all rows: those that engines see, then the others in input order."""
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
     if not plan.is_reordered:
         order = np.arange(len(is_asked))
@@ -311,6 +277,45 @@ def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
         unit_starts=unit_starts,
         is_reordered=plan.is_reordered,
     )
+
+
+def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
+    """Return the ranks at which units begin, and the number of rows as the last entry.
+
+    A unit closes at the first border between groups at or after `target_rows`, and before a group
+    that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
+    of nearly equal size. O(units log G).
+
+    Args:
+        group_rows: int64 [G], rows of each group in the order of ranks.
+        target_rows: wanted size of a unit, at least 1.
+        max_rows: largest size, at least `target_rows`.
+
+    Returns:
+        int64 [units + 1]; [0] when there are no rows.
+    """
+    if not 1 <= target_rows <= max_rows:
+        raise ConfigError(
+            f"units of {target_rows} rows, at most {max_rows}: the target is at least 1 and at "
+            "most the maximum"
+        )
+    borders = np.concatenate([[0], np.cumsum(group_rows)]).astype(np.int64)
+    num_rows, starts = int(borders[-1]), [0]
+    while starts[-1] < num_rows:
+        starts.append(_unit_end(borders, starts[-1], target_rows, max_rows))
+    return np.array(starts, np.int64)
+
+
+def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int:
+    closing = int(np.searchsorted(borders, min(start + target_rows, int(borders[-1]))))
+    end, begin = int(borders[closing]), max(int(borders[closing - 1]), start)
+    if end - start <= max_rows:
+        return end
+    num_units = -(-(end - start) // max_rows)
+    is_cut_anyway = num_units == -(-(end - begin) // max_rows)
+    if begin > start and not (is_cut_anyway and num_units > 1):
+        return begin
+    return start + -(-(end - start) // num_units)
 
 
 def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:

@@ -21,18 +21,9 @@ class InputProfile:
     Parts that no prefix group reaches across add up exactly; else a group counts in each.
 
     Args:
-        num_rows: of the source.
-        unasked: why rows reach no engine ("PromptTooLong", "filtered") to their number.
-        prompt_tokens: of each row that engines see.
-        output_tokens: that each such row is expected to generate, over all samples.
-        limit_tokens: that all such rows may generate at most.
-        tree: what is shared, at all depths.
         computed_tokens: prompt tokens that the plan computes when each prefix runs once.
         bound_tokens: those that a plan must compute: every shared prefix once, at all depths.
         num_generated: rows that are generated; the others are identical to one of them.
-        group_rows: rows of each prefix group.
-        group_prefix: tokens of the prefix of each group.
-        num_units: units of commit.
     """
 
     num_rows: int
@@ -83,39 +74,29 @@ class InputProfile:
 def profile_rows(
     keys: BlockKeys,
     expected_tokens: Floats,
-    found: Arrangement,
+    arrangement: Arrangement,
     *,
     num_rows: int,
     unasked: Mapping[str, int],
     limit_tokens: int,
     num_units: int,
 ) -> InputProfile:
-    """Sum up planned rows; arguments without a description are those of `InputProfile`.
-
-    Args:
-        keys: of the rows that engines see.
-        expected_tokens: float64 [R], output to expect of them.
-        found: the arrangement that the plan orders.
-        num_rows: of the source.
-        unasked: see there.
-        limit_tokens: see there.
-        num_units: see there.
-    """
-    representative = found.groups.representative
+    """Sum up planned rows; arguments without a description are those of `InputProfile`."""
+    tree, representative = arrangement.tree, arrangement.groups.representative
     return InputProfile(
         num_rows=num_rows,
         unasked=dict(unasked),
         prompt_tokens=Histogram.of(keys.num_tokens),
         output_tokens=Histogram.of(expected_tokens),
         limit_tokens=limit_tokens,
-        tree=found.stats,
-        computed_tokens=found.computed_tokens,
+        tree=arrangement.stats,
+        computed_tokens=arrangement.computed_tokens,
         bound_tokens=num_computed_tokens(
-            found.tree, keys, multi_level(found.tree), True, representative=representative
+            tree, keys, multi_level(tree), True, representative=representative
         ),
         num_generated=int(np.count_nonzero(representative == np.arange(len(representative)))),
-        group_rows=Histogram.of(found.groups.num_rows),
-        group_prefix=Histogram.of(found.groups.prefix_len),
+        group_rows=Histogram.of(arrangement.groups.num_rows),
+        group_prefix=Histogram.of(arrangement.groups.prefix_len),
         num_units=num_units,
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 
 from raybatch.config import from_mapping
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome

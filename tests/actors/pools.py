@@ -51,6 +51,11 @@ def tokens_of(results):
     return [c.token_ids.tolist() for c in decode_completions(results)]
 
 
+def generate(handle, table, samplings, client="default"):
+    """Run all rows of a table from a thread without an event loop."""
+    return asyncio.run(handle.generate(table, samplings, client=client))
+
+
 def wait_until(is_there, timeout_s=90.0):
     deadline = time.monotonic() + timeout_s
     while not is_there():
@@ -79,7 +84,7 @@ def cancel_a_call(handle, num_rows):
 
 
 class Background:
-    """One `generate_sync` in a thread."""
+    """One call of `generate` in a thread."""
 
     def __init__(self, handle, prompts, client="default"):
         self.results = None
@@ -91,7 +96,7 @@ class Background:
     def _run(self):
         handle, prompts, client = self._args
         try:
-            self.results = handle.generate_sync(table_of(prompts), (SAMPLING,), client=client)
+            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
         except Exception as error:
             self.error = error
 
@@ -111,7 +116,7 @@ def make_feeder(handle):
             self._handle = handle
 
         def run(self, table, sampling):
-            return self._handle.generate_sync(table, (sampling,)).num_rows
+            return asyncio.run(self._handle.generate(table, (sampling,))).num_rows
 
         def run_named(self, table, sampling, name):
             return asyncio.run(self._handle.generate(table, (sampling,), name=name))

@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.coordinator.assignments import make_assignments
-from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.coordinator.mailbox import Mailbox, make_assignments
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun, encode_begun, sequence_states
 from raybatch.actors.wire.columns import encode_completions
@@ -97,12 +96,12 @@ def test_what_is_sent_on_is_no_larger_than_its_own_rows():
 
 
 @pytest.fixture
-def inbox():
-    return Inbox(RowQueue(3), on_drop=lambda *args: None)
+def mailbox():
+    return Mailbox(RowQueue(3), on_drop=lambda *args: None)
 
 
-def add(inbox, num_rows, begun=None):
-    return inbox.add(
+def add(mailbox, num_rows, begun=None):
+    return mailbox.add(
         Submission(
             token="t",
             client="c",
@@ -114,48 +113,48 @@ def add(inbox, num_rows, begun=None):
     )
 
 
-def dispatch(inbox, replica_id):
+def dispatch(mailbox, replica_id):
     """What a replica gets, as row to number of tokens."""
-    spans = inbox.queue.dispatch({replica_id: ROOMY})[replica_id]
-    (assignment,) = make_assignments(spans, inbox.queue, inbox)
+    spans = mailbox.queue.dispatch({replica_id: ROOMY})[replica_id]
+    (assignment,) = make_assignments(spans, mailbox.queue, mailbox)
     return lengths_of(assignment.begun)
 
 
-def test_the_next_replica_gets_what_the_dead_one_had(inbox):
-    batch = add(inbox, 3)
-    assert {} == dispatch(inbox, 1)
-    inbox.note_begun(batch.batch_id, found({0: 5, 2: 7}))
-    inbox.note_loss(inbox.queue.lose(1))
-    assert {0: 5, 2: 7} == dispatch(inbox, 2)
+def test_the_next_replica_gets_what_the_dead_one_had(mailbox):
+    batch = add(mailbox, 3)
+    assert {} == dispatch(mailbox, 1)
+    mailbox.note_begun(batch.batch_id, found({0: 5, 2: 7}))
+    mailbox.note_loss(mailbox.queue.lose(1))
+    assert {0: 5, 2: 7} == dispatch(mailbox, 2)
 
 
-def test_the_first_replica_gets_what_earlier_runs_had(inbox):
-    add(inbox, 3, found({1: 5}))
-    assert {1: 5} == dispatch(inbox, 1)
+def test_the_first_replica_gets_what_earlier_runs_had(mailbox):
+    add(mailbox, 3, found({1: 5}))
+    assert {1: 5} == dispatch(mailbox, 1)
 
 
-def test_tokens_of_a_row_that_is_finished_are_not_kept(inbox):
-    batch = add(inbox, 2)
-    dispatch(inbox, 1)
-    inbox.note_begun(batch.batch_id, found({0: 5}))
-    inbox.take(1, batch.batch_id, encode_completions([0], [Completion(request_id=0)]))
-    inbox.note_begun(batch.batch_id, found({0: 6, 1: 6}))
+def test_tokens_of_a_row_that_is_finished_are_not_kept(mailbox):
+    batch = add(mailbox, 2)
+    dispatch(mailbox, 1)
+    mailbox.note_begun(batch.batch_id, found({0: 5}))
+    mailbox.take(1, batch.batch_id, encode_completions([0], [Completion(request_id=0)]))
+    mailbox.note_begun(batch.batch_id, found({0: 6, 1: 6}))
     assert {1: 6} == lengths_of(batch.begun.of({0, 1}))
 
 
-def test_tokens_of_a_batch_that_nobody_waits_for_are_not_kept(inbox):
-    batch = add(inbox, 1)
-    inbox.drop(batch)
-    inbox.note_begun(batch.batch_id, found({0: 5}))
-    assert inbox.begun(batch.batch_id, []) is None
+def test_tokens_of_a_batch_that_nobody_waits_for_are_not_kept(mailbox):
+    batch = add(mailbox, 1)
+    mailbox.drop(batch)
+    mailbox.note_begun(batch.batch_id, found({0: 5}))
+    assert mailbox.begun(batch.batch_id, []) is None
 
 
-def test_who_waits_is_told_of_tokens_when_the_wait_is_over(inbox):
-    batch = add(inbox, 2, found({1: 3}))
-    inbox.note_begun(batch.batch_id, found({0: 5}))
+def test_who_waits_is_told_of_tokens_when_the_wait_is_over(mailbox):
+    batch = add(mailbox, 2, found({1: 3}))
+    mailbox.note_begun(batch.batch_id, found({0: 5}))
 
     async def ask_twice():
-        return [await inbox.answer(batch, 0.01) for _ in range(2)]
+        return [await mailbox.answer(batch, 0.01) for _ in range(2)]
 
     answers = asyncio.run(ask_twice())
     assert [("pending", {0: 5}), ("pending", {})] == [

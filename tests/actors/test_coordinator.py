@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.ray_site import RaySite, RayStarted
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.reserving import Reserved
 from raybatch.actors.wire.columns import encode_completions
@@ -47,9 +47,9 @@ class Bench:
     """A coordinator whose replicas and row batches come from the test."""
 
     def __init__(self):
-        plan = CrewPlan(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)
+        plan = Placement(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)
         self.coordinator = Coordinator(handle_of().spec, plan, RaySite())
-        self.inbox = self.coordinator._inbox
+        self.mailbox = self.coordinator._mailbox
         self.queue = self.coordinator._queue
 
     def join(self, replica_id, error=None):
@@ -60,11 +60,11 @@ class Bench:
             pid=replica_id,
         )
         member.is_ready = True
-        self.coordinator._crew.members[replica_id] = member
+        self.coordinator._replicas.members[replica_id] = member
 
     def leave(self, replica_id, cause):
         """End a replica as the crew does; without a cause it was stopped."""
-        self.coordinator._lose(self.coordinator._crew.members.pop(replica_id), cause)
+        self.coordinator._lose(self.coordinator._replicas.members.pop(replica_id), cause)
 
     def add(self, num_rows, table=None):
         submission = Submission(
@@ -74,7 +74,7 @@ class Bench:
             prompt_tokens=np.ones(num_rows, np.int32),
             max_new_tokens=np.ones(num_rows, np.int64),
         )
-        return self.inbox.add(submission)
+        return self.mailbox.add(submission)
 
     async def finish_one_row(self, table):
         """Let replica 1 finish a row of a batch that is over then."""
@@ -83,7 +83,7 @@ class Bench:
         await self.coordinator.pull(1, ROOM)
         results = encode_completions([0], [Completion(request_id=0)])
         await self.coordinator.report(1, [(batch.batch_id, results)], ReplicaStats())
-        self.inbox.drop(batch)
+        self.mailbox.drop(batch)
 
     async def num_held(self):
         # what is under way ends within a few turns of the loop
@@ -101,7 +101,7 @@ def test_stops_with_a_control_are_no_sign_of_a_broken_engine():
             bench.join(replica_id)
             await bench.coordinator.pull(replica_id, ROOM)
             bench.leave(replica_id, "it crashed")
-        bench.inbox.drop(bad)
+        bench.mailbox.drop(bad)
         for replica_id in (4, 5, 6):
             bench.join(replica_id)
             (control,) = await bench.coordinator.pull(replica_id, ROOM)
@@ -118,7 +118,7 @@ def test_an_idle_pool_lets_go_of_the_last_request_table():
         is_there = weakref.ref(table)
         await bench.finish_one_row(table)
         del table
-        await bench.coordinator._stop_crew()
+        await bench.coordinator._stop_replicas()
         gc.collect()
         return is_there()
 
@@ -147,7 +147,7 @@ def test_an_abort_that_fails_in_a_living_replica_fails_the_pool(error, has_faile
         bench.join(1, error)
         batch = bench.add(2)
         await bench.coordinator.pull(1, ROOM)
-        bench.inbox.drop(batch)
+        bench.mailbox.drop(batch)
         return await bench.num_held(), await bench.coordinator.has_failed()
 
     assert asyncio.run(run()) == (num_held, has_failed)

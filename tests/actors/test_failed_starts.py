@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.errors import ReplicaError
-from tests.actors.pools import SAMPLING, handle_of, prompts_of, table_of, wait_until
+from tests.actors.pools import SAMPLING, generate, handle_of, prompts_of, table_of, wait_until
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def refused(caplog, tmp_path):
         caplog.set_level(logging.INFO, "raybatch")
         try:
             with pytest.raises(ReplicaError) as found:
-                handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+                generate(handle, table_of(prompts_of(3)), (SAMPLING,))
         finally:
             handle.shutdown()
         return str(found.value), len(list(tmp_path.iterdir())), caplog.text
@@ -52,7 +52,7 @@ def test_a_rank_that_is_given_up_is_told_of_where_another_works(caplog, tmp_path
     spec = handle_of(**options, pool={"replicas": 2, "max_start_failures": 1}).spec
     handle = PoolHandle(spec, is_local=True)
     try:
-        results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+        results = generate(handle, table_of(prompts_of(3)), (SAMPLING,))
         wait_until(lambda: "is given up: RuntimeError: the fake backend" in caplog.text)
     finally:
         handle.shutdown()

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.queue.giving import choose_given
 from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.replica.open_rows import OpenRows
 from raybatch.actors.wire.records import Room, Span
 from raybatch.records.types import Request, Sampling
@@ -40,7 +40,7 @@ class Engine:
     def give_back(self, max_cost):
         max_rows = len(self.waiting) // 2
         groups = self.rows.groups()
-        given = choose_given(self.waiting, groups, max_rows=max_rows, max_cost=max_cost)
+        given = choose_rows(self.waiting, groups, max_rows=max_rows, max_cost=max_cost)
         ids = {r.request_id for r in given}
         self.waiting = [r for r in self.waiting if r.request_id not in ids]
         for request_id in ids:

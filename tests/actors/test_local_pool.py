@@ -17,6 +17,7 @@ from tests.actors.pools import (
     Background,
     cancel_a_call,
     expected_tokens,
+    generate,
     handle_of,
     is_computing,
     prompts_of,
@@ -53,7 +54,7 @@ def shared(own):
 @pytest.mark.parametrize("options", [{}, IN_PROCESS], ids=["threads", "processes"])
 def test_every_row_comes_out_once_with_its_answer(own, options):
     handle, prompts = own(**options), prompts_of(500)
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
+    results = generate(handle, table_of(prompts), (SAMPLING,))
     assert list(range(500)) == results["row"].to_pylist()
     assert expected_tokens(prompts) == tokens_of(results)
     assert {1} == set(results["attempts"].to_pylist())
@@ -81,7 +82,7 @@ def test_a_process_that_cannot_start_fails_the_pool_and_leaves_nothing(own, monk
     monkeypatch.setattr("sys.executable", str(program))
     handle = own(**IN_PROCESS, pool={"replicas": 1, "max_start_failures": 1})
     with pytest.raises(ReplicaError, match="process of the engine ended with exit code 1"):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+        generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     wait_until(lambda: not psutil.pid_exists(int(child.read_text())), 20)
 
 
@@ -108,16 +109,16 @@ def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
 
 def test_pools_with_equal_options_are_one(own):
     first, second = own(), own()
-    first.generate_sync(table_of(prompts_of(5)), (SAMPLING,))
+    generate(first, table_of(prompts_of(5)), (SAMPLING,))
     assert second.stats().rows_done == 5
 
 
 def test_an_empty_table_gives_an_empty_table(shared):
-    assert shared.generate_sync(table_of([]), (SAMPLING,)).num_rows == 0
+    assert generate(shared, table_of([]), (SAMPLING,)).num_rows == 0
 
 
 def test_every_sample_of_a_row_comes_out(shared):
-    results = shared.generate_sync(table_of(prompts_of(3)), (Sampling(max_tokens=2, n=2),))
+    results = generate(shared, table_of(prompts_of(3)), (Sampling(max_tokens=2, n=2),))
     assert results["row"].to_pylist() == [0, 0, 1, 1, 2, 2]
     assert results["sample_idx"].to_pylist() == [0, 1, 0, 1, 0, 1]
 
@@ -125,7 +126,7 @@ def test_every_sample_of_a_row_comes_out(shared):
 def test_an_engine_error_is_one_error_row(own):
     prompts = prompts_of(20, poison=[7])
     handle = own(error_on=POISON, pool={"replicas": 1})
-    errors = handle.generate_sync(table_of(prompts), (SAMPLING,))["error"].to_pylist()
+    errors = generate(handle, table_of(prompts), (SAMPLING,))["error"].to_pylist()
     assert [row for row, error in enumerate(errors) if error] == [7]
     assert dict(handle.stats().errors) == {"ValueError": 1}
 
@@ -144,7 +145,7 @@ def test_counters_are_kept_per_client(shared):
 
 
 def test_nothing_stays_in_the_coordinator(shared):
-    shared.generate_sync(table_of(prompts_of(200)), (SAMPLING,))
+    generate(shared, table_of(prompts_of(200)), (SAMPLING,))
     state = shared.state()
     assert (
         state.num_batches,
@@ -156,14 +157,14 @@ def test_nothing_stays_in_the_coordinator(shared):
 
 def test_an_idle_pool_releases_its_engines_and_starts_them_on_demand(own):
     handle = own(pool={"replicas": 1, "idle_release_s": 0.5})
-    handle.generate_sync(table_of(prompts_of(10)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(10)), (SAMPLING,))
     wait_until(lambda: not handle.state().pids)
-    assert handle.generate_sync(table_of(prompts_of(10)), (SAMPLING,)).num_rows == 10
+    assert generate(handle, table_of(prompts_of(10)), (SAMPLING,)).num_rows == 10
 
 
 def test_the_error_of_a_row_says_what_its_last_engine_said(own):
     handle = own(raise_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
-    results = handle.generate_sync(table_of(prompts_of(4, poison=[2])), (SAMPLING,))
+    results = generate(handle, table_of(prompts_of(4, poison=[2])), (SAMPLING,))
     (error,) = [error for error in results["error"].to_pylist() if error]
     assert error.startswith("ReplicaCrash: the engine died")
     assert "; the last time: RuntimeError: the fake backend was told to break" in error
@@ -171,8 +172,8 @@ def test_the_error_of_a_row_says_what_its_last_engine_said(own):
 
 def test_a_broken_engine_is_replaced(own):
     handle = own(raise_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
-    handle.generate_sync(table_of(prompts_of(1, poison=[0])), (SAMPLING,))
-    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(1, poison=[0])), (SAMPLING,))
+    results = generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     assert results["error"].to_pylist() == ["", "", ""]
     assert handle.stats().num_restarts == 1
 
@@ -180,7 +181,7 @@ def test_a_broken_engine_is_replaced(own):
 def test_options_that_an_engine_refuses_end_the_pool_at_its_first_start(own, tmp_path):
     handle = own(refuse_start=True, marks_dir=str(tmp_path), pool={"replicas": 1})
     with pytest.raises(ReplicaError, match="ConfigError: the fake backend was told to refuse"):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+        generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -191,9 +192,9 @@ def test_a_failed_pool_gets_another_try_at_the_next_execution(own, tmp_path):
         pool={"replicas": 1, "max_start_failures": 1},
     )
     with pytest.raises(ReplicaError):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+        generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     handle.start()
-    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+    results = generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     assert results["error"].to_pylist() == ["", "", ""]
 
 
@@ -202,12 +203,12 @@ def test_a_hung_start_raises(own):
         start_s=60.0, pool={"replicas": 1, "start_timeout_s": 0.5, "max_start_failures": 1}
     )
     with pytest.raises(ReplicaError, match="start_timeout_s"):
-        handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+        generate(handle, table_of(prompts_of(3)), (SAMPLING,))
 
 
 def test_a_start_that_fails_once_is_tried_again(own, tmp_path):
     handle = own(marks_dir=str(tmp_path), num_failing_starts=1, pool={"replicas": 1})
-    results = handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+    results = generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     assert results["error"].to_pylist() == ["", "", ""]
 
 
@@ -215,7 +216,7 @@ def test_a_pool_works_on_after_a_cancelled_call(own):
     handle = own(step_s=0.02, max_num_seqs=4, pool={"replicas": 1})
     cancel_a_call(handle, 20)
     prompts = prompts_of(20)
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
+    results = generate(handle, table_of(prompts), (SAMPLING,))
     assert expected_tokens(prompts) == tokens_of(results)
     assert handle.stats().num_restarts == 0
 
@@ -224,7 +225,7 @@ def test_neighbouring_poison_rows_become_error_rows(own, caplog):
     poison = [20, 21, 22]
     prompts = prompts_of(40, poison=poison)
     handle = own(crash_on=POISON, pool={"max_row_crashes": 1})
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
+    results = generate(handle, table_of(prompts), (SAMPLING,))
     errors = results["error"].to_pylist()
     assert [row for row, error in enumerate(errors) if error] == poison
     assert "the process of the engine ended with exit code 1" in caplog.text
@@ -237,7 +238,7 @@ def test_neighbouring_poison_rows_become_error_rows(own, caplog):
 def test_an_engine_that_dies_on_every_row_fails_the_pool(own):
     handle = own(crashes=True, pool={"replicas": 1})
     with pytest.raises(ReplicaError, match=r"finished no row in between.*the last death"):
-        handle.generate_sync(table_of(prompts_of(400)), (SAMPLING,))
+        generate(handle, table_of(prompts_of(400)), (SAMPLING,))
     assert handle.stats().num_restarts <= 5
 
 
@@ -254,9 +255,9 @@ def test_engines_of_a_pool_that_differs_in_their_number_alone_make_room(own):
     first, second = own(pool={"replicas": 1}), own(pool={"replicas": 2})
     other = own(step_s=0.001, pool={"replicas": 1})
     for handle in (first, other, second):
-        handle.generate_sync(table_of(prompts_of(5)), (SAMPLING,))
+        generate(handle, table_of(prompts_of(5)), (SAMPLING,))
     assert (0, 1) == (len(first.state().pids), len(other.state().pids))
-    assert first.generate_sync(table_of(prompts_of(5)), (SAMPLING,)).num_rows == 5
+    assert generate(first, table_of(prompts_of(5)), (SAMPLING,)).num_rows == 5
 
 
 def test_a_handle_does_not_travel_to_another_process(own):
@@ -269,14 +270,14 @@ def test_engines_import_nothing_from_the_working_folder(own, monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
     handle, prompts = own(**IN_PROCESS), prompts_of(2)
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
+    results = generate(handle, table_of(prompts), (SAMPLING,))
     assert expected_tokens(prompts) == tokens_of(results)
 
 
 def test_engines_of_another_size_end_where_they_do_nothing(own):
     pools = [own(pool={"replicas": n}, **IN_PROCESS) for n in (1, 2)]
     for turn in (0, 1, 0):
-        pools[turn].generate_sync(table_of(prompts_of(4)), (SAMPLING,))
+        generate(pools[turn], table_of(prompts_of(4)), (SAMPLING,))
         wait_until(lambda turn=turn: not pools[1 - turn].state().pids)
 
 

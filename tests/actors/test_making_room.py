@@ -2,14 +2,14 @@
 
 import pytest
 
-from raybatch.actors.replicas.making_room import RoomSeeker, has_reserved
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, has_reserved
 from raybatch.config import PoolConfig
-from tests.actors.pools import SAMPLING, prompts_of, table_of
+from tests.actors.pools import SAMPLING, generate, prompts_of, table_of
 
 # of the four of the cluster
 POOL = {"replicas": 1, "num_cpus_per_replica": 3}
-PLAN = CrewPlan(num_replicas=1, num_cpus=3, num_gpus=0, num_engines_on_host=1)
+PLAN = Placement(num_replicas=1, num_cpus=3, num_gpus=0, num_engines_on_host=1)
 
 
 async def nothing(asked):
@@ -22,22 +22,22 @@ async def nothing(asked):
 def test_engines_that_are_idle_end_for_others_that_wait(own):
     first, second = own(pool=POOL), own(pool=POOL, step_s=0.001)
     table = table_of(prompts_of(10))
-    assert first.generate_sync(table, (SAMPLING,)).num_rows == 10
+    assert generate(first, table, (SAMPLING,)).num_rows == 10
     # longer than it takes would wait for idle_release_s
-    assert second.generate_sync(table, (SAMPLING,)).num_rows == 10
+    assert generate(second, table, (SAMPLING,)).num_rows == 10
     assert (len(first.state().pids), len(second.state().pids)) == (0, 1)
-    assert first.generate_sync(table, (SAMPLING,)).num_rows == 10
+    assert generate(first, table, (SAMPLING,)).num_rows == 10
 
 
 def test_room_is_sought_after_a_while_and_not_at_every_look():
-    seeker = RoomSeeker(PoolConfig(), PLAN, nothing)
+    seeker = IdlePoolReclaimer(PoolConfig(), PLAN, nothing)
     looks = [seeker.is_due(waits_s=float(s), now_s=100.0 + s) for s in range(14)]
     assert [s for s, is_due in enumerate(looks) if is_due] == [6, 12]
 
 
 def test_a_long_wait_is_told_once_with_what_is_waited_for(caplog):
     pool = PoolConfig(resources={"disk": 2}, accelerator_type="H100")
-    seeker = RoomSeeker(pool, PLAN, nothing)
+    seeker = IdlePoolReclaimer(pool, PLAN, nothing)
     for waits_s in (20.0, 31.0, 40.0):
         seeker.is_due(waits_s, now_s=0.0)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -50,5 +50,5 @@ def test_a_long_wait_is_told_once_with_what_is_waited_for(caplog):
     ids=["nothing", "cpus", "resource"],
 )
 def test_engines_that_hold_nothing_are_in_nobodys_way(pool, num_cpus, is_so):
-    plan = CrewPlan(num_replicas=1, num_cpus=num_cpus, num_gpus=0, num_engines_on_host=1)
+    plan = Placement(num_replicas=1, num_cpus=num_cpus, num_gpus=0, num_engines_on_host=1)
     assert has_reserved(PoolConfig(**pool), plan) == is_so

@@ -10,7 +10,7 @@ from ray.util import metrics
 from raybatch.actors.coordinator.counters import ClientCounters
 from raybatch.actors.coordinator.metrics import PoolMetrics, ReplicaMetrics
 from raybatch.records.types import ReplicaStats
-from tests.actors.pools import SAMPLING, prompts_of, table_of, wait_until
+from tests.actors.pools import SAMPLING, generate, prompts_of, table_of, wait_until
 
 COUNTERS = {
     "raybatch_rows_total",
@@ -233,7 +233,7 @@ def scrape():
 def test_series_appear_on_the_port_of_ray(own):
     pytest.importorskip("opencensus", reason="the metrics agent needs pip install 'ray[default]'")
     handle = own()
-    handle.generate_sync(table_of(prompts_of(8)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(8)), (SAMPLING,))
     handle.note_unit(0, "started")
     handle.note_unit(0, "written")
     series = (

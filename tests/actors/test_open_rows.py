@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.actors.replica.open_rows import OpenRows
-from tests.actors.test_giving import rows_of
+from tests.actors.test_stealing import rows_of
 
 
 def test_a_prefix_counts_once():

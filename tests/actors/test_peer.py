@@ -9,9 +9,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 from raybatch.actors.executors.local_loop import LocalLoop
-from raybatch.actors.executors.local_tables import LocalTables
+from raybatch.actors.executors.local_site import LocalTables
 from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.site import CallHandle
 
 TIMEOUT_S = 20
 

@@ -9,6 +9,7 @@ from raybatch.actors.pool import release_pools
 from tests.actors.pools import (
     SAMPLING,
     expected_tokens,
+    generate,
     handle_of,
     make_feeder,
     prompts_of,
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 def test_every_row_comes_out_once_with_its_answer(shared):
     prompts = prompts_of(500)
-    results = shared.generate_sync(table_of(prompts), (SAMPLING,))
+    results = generate(shared, table_of(prompts), (SAMPLING,))
     assert list(range(500)) == results["row"].to_pylist()
     assert expected_tokens(prompts) == tokens_of(results)
     assert {1} == set(results["attempts"].to_pylist())
@@ -33,17 +34,17 @@ def test_unstarted_rows_of_a_slow_replica_move_to_a_fast_one(own, tmp_path):
     handle.start()
     wait_until(lambda: len(handle.state().pids) == 2)
     # so few that both engines take their half at once
-    handle.generate_sync(table_of(prompts_of(120)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(120)), (SAMPLING,))
     fewer, more = sorted(handle.state().finished_by_pid.values())
     assert fewer + more == 120
     assert 0 < 2 * fewer < more
 
 
 def test_a_pool_stays_warm_and_is_shared_by_equal_specs(shared):
-    shared.generate_sync(table_of(prompts_of(10)), (SAMPLING,))
+    generate(shared, table_of(prompts_of(10)), (SAMPLING,))
     wait_until(lambda: len(shared.state().pids) == 2)
     pids = shared.state().pids
-    shared.generate_sync(table_of(prompts_of(10)), (SAMPLING,))
+    generate(shared, table_of(prompts_of(10)), (SAMPLING,))
     assert pids == shared.state().pids
 
 
@@ -62,7 +63,7 @@ def test_a_handle_works_where_it_was_sent(shared):
 
 def test_a_released_pool_is_made_again_on_the_next_use():
     handle = handle_of(pool={"replicas": 1})
-    handle.generate_sync(table_of(prompts_of(10)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(10)), (SAMPLING,))
     release_pools()
-    handle.generate_sync(table_of(prompts_of(20)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(20)), (SAMPLING,))
     assert handle.stats().rows_done == 20

@@ -15,6 +15,7 @@ from tests.actors.pools import (
     Background,
     cancel_a_call,
     expected_tokens,
+    generate,
     handle_of,
     is_computing,
     make_feeder,
@@ -51,7 +52,7 @@ def test_killed_replicas_lose_no_row_and_redo_no_finished_row(own):
 def test_a_poison_row_becomes_one_error_row(own):
     prompts = prompts_of(4, poison=[2])
     handle = own(crash_on=POISON, pool={"replicas": 1, "max_row_crashes": 1})
-    results = handle.generate_sync(table_of(prompts), (SAMPLING,))
+    results = generate(handle, table_of(prompts), (SAMPLING,))
     errors = results["error"].to_pylist()
     assert "ReplicaCrash: the engine died" in errors[2]
     expected = expected_tokens(prompts)
@@ -64,7 +65,7 @@ def test_a_failing_start_raises_with_its_cause(own):
     handle = own(fail_start=True, pool={"replicas": 1, "max_start_failures": 2})
     for _ in range(2):
         with pytest.raises(ReplicaError, match="RuntimeError: the fake backend was told to fail"):
-            handle.generate_sync(table_of(prompts_of(3)), (SAMPLING,))
+            generate(handle, table_of(prompts_of(3)), (SAMPLING,))
 
 
 def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
@@ -125,9 +126,9 @@ def test_rows_that_finish_while_there_is_no_feeder_are_kept_for_the_next(own, tm
 
 def test_a_dead_coordinator_is_replaced_on_the_use_after_the_error():
     handle = handle_of(pool={"replicas": 1})
-    handle.generate_sync(table_of(prompts_of(1)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(1)), (SAMPLING,))
     os.kill(handle.state().coordinator_pid, signal.SIGKILL)
     with pytest.raises(ReplicaError, match="coordinator of the pool is gone"):
-        handle.generate_sync(table_of(prompts_of(1)), (SAMPLING,))
-    assert handle.generate_sync(table_of(prompts_of(1)), (SAMPLING,)).num_rows == 1
+        generate(handle, table_of(prompts_of(1)), (SAMPLING,))
+    assert generate(handle, table_of(prompts_of(1)), (SAMPLING,)).num_rows == 1
     handle.shutdown()

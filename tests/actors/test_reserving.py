@@ -5,12 +5,12 @@ import time
 import pytest
 import ray
 
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.reserving import reserve
 from raybatch.config import PoolConfig
 
-PLAN = CrewPlan(num_replicas=1, num_cpus=0.5, num_gpus=0, num_engines_on_host=1)
-GROUPED = CrewPlan(
+PLAN = Placement(num_replicas=1, num_cpus=0.5, num_gpus=0, num_engines_on_host=1)
+GROUPED = Placement(
     num_replicas=1,
     num_cpus=0,
     num_gpus=0,

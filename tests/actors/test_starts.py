@@ -1,6 +1,6 @@
 """When a replica is started again, and when it is given up."""
 
-from raybatch.actors.replicas.starts import StartLedger
+from raybatch.actors.replicas.starts import StartEvents, StartLedger
 
 
 def ledger(num_replicas=1, max_start_failures=3):
@@ -53,3 +53,28 @@ def test_only_replicas_that_answer_are_ready():
     assert starts.num_ready() == 1
     starts.died(0, lost_rows=True)
     assert starts.num_ready() == 0
+
+
+TRACE = "Traceback (most recent call last):\n  ...\nRuntimeError: no"
+
+
+def test_a_trace_is_told_once():
+    events = StartEvents()
+    first, second = (events.again(rank, "RuntimeError: no", TRACE) for rank in (0, 1))
+    assert first == f"replica 0 is started again: RuntimeError: no\n{TRACE}"
+    assert second == "replica 1 is started again: RuntimeError: no"
+
+
+def test_an_error_of_this_library_has_no_trace():
+    assert StartEvents().again(0, "ConfigError: x") == "replica 0 is started again: ConfigError: x"
+
+
+def test_a_rank_that_is_given_up_is_told_when_it_is_asked_for_and_once():
+    events = StartEvents()
+    events.given_up(1, "ConfigError: x")
+    events.given_up(2, "RuntimeError: no", TRACE)
+    assert events.take() == [
+        "replica 1 is given up: ConfigError: x",
+        f"replica 2 is given up: RuntimeError: no\n{TRACE}",
+    ]
+    assert events.take() == []

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.actors.wire.records import PoisonRow, Room, RowCrashes, Span, Submission
@@ -65,22 +65,22 @@ def submission(num_rows, crashes=None):
 
 
 @pytest.fixture
-def inbox():
-    return Inbox(RowQueue(3), on_drop=lambda *args: None)
+def mailbox():
+    return Mailbox(RowQueue(3), on_drop=lambda *args: None)
 
 
-def lose(inbox, replica_id):
-    inbox.queue.dispatch({replica_id: Room(tokens=99, rows=99)})
-    inbox.note_loss(inbox.queue.lose(replica_id))
+def lose(mailbox, replica_id):
+    mailbox.queue.dispatch({replica_id: Room(tokens=99, rows=99)})
+    mailbox.note_loss(mailbox.queue.lose(replica_id))
 
 
-def test_a_death_is_told_at_once_and_only_once(inbox):
+def test_a_death_is_told_at_once_and_only_once(mailbox):
     async def run():
-        batch = inbox.add(submission(2))
-        waiting = asyncio.ensure_future(inbox.answer(batch, 60.0))
+        batch = mailbox.add(submission(2))
+        waiting = asyncio.ensure_future(mailbox.answer(batch, 60.0))
         await asyncio.sleep(0)
-        lose(inbox, 1)
-        return await waiting, await inbox.answer(batch, 0.01)
+        lose(mailbox, 1)
+        return await waiting, await mailbox.answer(batch, 0.01)
 
     told, again = asyncio.run(run())
     crashes = (RowCrashes(0, 1, False), RowCrashes(1, 1, False))
@@ -88,21 +88,21 @@ def test_a_death_is_told_at_once_and_only_once(inbox):
     assert ("pending", ()) == (again.status, again.crashes)
 
 
-def test_deaths_between_two_answers_are_told_as_one_count(inbox):
+def test_deaths_between_two_answers_are_told_as_one_count(mailbox):
     async def run():
-        batch = inbox.add(submission(1))
-        lose(inbox, 1)
-        lose(inbox, 2)
-        return await inbox.answer(batch, 60.0)
+        batch = mailbox.add(submission(1))
+        lose(mailbox, 1)
+        lose(mailbox, 2)
+        return await mailbox.answer(batch, 60.0)
 
     assert (RowCrashes(0, 2, False),) == asyncio.run(run()).crashes
 
 
-def test_the_last_answer_tells_which_row_was_given_up(inbox):
+def test_the_last_answer_tells_which_row_was_given_up(mailbox):
     async def run():
-        batch = inbox.add(submission(1, strikes_of(2)))
-        lose(inbox, 1)
-        return await inbox.answer(batch, 60.0)
+        batch = mailbox.add(submission(1, strikes_of(2)))
+        lose(mailbox, 1)
+        return await mailbox.answer(batch, 60.0)
 
     answer = asyncio.run(run())
     assert ("done", (RowCrashes(0, 3, True),)) == (answer.status, answer.crashes)

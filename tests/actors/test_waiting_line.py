@@ -1,4 +1,4 @@
-from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.row_states import RowStates
 from raybatch.actors.queue.waiting_line import WaitingLine
 from raybatch.actors.wire.records import Span
@@ -9,9 +9,9 @@ def test_few_rows_join_their_home_wherever_in_the_batch_they_are():
     num_rows = 3000
     groups = groups_of([7] * num_rows, 100)
     batches = {0: RowStates.make([110] * num_rows, [10] * num_rows, groups=groups)}
-    homes = Homes()
-    homes.start(1, [(7, 100)])
-    line = WaitingLine(batches, homes)
+    affinity = PrefixAffinity()
+    affinity.start(1, [(7, 100)])
+    line = WaitingLine(batches, affinity)
     for start in (2000, 2010, 2020):
         line.add(Span(0, start, start + 10))
     assert (0, 30) == (line.fresh.num_rows, line.own(1).num_rows)

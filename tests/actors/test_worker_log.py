@@ -10,10 +10,10 @@ import ray
 
 from raybatch.actors.executors.ray_site import RaySite
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from tests.actors.pools import SAMPLING, prompts_of, table_of, wait_until
+from tests.actors.pools import SAMPLING, generate, prompts_of, table_of, wait_until
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def test_lines_are_not_shown_twice(monkeypatch):
 def test_workers_of_a_pool_obey_the_environment_that_it_gives_them(own):
     asked = {"env_vars": {"RAYBATCH_LOG_LEVEL": "INFO"}}
     handle = own(pool={"replicas": 1, "runtime_env": asked})
-    handle.generate_sync(table_of(prompts_of(2)), (SAMPLING,))
+    generate(handle, table_of(prompts_of(2)), (SAMPLING,))
     logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
     said = "INFO raybatch.actors.replica.replica: replica "
     wait_until(lambda: any(said in path.read_text() for path in logs.glob("worker-*.err")))

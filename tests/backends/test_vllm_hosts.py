@@ -4,6 +4,7 @@ vLLM on a CPU refuses Ray: the hosts of this cluster are told to have GPUs, and 
 take them. What its ranks compute on is the CPU.
 """
 
+import asyncio
 import os
 import signal
 
@@ -92,7 +93,8 @@ def groups(state):
 def answers(handle):
     prompts = [np.array([*PROMPT, i], np.int32) for i in range(3)]
     table = request_table([str(i) for i in range(3)], prompts)
-    result = handle.generate_sync(table, (Sampling(max_tokens=12, ignore_eos=True),))
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    result = asyncio.run(handle.generate(table, (sampling,)))
     batch = pa.Table.from_batches([result]) if isinstance(result, pa.RecordBatch) else result
     assert batch["error"].to_pylist() == [""] * 3
     return batch["token_ids"].to_pylist()

@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.layout import ATTEMPTS, attempt_name
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError
 from tests.durable.support import make_plan
 

@@ -11,7 +11,7 @@ from raybatch.durable.audit import audit, finish, is_finished
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import SUCCESS, part_name
 from raybatch.durable.parts import read_footer
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import ErrorCount, UnitCounts, join_plans, sum_counts
 from raybatch.errors import CommitError
 from tests.durable.support import make_plan, unit_of

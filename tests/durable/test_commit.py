@@ -10,7 +10,7 @@ import pytest
 from raybatch.durable.commit import commit_unit, committed, receipt_of
 from raybatch.durable.layout import part_name
 from raybatch.durable.parts import read_footer
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import ErrorCount, UnitCounts, row_sum, row_sums
 from raybatch.errors import CommitError
 from tests.durable.support import SCHEMA, make_plan, make_table, unit_of

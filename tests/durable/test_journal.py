@@ -18,7 +18,7 @@ from raybatch.durable.journal import (
     write_fragment,
 )
 from raybatch.durable.layout import begun_name, fragment_name
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError
 from tests.durable.support import SCHEMA, make_plan, make_table

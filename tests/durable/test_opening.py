@@ -5,7 +5,7 @@ import uuid
 import pytest
 
 from raybatch.durable.opening import open_plan
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError
 
 

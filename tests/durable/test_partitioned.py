@@ -16,7 +16,7 @@ from raybatch.durable.partitioned import (
     partition_folder,
     partitioned_receipt_of,
 )
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import CommitError
 from tests.durable.support import make_plan

@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.durable.heartbeat import FRESH_S, beat, end_beat, live_runs
 from raybatch.durable.run_log import RunLog, read_events, run_ids
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -10,10 +10,10 @@ import fsspec
 import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
+from raybatch.durable.storage import open_store
 from raybatch.durable.stores import local as local_module
 from raybatch.durable.stores.objects import ObjectStore
 from raybatch.durable.stores.repeating import Repeating
-from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 
 

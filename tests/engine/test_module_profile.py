@@ -20,7 +20,7 @@ from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels.kv_rows import dequantise
 from raybatch.models.config import read_model_spec
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import Workload
 from tests import tolerances
 from tests.engine.tiny_models import TOLERANCE, build
 

@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.durable.heartbeat import beat, live_runs
 from raybatch.durable.run_log import read_events
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats

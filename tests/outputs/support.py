@@ -13,7 +13,7 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import part_name
 from raybatch.durable.parts import PARQUET, Footer
 from raybatch.durable.sink import prepare_sink
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.inputs.source import scan_source
 from raybatch.planning.fingerprint import input_files, output_schema

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.outputs.deep import look_into_parts
 from tests.outputs.support import (
     NUM_UNITS,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.failed_rows import ERROR_STATUSES, failed_rows
 from raybatch.rows.schema import OutputSchema

@@ -9,7 +9,7 @@ import pytest
 from raybatch.durable.audit import audit, finish
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.sink import prepare_sink
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.errors import ConfigError
 from raybatch.outputs import row_copy

@@ -9,7 +9,7 @@ import pytest
 
 from raybatch.durable.layout import part_name
 from raybatch.durable.run_log import RunLog
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.rebuilt import keep_report, report_of, report_of_complete
 from raybatch.report import RunReport, read_report

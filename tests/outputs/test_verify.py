@@ -11,7 +11,7 @@ import pytest
 import raybatch
 from raybatch.durable.audit import audit, finish
 from raybatch.durable.layout import part_name
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.verify import verify
 from raybatch.planning.shards import rows_in_stretches

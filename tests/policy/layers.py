@@ -1,7 +1,6 @@
 """A small sparse layer, and costs like those of a processor, for tests of plans."""
 
-from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.batches.layer_work import LayerShape
+from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import Roofline, link
 
 SPARSE = LayerShape(

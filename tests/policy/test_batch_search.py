@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.forward_dag import forward_dag
 from raybatch.policy.batches.layer_dag import critical_path
-from raybatch.policy.batches.layer_plan import BatchPlan, memory_need
-from raybatch.policy.batches.layer_work import Workload
-from raybatch.policy.batches.search import (
-    MemoryBudget,
-    PlanGrid,
-    price_plan,
-    search_plans,
-)
+from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, Workload, memory_need
+from raybatch.policy.batches.search import PlanGrid, price_plan, search_plans
 from raybatch.policy.cost.roofline import Roofline
 from tests.policy.layers import MODEL, costs
 

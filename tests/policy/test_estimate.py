@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits
-from raybatch.policy.cost.estimate import check_run, estimate, money
+from raybatch.policy.cost.estimate import estimate, money
 from raybatch.policy.cost.work import work_totals
 
 MODEL = CostModel(
@@ -93,11 +93,10 @@ def test_money_is_for_the_time_that_engines_are_held():
     assert pytest.approx(2 * 5 / 3600 * 36.0) == money(5.0, 2, 36.0)
 
 
-def test_a_run_is_checked_by_what_it_really_did():
+def test_a_run_is_estimated_by_what_it_really_did():
     model = replace(MODEL, step_s=0.0, row_s=1.0)
-    check = check_run(model, WORK, computed_tokens=80, generated_tokens=60, engine_s=48.0)
-    assert pytest.approx(60.0) == check.predicted_s.expected
-    assert pytest.approx(0.25) == check.error
+    done = WORK.actual(computed_tokens=80, generated_tokens=60)
+    assert pytest.approx(60.0) == estimate(model, done).engine_s.expected
 
 
 @pytest.mark.parametrize(("rows", "replicas"), [(47, 2), (44, 3), (149, 5)])

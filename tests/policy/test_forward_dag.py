@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.forward_dag import forward_dag, forward_time
 from raybatch.policy.batches.layer_dag import critical_path
-from raybatch.policy.batches.layer_plan import BatchPlan, ModelShape, memory_need
-from raybatch.policy.batches.layer_work import LayerShape, Workload
+from raybatch.policy.batches.layer_plan import (
+    BatchPlan,
+    LayerShape,
+    ModelShape,
+    Workload,
+    memory_need,
+)
 from raybatch.policy.cost.roofline import Roofline, Work
 from tests.policy.layers import MODEL, SPARSE, costs
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.cost.nonnegative import solve_nonnegative
+from raybatch.policy.cost.roofline import solve_nonnegative
 
 
 def test_a_positive_solution_is_that_of_plain_least_squares(rng):

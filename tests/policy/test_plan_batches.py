@@ -3,11 +3,15 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_plan import BatchPlan, ModuleCosts, memory_need
-from raybatch.policy.batches.layer_work import Workload
-from raybatch.policy.batches.plan import plan_batches
+from raybatch.policy.batches.layer_plan import (
+    BatchPlan,
+    MemoryBudget,
+    ModuleCosts,
+    Workload,
+    memory_need,
+)
 from raybatch.policy.batches.saturation import hiding_tokens, saturating_tokens
-from raybatch.policy.batches.search import MemoryBudget
+from raybatch.policy.batches.search import plan_batches
 from tests.policy.layers import MODEL, SPARSE, costs
 
 DECODE = Workload(cached_tokens=500)

@@ -5,37 +5,18 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_plan import BatchPlan, memory_need
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, Workload, memory_need
 from raybatch.policy.batches.saturation import (
     gate_target,
     hiding_tokens,
     saturating_tokens,
-    saturation_target,
 )
-from raybatch.policy.batches.search import MemoryBudget
 from raybatch.policy.cost.roofline import Roofline
 from tests.policy.layers import MODEL, SPARSE, costs
 
 DECODE = Workload(cached_tokens=500)
 HERE = BatchPlan(attention_tokens=64, gate_tokens=64)
 PLENTY = 10**13
-
-
-@pytest.mark.parametrize(
-    ("rows", "num_experts", "top_k", "tokens"),
-    [(512, 256, 8, 16384), (1, 64, 4, 16), (64, 64, 4, 1024), (7, 10, 3, 24), (512, 1, 1, 512)],
-)
-def test_a_target_gives_every_expert_its_rows(rows, num_experts, top_k, tokens):
-    assert tokens == saturation_target(rows, num_experts=num_experts, top_k=top_k)
-    assert tokens * top_k / num_experts >= rows > (tokens - 1) * top_k / num_experts
-
-
-@pytest.mark.parametrize("wrong", [(0, 8, 2), (1, 8, 9), (1, 8, 0)])
-def test_a_target_of_nothing_is_refused(wrong):
-    rows, num_experts, top_k = wrong
-    with pytest.raises(ConfigError, match="top_k within"):
-        saturation_target(rows, num_experts=num_experts, top_k=top_k)
 
 
 @pytest.mark.parametrize("serial_fraction", [0.0, 1.0])

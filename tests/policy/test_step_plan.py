@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import Workload
 from raybatch.policy.batches.step_plan import MeasuredLayer, RowShape, plan_steps
 
 ROW = RowShape(prompt_tokens=100, output_tokens=50)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.density import REFERENCE_ROOFLINE, DensityModel
+from raybatch.prefix.load import REFERENCE_ROOFLINE, DensityModel
 from raybatch.prefix.order import ORDERS, order_groups
 from tests.prefix.loads import loads, make_load
 

@@ -5,7 +5,7 @@ import pytest
 
 from raybatch.durable.heartbeat import beat
 from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
-from raybatch.durable.stores.store import open_store
+from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from tests.stages.support import write_parquet

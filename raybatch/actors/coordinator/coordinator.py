@@ -10,14 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.actors.coordinator.assignments import make_assignments
 from raybatch.actors.coordinator.counters import ClientCounters
-from raybatch.actors.coordinator.mailbox import Inbox, OpenBatch
+from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch, make_assignments
 from raybatch.actors.coordinator.metrics import PoolMetrics
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.replicas.making_room import RoomSeeker, has_reserved
-from raybatch.actors.replicas.placement import CrewPlan
-from raybatch.actors.replicas.replica_set import Crew, Member
+from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, Member, ReplicaSet, has_reserved
 from raybatch.actors.replicas.site import Site
 from raybatch.actors.wire.records import (
     Answer,
@@ -46,49 +45,46 @@ class Coordinator:
     """Owns the replicas of one pool and everything that waits for them.
 
     All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.
-
-    Args:
-        spec: of the pool.
-        plan: size and resources of the crew.
-        site: where this object and its replicas run.
     """
 
-    def __init__(self, spec: PoolSpec, plan: CrewPlan, site: Site) -> None:
+    def __init__(self, spec: PoolSpec, plan: Placement, site: Site) -> None:
         self._site = site
         self._pool = spec.pool
         self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
-        self._inbox = Inbox(self._queue, on_drop=self._abort_rows)
+        self._mailbox = Mailbox(self._queue, on_drop=self._abort_rows)
         self._metrics = PoolMetrics(site.metrics)
         self._pulls: dict[int, _Pull] = {}
-        self._crew = Crew(spec, plan, site, on_lost=self._lose, on_exhausted=self._inbox.fail)
-        self._crew_lock = asyncio.Lock()
+        self._replicas = ReplicaSet(
+            spec, plan, site, on_lost=self._lose, on_exhausted=self._mailbox.fail
+        )
+        self._start_lock = asyncio.Lock()
         self._is_stopping = False
         # the event loop itself keeps no task alive
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._room = RoomSeeker(spec.pool, plan, site.make_room)
-        self._not_worth_asking: set[int] = set()
+        self._reclaimer = IdlePoolReclaimer(spec.pool, plan, site.make_room)
+        self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
     async def start(self) -> None:
         """Start the replicas ahead of the first rows."""
         self._idle_since = time.monotonic()
-        await self._start_crew()
+        await self._start_replicas()
 
     async def has_failed(self) -> bool:
-        """Return whether every batch to come would be answered with a failure."""
-        return self._inbox.failure is not None
+        """Return whether every further batch would be answered with a failure."""
+        return self._mailbox.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
         """Queue a row batch, or take over that of a feeder that died, and wait for its results."""
-        await self._start_crew()
-        batch = self._inbox.take_over(submission)
+        await self._start_replicas()
+        batch = self._mailbox.take_over(submission)
         if batch is None:
             # what a feeder owns goes with it, while its rows are still wanted
-            batch = self._inbox.add(replace(submission, refs=[self._site.keep(requests)]))
+            batch = self._mailbox.add(replace(submission, refs=[self._site.keep(requests)]))
         if batch is None:
             return Answer(status="unknown")
         self._dispatch()
@@ -96,37 +92,37 @@ class Coordinator:
 
     async def collect(self, token: str) -> Answer:
         """Wait a while longer for a row batch."""
-        batch = self._inbox.find(token)
+        batch = self._mailbox.find(token)
         if batch is None:
             return Answer(status="unknown")
         return await self._answer(batch)
 
     async def so_far(self, client: str, name: str, skip: int) -> Answer:
         """Return what is finished of a row batch, without its first `skip` results."""
-        return self._inbox.so_far(client, name, skip=skip)
+        return self._mailbox.so_far(client, name, skip=skip)
 
     async def has_named(self, client: str, name: str) -> bool:
         """Return whether a row batch of this name is there, whose results a feeder may get."""
-        return self._inbox.has_named(client, name)
+        return self._mailbox.has_named(client, name)
 
     async def forget(self, client: str, names: Sequence[str]) -> None:
         """Forget row batches whose results are safe elsewhere."""
-        self._inbox.forget(client, names)
+        self._mailbox.forget(client, names)
         self._dispatch()
 
     async def cancel(self, token: str) -> None:
         """Forget a row batch, also one that has not arrived yet."""
-        self._inbox.cancel(token)
+        self._mailbox.cancel(token)
         self._dispatch()
 
     async def note_lost(self, batch_id: int) -> None:
         """Forget a row batch whose request table is gone, so that its feeder submits it again."""
-        self._inbox.lose_table(batch_id)
+        self._mailbox.lose_table(batch_id)
         self._dispatch()
 
     async def pull(self, replica_id: int, room: Room) -> list[Assignment] | None:
         """Wait for rows; None tells the replica to end."""
-        if replica_id not in self._crew.members or self._is_stopping:
+        if replica_id not in self._replicas.members or self._is_stopping:
             return None
         future: asyncio.Future[list[Assignment] | None]
         future = asyncio.get_running_loop().create_future()
@@ -137,47 +133,46 @@ class Coordinator:
     async def report(
         self, replica_id: int, results: list[tuple[int, pa.RecordBatch]], stats: ReplicaStats
     ) -> None:
-        """Take finished rows and the counters of a replica."""
-        member = self._crew.members.get(replica_id)
+        member = self._replicas.members.get(replica_id)
         if member is None:
             return
         member.stats = stats
-        self._not_worth_asking.discard(replica_id)
+        self._stale_reports.discard(replica_id)
         for batch_id, batch_results in results:
-            num_rows = self._inbox.take(replica_id, batch_id, batch_results)
+            num_rows = self._mailbox.take(replica_id, batch_id, batch_results)
             member.num_finished_rows += num_rows
             if num_rows:
-                self._crew.ledger.worked(member.rank)
+                self._replicas.ledger.worked(member.rank)
         self._dispatch()
 
-    async def note_begun(self, found: list[tuple[int, pa.RecordBatch]]) -> None:
+    async def note_begun(self, progress: list[tuple[int, pa.RecordBatch]]) -> None:
         """Keep tokens of rows that a replica has not finished, lest they die with it."""
-        for batch_id, begun in found:
-            self._inbox.note_begun(batch_id, begun)
+        for batch_id, begun in progress:
+            self._mailbox.note_begun(batch_id, begun)
 
     async def note_cause(self, replica_id: int, cause: str, ends_run: bool = False) -> None:
         """Remember why a replica is about to end itself; some causes end every run."""
-        if (member := self._crew.members.get(replica_id)) is not None:
+        if (member := self._replicas.members.get(replica_id)) is not None:
             member.cause = cause
             if ends_run:
-                self._inbox.fail(member.rank, cause)
+                self._mailbox.fail(member.rank, cause)
 
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
         """Count rows of a client that never reach the pool, and errors found outside it."""
-        self._inbox.clients[client].outside(num_rows, errors)
+        self._mailbox.clients[client].outside(num_rows, errors)
 
     async def stop(self, client: str) -> None:
         """Let no further unit of a client start."""
-        self._inbox.clients[client].is_stopped = True
+        self._mailbox.clients[client].is_stopped = True
 
     async def is_stopped(self, client: str) -> bool:
         """Return whether no further unit of a client may start."""
-        counters = self._inbox.clients.get(client)
+        counters = self._mailbox.clients.get(client)
         return counters is not None and counters.is_stopped
 
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
         """Note a unit of commit that is "started", "written", or "left" without being written."""
-        counters, now = self._inbox.clients[client], time.monotonic()
+        counters, now = self._mailbox.clients[client], time.monotonic()
         if state == "started":
             counters.unit_opened(unit, host, pid, now)
             self._metrics.unit(state, None)
@@ -186,11 +181,10 @@ class Coordinator:
             self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
-        """Return the counters of a client and the state of the pool."""
-        ledger = self._crew.ledger
-        counters = self._inbox.clients.get(client) or ClientCounters()
+        ledger = self._replicas.ledger
+        counters = self._mailbox.clients.get(client) or ClientCounters()
         num_group_cuts, cut_tokens = self._queue.cuts()
-        ready = [m for m in self._crew.members.values() if m.is_ready]
+        ready = [m for m in self._replicas.members.values() if m.is_ready]
         return counters.stats(
             num_replicas=self._plan.num_replicas,
             num_ready=ledger.num_ready(),
@@ -199,20 +193,21 @@ class Coordinator:
             num_restarts=ledger.num_restarts,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
-            busy_s=self._crew.busy_s(),
-            replicas=[m.stats for m in ready],
-            ranks=[m.rank for m in ready],
+            busy_s=self._replicas.busy_s(),
+            replicas=tuple(m.stats for m in ready),
+            ranks=tuple(m.rank for m in ready),
             now=time.monotonic(),
         )
 
     async def state(self) -> PoolState:
-        """Return what the pool holds at this moment."""
-        pids = {m.pid: m for m in self._crew.members.values() if m.pid is not None and m.is_ready}
+        pids = {
+            m.pid: m for m in self._replicas.members.values() if m.pid is not None and m.is_ready
+        }
         return PoolState(
-            num_batches=len(self._inbox),
+            num_batches=len(self._mailbox),
             num_waiting_rows=self._queue.num_waiting(),
             num_held_rows=sum(self._queue.num_held(m.replica_id) for m in pids.values()),
-            num_results=self._inbox.num_results(),
+            num_results=self._mailbox.num_results(),
             coordinator_pid=os.getpid(),
             pids=tuple(sorted(pids)),
             finished_by_pid={pid: m.num_finished_rows for pid, m in pids.items()},
@@ -220,50 +215,50 @@ class Coordinator:
 
     async def shutdown(self) -> None:
         """End every replica; who still waits gets an error."""
-        self._inbox.fail(0, "the pool was shut down")
+        self._mailbox.fail(0, "the pool was shut down")
         self._update_metrics()
         if self._ticking is not None:
             self._ticking.cancel()
-        await self._stop_crew()
+        await self._stop_replicas()
 
     async def rest(self) -> None:
         """End the replicas where no rows are; they start again on demand."""
-        if not len(self._inbox):
-            await self._stop_crew()
+        if not len(self._mailbox):
+            await self._stop_replicas()
 
     async def make_room(self) -> bool:
         """End replicas that are idle and hold what others wait for; return whether there were."""
-        is_idle = not len(self._inbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
-        if not is_idle or not self._crew.members or not has_reserved(self._pool, self._plan):
+        is_idle = not len(self._mailbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
+        if not is_idle or not self._replicas.members or not has_reserved(self._pool, self._plan):
             return False
-        await self._stop_crew()
+        await self._stop_replicas()
         return True
 
     async def _answer(self, batch: OpenBatch) -> Answer:
-        answer = await self._inbox.answer(batch, self._wait_s)
-        if not self._inbox:
-            for news in self._inbox.sharing_news():
+        answer = await self._mailbox.answer(batch, self._wait_s)
+        if not self._mailbox:
+            for message in self._mailbox.sharing_messages():
                 # below the level of a warning it would not reach the driver
-                _logger.warning("%s", news)
+                _logger.warning("%s", message)
         return answer
 
-    async def _start_crew(self) -> None:
-        async with self._crew_lock:
-            if self._inbox.failure is not None:
+    async def _start_replicas(self) -> None:
+        async with self._start_lock:
+            if self._mailbox.failure is not None:
                 return
-            self._crew.start(self._site.coordinator())
+            self._replicas.start(self._site.coordinator())
             if self._ticking is None:
                 self._ticking = self._spawn(self._tick())
 
-    async def _stop_crew(self) -> None:
-        async with self._crew_lock:
+    async def _stop_replicas(self) -> None:
+        async with self._start_lock:
             self._is_stopping = True
             for _, future in self._pulls.values():
                 _answer_pull(future, None)
             self._pulls.clear()
-            await self._crew.stop()
+            await self._replicas.stop()
             # an idle pool holds nothing in the object store
-            self._inbox.forget_good_row()
+            self._mailbox.forget_good_row()
             self._is_stopping = False
 
     def _dispatch(self) -> None:
@@ -271,49 +266,47 @@ class Coordinator:
         hungry = {r: room for r, (room, future) in self._pulls.items() if not future.done()}
         if not hungry:
             return
-        num_expected = self._crew.ledger.num_expected(time.monotonic())
+        num_expected = self._replicas.ledger.num_expected(time.monotonic())
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
-            _answer_pull(future, make_assignments(spans, self._queue, self._inbox))
+            _answer_pull(future, make_assignments(spans, self._queue, self._mailbox))
         if not self._queue.has_waiting():
             self._steal()
 
     def _steal(self) -> None:
-        """Ask the replica with the most unstarted rows for half of them when another has none.
-
-        It gives whole groups as far as it can.
-        """
-        if self._stealing is not None or all(self._queue.num_held(r) for r in self._pulls):
+        if self._stealing is not None:
             return
-        members = [
-            m
-            for m in self._crew.members.values()
-            if m.stats.num_waiting > 1
-            and m.replica_id not in self._not_worth_asking
-            and not self._queue.is_testing(m.replica_id)
-        ]
-        if members:
-            victim = max(members, key=lambda m: m.stats.num_waiting)
+        members = self._replicas.members
+        pulling = [self._work_of(members[r]) for r in self._pulls if r in members]
+        steal = choose_steal(pulling, map(self._work_of, members.values()))
+        if steal is not None:
             # until it reports again, its count of unstarted rows is stale
-            self._not_worth_asking.add(victim.replica_id)
-            least = min(self._queue.cost(r) for r in self._pulls)
-            # what makes both end together
-            max_cost = (self._queue.cost(victim.replica_id) - least) // 2
-            self._stealing = self._spawn(self._take_back(victim, max_cost))
+            self._stale_reports.add(steal.replica_id)
+            self._stealing = self._spawn(self._take_back(members[steal.replica_id], steal))
 
-    async def _take_back(self, victim: Member, max_cost: int) -> None:
-        replica_id, num_waiting = victim.replica_id, victim.stats.num_waiting
+    def _work_of(self, member: Member) -> ReplicaWork:
+        replica_id = member.replica_id
+        is_stale = replica_id in self._stale_reports
+        return ReplicaWork(
+            replica_id,
+            num_held=self._queue.num_held(replica_id),
+            cost=self._queue.cost(replica_id),
+            num_unstarted=member.stats.num_waiting,
+            can_give=not is_stale and not self._queue.is_testing(replica_id),
+        )
+
+    async def _take_back(self, victim: Member, steal: Steal) -> None:
         try:
-            rows = await victim.actor.give_back.remote(num_waiting // 2, max_cost)
+            rows = await victim.actor.give_back.remote(steal.max_rows, steal.max_cost)
         except self._site.died:
             # its death is noticed, and its rows are queued again, where it is awaited
             rows = []
         self._stealing = None
-        self._queue.give_back(replica_id, [Span(b, row, row + 1) for b, row in rows])
+        self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
         self._dispatch()
 
     def _abort_rows(self, replica_id: int, batch_id: int) -> None:
-        member = self._crew.members.get(replica_id)
+        member = self._replicas.members.get(replica_id)
         if member is not None:
             self._spawn(self._abort(member, batch_id))
 
@@ -331,14 +324,14 @@ class Coordinator:
         _, future = self._pulls.pop(member.replica_id, (None, None))
         if future is not None:
             _answer_pull(future, None)
-        self._not_worth_asking.discard(member.replica_id)
+        self._stale_reports.discard(member.replica_id)
         if cause is None:
             self._queue.release(member.replica_id)
             return False
         loss = self._queue.lose(member.replica_id)
-        verdict = self._inbox.note_loss(loss, member.cause)
+        verdict = self._mailbox.note_loss(loss, member.cause)
         if verdict:
-            self._inbox.fail(member.rank, f"{verdict}; the last death: {cause}")
+            self._mailbox.fail(member.rank, f"{verdict}; the last death: {cause}")
         self._dispatch()
         return loss.num_rows > 0
 
@@ -352,30 +345,30 @@ class Coordinator:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._inbox.fail(0, f"the coordinator failed: {error_text(error)}")
+            self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._inbox.clients, self._crew.ledger.num_restarts)
+        self._metrics.update(self._mailbox.clients, self._replicas.ledger.num_restarts)
 
     async def _tick(self) -> None:
         release_s = self._pool.idle_release_s
         while True:
             await asyncio.sleep(_TICK_S)
-            for batch in self._inbox.abandoned(self._pool.feeder_timeout_s):
-                # results that were answered stay for an heir, who may not have to come
+            for batch in self._mailbox.abandoned(self._pool.feeder_timeout_s):
+                # answered results stay for another feeder, which may never ask
                 if not batch.done.is_set():
                     _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
-                self._inbox.drop(batch)
+                self._mailbox.drop(batch)
             self._dispatch()
             self._update_metrics()
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
-            if len(self._inbox) and self._room.is_due(self._crew.waits_s(now), now):
-                self._spawn(self._room.seek())
-            if len(self._inbox):
+            if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):
+                self._spawn(self._reclaimer.reclaim())
+            if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:
-                await self._stop_crew()
+                await self._stop_replicas()
 
 
 def _answer_pull(

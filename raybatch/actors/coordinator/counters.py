@@ -1,16 +1,68 @@
-"""What a pool counts for each of its clients; no Ray, time passed in."""
+"""Rows, tokens and shared prefixes of each client of a pool; no Ray, time passed in."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.coordinator.sharing import Sharing
-from raybatch.records.types import OpenUnit, PoolStats, ReplicaStats
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.distinct import DistinctKeys
+from raybatch.records.types import OpenUnit, PoolStats
+
+# less is not worth a word, nor is a smaller change worth another one
+_MIN_GAP = 0.01
+# as they are in `PoolStats`
+_REPORTED = (
+    "rows_received",
+    "rows_done",
+    "prompt_tokens_received",
+    "prompt_tokens_done",
+    "cached_tokens",
+    "generated_tokens",
+    "cost",
+    "max_tokens_left",
+)
+
+
+@dataclass(slots=True)
+class Sharing:
+    """The prompts that one client has handed over without a plan, summed up in bounded memory."""
+
+    _distinct: DistinctKeys = field(default_factory=DistinctKeys)
+    _num_tokens: int = 0
+    _reported_tokens: int = 0
+    _reported: tuple[float, float] = (0.0, 0.0)
+
+    def received(self, keys: BlockKeys) -> None:
+        self._distinct.add(keys)
+        self._num_tokens += int(keys.num_tokens.sum())
+
+    def message(self, cached_tokens: int, num_tokens: int) -> str:
+        """Return what a plan would save; "" without a gap, or when that was reported before.
+
+        It is reported again for twice as many tokens, where the shares differ.
+
+        Args:
+            cached_tokens: prompt tokens of the rows that are done whose KV was shared.
+            num_tokens: prompt tokens of the rows that are done.
+        """
+        if not self._num_tokens or not num_tokens or num_tokens < 2 * self._reported_tokens:
+            return ""
+        saved = cached_tokens / num_tokens
+        possible = 1 - self._distinct.computed_tokens() / self._num_tokens
+        change = max(abs(saved - self._reported[0]), abs(possible - self._reported[1]))
+        if possible - saved < _MIN_GAP or change < _MIN_GAP:
+            return ""
+        self._reported, self._reported_tokens = (saved, possible), num_tokens
+        return (
+            f"row sharing in flight saved {saved:.0%} of {num_tokens} prompt tokens; one plan over "
+            f"all rows would save up to {possible:.0%} (a raybatch.Job makes such a plan)"
+        )
 
 
 @dataclass(slots=True)
@@ -54,7 +106,7 @@ class ClientCounters:
             self.first_done = now
 
     def dropped(self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64]) -> None:
-        """Note rows that nobody waits for any more, as if they had not come in."""
+        """Uncount rows that nobody waits for any more."""
         self.rows_received -= len(prompt)
         self.prompt_tokens_received -= int(prompt.sum())
         self.max_tokens_left -= int(max_new.sum())
@@ -66,7 +118,6 @@ class ClientCounters:
         self.errors.update(errors)
 
     def results(self, results: pa.RecordBatch) -> None:
-        """Note the tokens and errors of result rows."""
         counted = results.column("num_generated_tokens")
         generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
         self.generated_tokens += pc.sum(generated).as_py() or 0
@@ -88,50 +139,20 @@ class ClientCounters:
         began, _, _ = self.open_units.pop(unit, (None, "", 0))
         return None if began is None else now - began
 
-    def sharing_news(self) -> str:
-        """Return what one plan would have saved in addition, "" when that is said or little."""
-        return self.sharing.news(self.cached_tokens, self.prompt_tokens_done)
+    def sharing_message(self) -> str:
+        """Return what one plan would have saved in addition, "" when that is known or little."""
+        return self.sharing.message(self.cached_tokens, self.prompt_tokens_done)
 
-    def stats(
-        self,
-        *,
-        num_replicas: int,
-        num_ready: int,
-        num_restarting: int,
-        num_given_up: int,
-        num_restarts: int,
-        num_group_cuts: int,
-        cut_tokens: int,
-        busy_s: float,
-        replicas: Sequence[ReplicaStats],
-        ranks: Sequence[int],
-        now: float,
-    ) -> PoolStats:
+    def stats(self, *, now: float, **pool: Any) -> PoolStats:  # noqa: ANN401 - fields of PoolStats
         """Return the counters with the state of the pool."""
         first_row_s = None
         if self.first_done is not None and self.first_received is not None:
             first_row_s = self.first_done - self.first_received
         return PoolStats(
-            num_replicas=num_replicas,
-            num_ready=num_ready,
-            num_restarting=num_restarting,
-            num_given_up=num_given_up,
-            num_restarts=num_restarts,
-            num_group_cuts=num_group_cuts,
-            cut_tokens=cut_tokens,
-            rows_received=self.rows_received,
-            rows_done=self.rows_done,
+            **pool,
+            **{name: getattr(self, name) for name in _REPORTED},
             errors=dict(self.errors),
-            prompt_tokens_received=self.prompt_tokens_received,
-            prompt_tokens_done=self.prompt_tokens_done,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-            cost=self.cost,
-            max_tokens_left=self.max_tokens_left,
-            busy_s=busy_s,
             first_row_s=first_row_s,
-            replicas=tuple(replicas),
-            ranks=tuple(ranks),
             num_units_written=self.units_written,
             num_open_units=len(self.open_units),
             oldest_unit=self._oldest_unit(now),

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,15 +15,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
-from raybatch.actors.queue.probation import Trials
+from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun
 from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
-from raybatch.actors.wire.records import Answer, Loss, RowCrashes, Span, Submission
+from raybatch.actors.wire.records import Answer, Assignment, Loss, RowCrashes, Span, Submission
 from raybatch.records.types import Completion
 
 # cancelled before they arrived; more calls than feeders may have in flight
 _MAX_CANCELLED = 10_000
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,17 +45,17 @@ class OpenBatch:
     last_attempts: npt.NDArray[np.int16] | None = None
 
     def end(self) -> None:
-        """Let whoever waits for the batch have its answer."""
+        """Release those who wait for the batch."""
         self.done.set()
         self.stirred.set()
 
     def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Remember deaths for the next answer, which comes at once."""
+        """Remember deaths for the next answer, which is sent at once."""
         self.crashes |= {one.row: one for one in crashes}
         self.stirred.set()
 
     def take_crashes(self) -> tuple[RowCrashes, ...]:
-        """Return the deaths that nobody was told of yet."""
+        """Return the deaths that no answer has reported yet."""
         crashes, self.crashes = self.crashes, {}
         if not self.done.is_set():
             self.stirred.clear()
@@ -60,11 +63,10 @@ class OpenBatch:
 
 
 @dataclass(slots=True)
-class Inbox:
+class Mailbox:
     """Open row batches by id, which is ours, and by token, which is the feeder's.
 
     Args:
-        queue: what the batches' rows go through; shared with the coordinator.
         on_drop: called with a replica and a batch whose rows it still runs for nobody.
         failure: rank and cause once the pool has failed; every batch is answered with it.
     """
@@ -80,10 +82,10 @@ class Inbox:
     # the tokens in order of arrival
     _cancelled: dict[str, None] = field(default_factory=dict)
     _next_id: Iterator[int] = field(default_factory=itertools.count)
-    _trials: Trials = field(init=False)
+    _probation: Probation = field(init=False)
 
     def __post_init__(self) -> None:
-        self._trials = Trials(self.queue, self._next_id)
+        self._probation = Probation(self.queue, self._next_id)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -91,7 +93,7 @@ class Inbox:
     def refs(self, batch_id: int) -> list[Any] | None:
         """Return the references of a batch, None when it is not open any more."""
         batch = self._open.get(batch_id)
-        return self._trials.refs(batch_id) if batch is None else batch.submission.refs
+        return self._probation.refs(batch_id) if batch is None else batch.submission.refs
 
     def find(self, token: str) -> OpenBatch | None:
         """Return the batch that a feeder named, None when it is not open any more."""
@@ -99,13 +101,12 @@ class Inbox:
         return None if batch_id is None else self._open[batch_id]
 
     def num_results(self) -> int:
-        """Return the number of record batches that wait for their feeders."""
         return sum(len(batch.results) for batch in self._open.values())
 
     def take_over(self, submission: Submission) -> OpenBatch | None:
         """Return the open batch of the same name, which is the submission's from now on.
 
-        Whoever waits for it under another token hears that it is unknown.
+        A feeder that waits for it under another token gets the answer "unknown".
 
         Returns:
             None where there is no such batch, or the submission was cancelled on its way.
@@ -136,7 +137,7 @@ class Inbox:
     def so_far(self, client: str, name: str, *, skip: int) -> Answer:
         """Return the results of an open batch without its first `skip`; it keeps them.
 
-        Tokens that unfinished rows have gained are told here instead of in the next answer.
+        Tokens that unfinished rows have gained are part of this answer and not of the next one.
         """
         batch = self._named.get((client, name))
         if batch is None:
@@ -197,8 +198,8 @@ class Inbox:
         """Wait for a batch; when it is done or the pool has failed, close it.
 
         One with a name stays until it is forgotten: its feeder may be dead already, or die before
-        the results are safe. Deaths of engines are told at once, because the next one may take the
-        feeder with it.
+        the results are safe. Deaths of engines are reported at once, because the next one may
+        take the feeder with it.
         """
         batch.last_asked = time.monotonic()
         token = batch.submission.token
@@ -233,7 +234,7 @@ class Inbox:
         rows = row_numbers(results)
         if batch is None:
             is_good = not has_error(results).any()
-            return self._trials.take(replica_id, batch_id, rows, is_good=is_good)
+            return self._probation.take(replica_id, batch_id, rows, is_good=is_good)
         is_held = self.queue.finish(replica_id, batch_id, rows)
         if not is_held.all():
             rows = rows[is_held]
@@ -242,14 +243,14 @@ class Inbox:
             self._keep(batch, rows, results)
             good_rows = results.column("row").to_numpy()[~has_error(results)]
             if len(good_rows):
-                self._trials.worked(batch.submission, int(good_rows[-1]))
+                self._probation.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
 
-    def note_begun(self, batch_id: int, found: pa.RecordBatch) -> None:
+    def note_begun(self, batch_id: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, for the next answer and the next replica."""
         if batch_id in self._open:
-            is_left = np.isin(found.column("row").to_numpy(), self.queue.rows_left(batch_id))
-            self._open[batch_id].begun.add(found.filter(pa.array(is_left)))
+            is_left = np.isin(tokens.column("row").to_numpy(), self.queue.rows_left(batch_id))
+            self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
 
     def begun(self, batch_id: int, spans: Sequence[Span]) -> pa.RecordBatch | None:
         """Return the tokens with which rows of a batch begin; None where they have none."""
@@ -259,11 +260,10 @@ class Inbox:
         return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
 
     def note_loss(self, loss: Loss, cause: str = "") -> str:
-        """Answer the rows that are given up with an error each, and tell who waits for others.
+        """Answer each row that is given up with an error, and report the deaths of others.
 
         Args:
-            loss: rows that an engine had when it died.
-            cause: what it said of its end, "" for nothing.
+            cause: what it reported of its end, "" for nothing.
 
         Returns:
             Why the engine must be broken, "" while rows may be the reason.
@@ -278,10 +278,10 @@ class Inbox:
                 completion = Completion(request_id=poison.row, finish_reason="error", error=error)
                 rows = np.array([poison.row], np.int32)
                 self._keep(batch, rows, encode_completions(rows, [completion]))
-        return self._trials.note_loss(loss)
+        return self._probation.note_loss(loss)
 
     def fail(self, rank: int, cause: str) -> None:
-        """Answer every batch, open or to come, with a failure, and take all rows out."""
+        """Answer every batch, open or later, with a failure, and take all rows out."""
         is_first = self.failure is None
         self.failure = self.failure or (rank, cause)
         for batch in self._open.values():
@@ -293,7 +293,6 @@ class Inbox:
         self.forget_good_row()
 
     def drop(self, batch: OpenBatch) -> None:
-        """Forget a batch and its rows."""
         if self._open.pop(batch.batch_id, None) is None:
             return
         submission = batch.submission
@@ -308,13 +307,13 @@ class Inbox:
         batch = self._open.get(batch_id)
         if batch is not None:
             self.drop(batch)
-        elif batch_id == self._trials.batch_id:
+        elif batch_id == self._probation.batch_id:
             self.forget_good_row()
 
     def forget_good_row(self) -> None:
         """Let go of the row that is kept for controls; its request table fills the object store."""
-        control = self._trials.batch_id
-        self._trials.forget_good_row()
+        control = self._probation.batch_id
+        self._probation.forget_good_row()
         if control is not None:
             self.drop_rows(control)
 
@@ -323,12 +322,13 @@ class Inbox:
         for replica_id in self.queue.drop(batch_id):
             self.on_drop(replica_id, batch_id)
 
-    def sharing_news(self) -> list[str]:
-        """Return what is new to say about plans that clients without one would gain from."""
-        return [news for counters in self.clients.values() if (news := counters.sharing_news())]
+    def sharing_messages(self) -> list[str]:
+        """Return new messages about what clients would gain from a plan."""
+        messages = (counters.sharing_message() for counters in self.clients.values())
+        return [message for message in messages if message]
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
-        """Return the batches whose feeder has not asked for so long."""
+        """Return the batches whose feeder has been silent for so long."""
         oldest = time.monotonic() - timeout_s
         return [batch for batch in self._open.values() if batch.last_asked < oldest]
 
@@ -377,3 +377,33 @@ def _are_alike(one: Submission, other: Submission) -> bool:
     return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
         one.max_new_tokens, other.max_new_tokens
     )
+
+
+def make_assignments(spans: Sequence[Span], queue: RowQueue, mailbox: Mailbox) -> list[Assignment]:
+    """Return the spans by row batch, with tables, groups, places and tokens so far.
+
+    Rows that nobody waits for are taken out.
+    """
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, span in enumerate(spans):
+        places[span.batch_id].append(place)
+    assignments = []
+    for batch_id, of_batch in places.items():
+        refs = mailbox.refs(batch_id)
+        if refs is None:
+            # left in, they would count as held for ever by a replica that never sees them
+            _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
+            mailbox.drop_rows(batch_id)
+            continue
+        batch_spans = tuple(spans[place] for place in of_batch)
+        assignments.append(
+            Assignment(
+                batch_id=batch_id,
+                refs=refs,
+                spans=batch_spans,
+                places=tuple(of_batch),
+                groups=queue.groups_of(batch_id, batch_spans),
+                begun=mailbox.begun(batch_id, batch_spans),
+            )
+        )
+    return assignments

@@ -7,6 +7,41 @@ from raybatch.actors.coordinator.counters import ClientCounters
 from raybatch.records.types import ReplicaStats
 
 _UNIT_SECONDS = [1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0]
+# field of `ReplicaStats`, name of the metric, description
+_REPLICA_GAUGES = (
+    ("kv_used_fraction", "kv_usage_ratio", "Share of the KV cache that is in use."),
+    ("num_running", "running_requests", "Requests that generate."),
+    ("num_waiting", "waiting_requests", "Requests that wait in the engine."),
+    ("concurrency", "endpoint_concurrency", "Samples that may be in flight at an endpoint."),
+    ("num_graphs", "captured_graphs", "CUDA graphs of decode steps."),
+)
+# 0 where an engine has no such thing
+_SHOWN_ABOVE_ZERO = ("concurrency", "num_graphs")
+_REPLICA_COUNTERS = (
+    ("num_retries", "endpoint_retries", "Requests sent again."),
+    ("num_preemptions", "preemptions", "Requests that gave up their KV."),
+    ("num_swapped_tokens", "swapped_tokens", "Tokens whose KV came back from host memory."),
+    ("swapped_bytes", "swapped_bytes", "KV copied to host memory and back."),
+    ("checkpoint_bytes", "checkpoint_bytes", "Of these, copied ahead of a preemption."),
+    (
+        "checkpoint_used_bytes",
+        "checkpoint_used_bytes",
+        "KV that a preemption found copied already.",
+    ),
+    ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
+    ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
+    ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),
+    ("num_failed_copies", "failed_copies", "Copies of KV or weights that failed."),
+    ("num_drafted_tokens", "drafted_tokens", "Tokens guessed ahead."),
+    ("num_accepted_tokens", "accepted_tokens", "Of these, the right ones."),
+    ("num_graph_steps", "graph_steps", "Steps that were repeated from a CUDA graph."),
+)
+_CLIENT_TOKENS = (
+    ("prompt_tokens_done", "prompt_tokens", "Prompt tokens of the rows that are back."),
+    ("cached_tokens", "cached_tokens", "Prompt tokens with KV from another request."),
+    ("generated_tokens", "generated_tokens", "Generated tokens of the rows that are back."),
+    ("cost", "cost", "What an endpoint's answers have cost."),
+)
 
 
 class _Rising:
@@ -25,25 +60,14 @@ class _Rising:
 
 
 class PoolMetrics:
-    """What the coordinator of a pool knows: rows, tokens, units, restarts.
-
-    Args:
-        registry: makes counters, gauges and histograms as `ray.util.metrics` does.
-    """
+    """What the coordinator of a pool knows: rows, tokens, units, restarts."""
 
     def __init__(self, registry: Any) -> None:  # noqa: ANN401 - a module, or a fake of it
         self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
         self._tokens = {
-            name: _Rising(registry, f"raybatch_{name}_total", description, "stage")
-            for name, description in (
-                ("prompt_tokens", "Prompt tokens of the rows that are back."),
-                ("cached_tokens", "Prompt tokens with KV from another request."),
-                ("generated_tokens", "Generated tokens of the rows that are back."),
-            )
+            field: _Rising(registry, f"raybatch_{name}_total", text, "stage")
+            for field, name, text in _CLIENT_TOKENS
         }
-        self._cost = _Rising(
-            registry, "raybatch_cost_total", "What an endpoint's answers have cost.", "stage"
-        )
         self._restarts = _Rising(
             registry, "raybatch_replica_restarts_total", "Engines started again after a death."
         )
@@ -58,15 +82,12 @@ class PoolMetrics:
         )
 
     def update(self, clients: Mapping[str, ClientCounters], num_restarts: int) -> None:
-        """Bring the counters up to date."""
         for stage, counters in clients.items():
             failed = sum(counters.errors.values())
             self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
             self._rows.follow(failed, stage=stage, status="error")
-            self._tokens["prompt_tokens"].follow(counters.prompt_tokens_done, stage=stage)
-            self._tokens["cached_tokens"].follow(counters.cached_tokens, stage=stage)
-            self._tokens["generated_tokens"].follow(counters.generated_tokens, stage=stage)
-            self._cost.follow(counters.cost, stage=stage)
+            for field, counter in self._tokens.items():
+                counter.follow(getattr(counters, field), stage=stage)
         self._restarts.follow(num_restarts)
 
     def unit(self, state: str, seconds: float | None) -> None:
@@ -77,31 +98,18 @@ class PoolMetrics:
 
 
 class ReplicaMetrics:
-    """What one engine knows of itself.
-
-    Args:
-        replica_id: of the engine.
-        registry: makes counters, gauges and histograms as `ray.util.metrics` does.
-    """
+    """What one engine knows of itself."""
 
     def __init__(self, replica_id: int, registry: Any) -> None:  # noqa: ANN401
         self._replica = str(replica_id)
         self._gauges = {
-            name: registry.Gauge(f"raybatch_{name}", description=description, tag_keys=("replica",))
-            for name, description in (
-                ("kv_usage_ratio", "Share of the KV cache that is in use."),
-                ("running_requests", "Requests that generate."),
-                ("waiting_requests", "Requests that wait in the engine."),
-                ("endpoint_concurrency", "Samples that may be in flight at an endpoint."),
-                ("captured_graphs", "CUDA graphs of decode steps."),
-            )
+            field: registry.Gauge(f"raybatch_{name}", description=text, tag_keys=("replica",))
+            for field, name, text in _REPLICA_GAUGES
         }
-        self._retries = _Rising(
-            registry, "raybatch_endpoint_retries_total", "Requests sent again.", "replica"
-        )
-        self._preemptions = _Rising(
-            registry, "raybatch_preemptions_total", "Requests that gave up their KV.", "replica"
-        )
+        self._counters = {
+            field: _Rising(registry, f"raybatch_{name}_total", text, "replica")
+            for field, name, text in _REPLICA_COUNTERS
+        }
         self._eager_steps = _Rising(
             registry,
             "raybatch_eager_steps_total",
@@ -109,48 +117,13 @@ class ReplicaMetrics:
             "replica",
             "reason",
         )
-        self._counted = {
-            name: _Rising(registry, f"raybatch_{name}_total", description, "replica")
-            for name, description in (
-                ("swapped_tokens", "Tokens whose KV came back from host memory."),
-                ("swapped_bytes", "KV copied to host memory and back."),
-                ("checkpoint_bytes", "Of these, copied ahead of a preemption."),
-                ("checkpoint_used_bytes", "KV that a preemption found copied already."),
-                ("weight_copies", "Layers whose weights were copied to the device."),
-                ("weight_copy_bytes", "Weights copied to the device."),
-                ("weight_stalls", "Layers whose weights were waited for."),
-                ("failed_copies", "Copies of KV or weights that failed."),
-                ("drafted_tokens", "Tokens guessed ahead."),
-                ("accepted_tokens", "Of these, the right ones."),
-                ("graph_steps", "Steps that were repeated from a CUDA graph."),
-            )
-        }
 
     def update(self, stats: ReplicaStats) -> None:
-        """Show the state of the engine."""
-        tags = {"replica": self._replica}
-        self._gauges["kv_usage_ratio"].set(stats.kv_used_fraction, tags=tags)
-        self._gauges["running_requests"].set(stats.num_running, tags=tags)
-        self._gauges["waiting_requests"].set(stats.num_waiting, tags=tags)
-        if stats.concurrency:
-            self._gauges["endpoint_concurrency"].set(stats.concurrency, tags=tags)
-        if stats.num_graphs:
-            self._gauges["captured_graphs"].set(stats.num_graphs, tags=tags)
+        for field, gauge in self._gauges.items():
+            value = getattr(stats, field)
+            if value or field not in _SHOWN_ABOVE_ZERO:
+                gauge.set(value, tags={"replica": self._replica})
+        for field, counter in self._counters.items():
+            counter.follow(getattr(stats, field), replica=self._replica)
         for reason, count in stats.eager_steps.items():
             self._eager_steps.follow(count, replica=self._replica, reason=reason)
-        self._retries.follow(stats.num_retries, replica=self._replica)
-        self._preemptions.follow(stats.num_preemptions, replica=self._replica)
-        for name, count in (
-            ("swapped_tokens", stats.num_swapped_tokens),
-            ("swapped_bytes", stats.swapped_bytes),
-            ("checkpoint_bytes", stats.checkpoint_bytes),
-            ("checkpoint_used_bytes", stats.checkpoint_used_bytes),
-            ("weight_copies", stats.num_weight_copies),
-            ("weight_copy_bytes", stats.weight_copy_bytes),
-            ("weight_stalls", stats.num_weight_stalls),
-            ("failed_copies", stats.num_failed_copies),
-            ("drafted_tokens", stats.num_drafted_tokens),
-            ("accepted_tokens", stats.num_accepted_tokens),
-            ("graph_steps", stats.num_graph_steps),
-        ):
-            self._counted[name].follow(count, replica=self._replica)

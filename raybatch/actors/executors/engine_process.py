@@ -13,11 +13,10 @@ import socket
 import sys
 from typing import Any
 
-from raybatch.actors.executors.local_tables import TableName
+from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.executors.peer import Peer
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.site import NoMetrics, use_threads
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.site import CallHandle, NoMetrics, use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests
 
 
@@ -58,7 +57,6 @@ class _Child:
 
 
 def main(descriptor: int) -> None:
-    """Serve the driver until it closes the socket."""
     asyncio.run(_serve(socket.socket(fileno=descriptor)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, wait
 from typing import Any
 
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.site import CallHandle
 
 _WAKE_S = 0.1
 
@@ -16,9 +16,6 @@ class LocalLoop:
 
     Without `close` it ends with the process. Nothing is lost when that happens in the middle: what
     the loop holds is of that process.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,7 +28,7 @@ class LocalLoop:
         """Begin a coroutine, from any thread."""
         with self._starting:
             if not self._has_started:
-                # first: Ctrl-C may come while it starts
+                # first: Ctrl-C may arrive while it starts
                 self._has_started = True
                 self._thread.start()
         return LocalCall(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -66,7 +63,6 @@ class LocalCall:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
     def result(self) -> Any:  # noqa: ANN401 - what the method returns
-        """Wait for the end of the call."""
         # what interrupts a thread need not wake it
         while not wait((self._future,), timeout=_WAKE_S).done:
             pass

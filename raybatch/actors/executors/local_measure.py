@@ -13,8 +13,7 @@ from typing import Any
 
 from raybatch.actors.executors.local_pools import plan_local_crew
 from raybatch.actors.executors.local_site import end_group, start_python
-from raybatch.actors.replicas.site import use_threads
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     MEASURE_S,
@@ -38,16 +37,16 @@ def measure_local(
             `start_timeout_s` and five minutes.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long; the message says why.
+        MeasureError: the engine does not start, dies, or takes too long; with the reason.
     """
     num_engines = plan_local_crew(spec).num_replicas
-    found = load_cost_model(
+    cached = load_cost_model(
         cost_model_path(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
         )
     )
-    if found is not None:
-        return found
+    if cached is not None:
+        return cached
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + MEASURE_S
     answer = _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)
@@ -73,7 +72,7 @@ def _ask_process(question: tuple[Any, ...], failure: str, timeout_s: float | Non
 
 
 def _answer() -> None:
-    # what libraries print must not come between
+    # output of libraries must not mix with the answer
     answers = os.dup(1)
     os.dup2(2, 1)
     spec, num_engines, folder = pickle.load(sys.stdin.buffer)

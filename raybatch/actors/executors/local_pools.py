@@ -11,10 +11,8 @@ from pathlib import Path
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.local_loop import LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
-from raybatch.actors.executors.settling import settled
-from raybatch.actors.replicas.placement import ClusterView, CrewPlan
-from raybatch.actors.replicas.site import Errors
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.placement import ClusterView, Placement, settled
+from raybatch.actors.replicas.site import CallHandle, Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
 from raybatch.backends.registry import type_of
@@ -43,12 +41,10 @@ class LocalPools:
     def settle(
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
-        """Decide a backend by what this host has."""
         host = ClusterView(gpus_of_hosts=(float(gpus_of_host()),))
         return settled(spec, host, vllm=vllm_build, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> CallHandle:
-        """Return the coordinator of a pool."""
         name = digest_of(spec)
         with self._lock:
             if name not in self._coordinators:
@@ -57,23 +53,19 @@ class LocalPools:
             return self._coordinators[name]
 
     def result(self, call: LocalCall) -> object:
-        """Wait for a call."""
         return call.result()
 
     def forget(self, spec: PoolSpec) -> None:
-        """Let the next use make a new coordinator."""
         with self._lock:
             self._coordinators.pop(digest_of(spec), None)
 
     def end(self, spec: PoolSpec) -> None:
-        """End a pool, if it is there."""
         with self._lock:
             coordinator = self._coordinators.pop(digest_of(spec), None)
         if coordinator is not None:
             coordinator.shutdown.remote().result()
 
     def end_all(self) -> None:
-        """End every pool."""
         with self._lock:
             coordinators, self._coordinators = self._coordinators, {}
         for coordinator in coordinators.values():
@@ -98,10 +90,10 @@ def _of_any_size(spec: PoolSpec) -> PoolSpec:
 
 
 async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
-    for said in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
-        logger.warning("%s", said)
+    for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
+        logger.warning("%s", warning)
     site = LocalSite(loop)
-    return site.found(Coordinator(spec, plan_local_crew(spec), site))
+    return site.set_coordinator(Coordinator(spec, plan_local_crew(spec), site))
 
 
 def gpus_of_host() -> int:
@@ -119,8 +111,8 @@ def _has_gpus(spec: PoolSpec) -> bool:
     return gpus_of_host() > 0 and gpus_of_engine(spec.backend, spec.engine) > 0
 
 
-def plan_local_crew(spec: PoolSpec) -> CrewPlan:
-    """Return how many engines a pool has on this host: as many as its cores take, or as asked.
+def plan_local_crew(spec: PoolSpec) -> Placement:
+    """Return how many engines a pool has on this host: as many as its cores take, or as configured.
 
     GPUs are not divided here: one engine has what it takes of them.
     """
@@ -129,6 +121,6 @@ def plan_local_crew(spec: PoolSpec) -> CrewPlan:
         num_replicas = 1
     if num_replicas is None:
         num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return CrewPlan(
+    return Placement(
         num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
     )

@@ -1,32 +1,70 @@
-"""Coordinator and replicas without Ray: the first on a loop of this process, engines beside it.
+"""Coordinator and replicas without Ray: the first on a loop of this process, engines outside of it.
 
 An engine that computes has a process of its own, so that a row that kills it kills no more. One
-that only waits for an endpoint, and the fake one, are threads of this process.
+that only waits for an endpoint, and the fake one, are threads of this process. Request tables stay
+with the driver, and engines ask for them.
 """
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raybatch.actors.executors.local_loop import LocalLoop
-from raybatch.actors.executors.local_tables import KeptTable, LocalTables, TableName
 from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.placement import CrewPlan
-from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
-from raybatch.actors.wire.call_handle import CallHandle
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.site import CallHandle, Errors, Handle, NoMetrics, Started
 from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
 from raybatch.backends.registry import type_of
 from raybatch.errors import error_text
 
 _T = TypeVar("_T")
+
+
+class TableName(NamedTuple):
+    """What a reference to a table becomes on its way to another process."""
+
+    number: int
+
+
+class KeptTable:
+    """A reference to a request table, which lives as long as this object."""
+
+    def __init__(self, requests: Requests, name: TableName) -> None:
+        self.requests = requests
+        self._name = name
+
+    def __reduce__(self) -> tuple[type[TableName], tuple[int]]:
+        return TableName, (self._name.number,)
+
+
+class LocalTables:
+    """The tables of one pool that somebody still holds a reference to."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._kept: weakref.WeakValueDictionary[TableName, KeptTable] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def keep(self, requests: Requests) -> KeptTable:
+        name = TableName(next(self._numbers))
+        kept = self._kept[name] = KeptTable(requests, name)
+        return kept
+
+    def find(self, name: TableName) -> Requests | None:
+        """Return a table; None where nobody holds it any more."""
+        kept = self._kept.get(name)
+        return None if kept is None else kept.requests
 
 
 class LocalSite:
@@ -41,27 +79,24 @@ class LocalSite:
         self._coordinator: object | None = None
         self.metrics = NoMetrics()
 
-    def found(self, coordinator: object) -> CallHandle:
-        """Take note of the coordinator, and return its handle."""
+    def set_coordinator(self, coordinator: object) -> CallHandle:
+        """Keep the coordinator of the pool, and return its handle."""
         self._coordinator = coordinator
         return self.coordinator()
 
     def coordinator(self) -> CallHandle:
-        """Return the handle of the coordinator."""
-        assert self._coordinator is not None, "a pool is found first"
+        assert self._coordinator is not None, "set_coordinator is called first"
         return self._loop.handle(self._coordinator)
 
     def keep(self, requests: Requests) -> KeptTable:
-        """Keep a request table in this process."""
         return self._tables.keep(requests)
 
-    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> Started:
-        """Start a process or make an object on the loop."""
+    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
         if type_of(spec.backend).may_end_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)
         return _EngineThread(spec, replica_id)
 
-    async def make_room(self, asked: str) -> None:
+    async def make_room(self, wanted: str) -> None:
         """Do nothing: engines reserve nothing that others would wait for."""
 
     def _find(self, name: str) -> Callable[..., Awaitable[Any]]:
@@ -71,18 +106,11 @@ class LocalSite:
         return method
 
     async def fetch(self, name: TableName) -> Requests | None:
-        """Return a request table to an engine's process; None where it is gone."""
         return self._tables.find(name)
 
 
 class _EngineProcess:
-    """A replica in a process of its own, as the coordinator sees it.
-
-    Args:
-        spec: of the pool.
-        replica_id: of the replica.
-        find: returns what the process may call.
-    """
+    """A replica in a process of its own, as the coordinator sees it."""
 
     def __init__(
         self, spec: PoolSpec, replica_id: int, find: Callable[[str], Callable[..., Any]]
@@ -100,41 +128,35 @@ class _EngineProcess:
 
     @property
     def actor(self) -> Handle:
-        """Return what has the methods of a replica."""
-        return _on_this_loop(self)
+        return CallHandle(lambda name, *args: asyncio.create_task(getattr(self, name)(*args)))
 
     async def pid(self) -> int:
-        """Return the process id, before the process is ready."""
         return self._process.pid
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        """Build the engine; see `Replica.start`."""
         await self._peer.connected()
-        await self._told(self._methods.make.remote(self._spec, self._replica_id))
-        failed: FailedStart | None = await self._told(
+        await self._call(self._methods.make.remote(self._spec, self._replica_id))
+        failed: FailedStart | None = await self._call(
             self._methods.start.remote(num_engines_on_host)
         )
         return failed
 
     async def run(self, coordinator: Handle) -> None:
-        """Work until nothing more is to come; raise `PeerDiedError` where the process ends."""
-        await self._told(self._methods.run.remote())
+        """Work until there are no more rows; raise `PeerDiedError` where the process ends."""
+        await self._call(self._methods.run.remote())
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows; see `Replica.give_back`."""
         rows: list[tuple[int, int]] = await self._methods.give_back.remote(max_rows, max_cost)
         return rows
 
     async def abort(self, batch_id: int) -> None:
-        """Drop rows; see `Replica.abort`."""
         await self._methods.abort.remote(batch_id)
 
     def end(self) -> None:
-        """Kill the process and all that it has started."""
         self._peer.close()
-        self._ended()
+        end_group(self._process)
 
-    async def _told(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
+    async def _call(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
         try:
             return await call
         except PeerDiedError:
@@ -143,29 +165,20 @@ class _EngineProcess:
 
     def _watch(self) -> None:
         """Close the connection when the process ends: what it has started may hold its end."""
-        # whoever asks for the exit code still gets it
+        # the exit code stays readable
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all with it
             self._loop.call_soon_threadsafe(self._peer.close)
 
-    def _ended(self) -> int:
-        """Return the exit code of a process that is over, or is ended here."""
-        return end_group(self._process)
-
     def _how_it_ended(self) -> str:
-        code = self._ended()
+        code = end_group(self._process)
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return f"the process of the engine ended {how}"
 
 
 class _EngineThread:
-    """A replica on the loop of the coordinator; its engine has a thread.
-
-    Args:
-        spec: of the pool.
-        replica_id: of the replica.
-    """
+    """A replica on the loop of the coordinator; its engine has a thread."""
 
     def __init__(self, spec: PoolSpec, replica_id: int) -> None:
         self.metrics = NoMetrics()
@@ -175,14 +188,12 @@ class _EngineThread:
 
     @property
     def actor(self) -> Handle:
-        """Return what has the methods of a replica."""
-        return _on_this_loop(self)
+        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
 
     def settle(self, spec: PoolSpec) -> None:
         """Leave the process as it is: it is not the engine's own."""
 
     async def fetch(self, ref: KeptTable) -> Requests | None:
-        """Return a request table."""
         return ref.requests
 
     async def die(self) -> None:
@@ -190,59 +201,35 @@ class _EngineThread:
         self._is_dead.set()
         await asyncio.Event().wait()
 
-    async def pid(self) -> int:
-        """Return the id of this process."""
-        return os.getpid()
-
-    async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        """Build the engine; see `Replica.start`."""
-        return await self._replica.start(num_engines_on_host)
-
-    async def run(self, coordinator: Handle) -> None:
-        """Work until nothing more is to come; raise `PeerDiedError` where the engine breaks."""
-        self._running = asyncio.create_task(self._replica.run(coordinator))
-        dead = asyncio.create_task(self._is_dead.wait())
-        await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._is_dead.is_set():
-            dead.cancel()
-            await _told(self._running)
-            return
-        self._running.cancel()
-        raise PeerDiedError("the engine broke")
-
-    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows; see `Replica.give_back`."""
-        self._check_alive()
-        return await _told(self._replica.give_back(max_rows, max_cost))
-
-    async def abort(self, batch_id: int) -> None:
-        """Drop rows; see `Replica.abort`."""
-        self._check_alive()
-        await _told(self._replica.abort(batch_id))
-
     def end(self) -> None:
-        """Let the thread end after its present step."""
         self._is_dead.set()
         if self._running is not None:
             self._running.cancel()
         self._replica.close_soon()
 
-    def _check_alive(self) -> None:
+    async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - of any method
+        """Call a method of the replica; what it raises looks as if it came from a process."""
         if self._is_dead.is_set():
             raise PeerDiedError("the engine broke")
+        method = self._run if name == "run" else getattr(self._replica, name)
+        try:
+            return await method(*args)
+        except PeerDiedError:
+            raise
+        except Exception as error:
+            raise PeerError(error_text(error)) from error
 
-
-async def _told(work: Awaitable[_T]) -> _T:
-    """Raise what fails as another process would tell it."""
-    try:
-        return await work
-    except Exception as error:
-        raise PeerError(error_text(error)) from error
-
-
-def _on_this_loop(target: object) -> CallHandle:
-    """Return what stands for an object of the coordinator's own loop."""
-    return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
+    async def _run(self, coordinator: Handle) -> None:
+        """Work until there are no more rows; raise `PeerDiedError` where the engine breaks."""
+        self._running = asyncio.create_task(self._replica.run(coordinator))
+        dead = asyncio.create_task(self._is_dead.wait())
+        await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._is_dead.is_set():
+            dead.cancel()
+            await self._running
+            return
+        self._running.cancel()
+        raise PeerDiedError("the engine broke")
 
 
 def start_python(
@@ -266,11 +253,7 @@ def start_python(
 
 
 def end_group(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that is over, or is ended here with all it has started.
-
-    Args:
-        process: of `start_python`.
-    """
+    """Return the exit code of a process that is over, or is ended here with all it has started."""
     # until it is waited for, no other process and no other group has its number
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):

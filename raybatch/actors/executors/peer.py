@@ -1,7 +1,7 @@
 """Two processes that call each other's methods over a socket; for an engine and its driver.
 
 A message is eight bytes of length and a pickle: both ends are one program of one user. The end of
-the socket is the death of the other process, which every open call is told of.
+the socket is the death of the other process, which fails every open call.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ class Peer:
     """One end of the connection; used on one event loop.
 
     Args:
-        connection: of this end.
         find: returns a method of this process by its name, a coroutine function.
     """
 
@@ -83,7 +82,7 @@ class Peer:
         await self._is_connected.wait()
 
     def close(self) -> None:
-        """Close this end, whatever is on its way; every open call is told."""
+        """Close this end, whatever is on its way; every open call fails."""
         self._is_closing = True
         if self._writer is not None:
             self._writer.transport.abort()

@@ -16,8 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.ray_site import RaySite
-from raybatch.actors.executors.settling import settled
-from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_crew
+from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_crew, settled
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
@@ -45,13 +44,12 @@ class RayPools:
     def settle(
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
-        """Decide a backend by the GPUs of the cluster and what its hosts have."""
         if spec.backend.is_decided:
             return spec, None
         if connect and not ray.is_initialized():
             ray.init()
-        asked = partial(_vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
-        return settled(spec, cluster_now(), vllm=asked, began_with=began_with)
+        installed = partial(_vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
+        return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> ActorHandle:
         """Return the coordinator; Ray is initialised only if it is not."""
@@ -65,15 +63,12 @@ class RayPools:
         return coordinator
 
     def result(self, call: Any) -> Any:  # noqa: ANN401
-        """Wait for a call."""
         return ray.get(call)
 
     def forget(self, spec: PoolSpec) -> None:
-        """Let go of the handle of a coordinator."""
         self._coordinators.pop(_key(_name(spec)), None)
 
     def end(self, spec: PoolSpec) -> None:
-        """End a pool, whoever has made it."""
         if not ray.is_initialized():
             return
         coordinator = _find(_name(spec))
@@ -111,8 +106,8 @@ def _find(name: str) -> ActorHandle | None:
 def _make(name: str, spec: PoolSpec) -> ActorHandle:
     node_id, cluster = ray.get_runtime_context().get_node_id(), cluster_now()
     plan = plan_crew(spec, cluster)
-    for said in gpu_warnings(spec, plan, cluster):
-        logger.warning("%s", said)
+    for warning in gpu_warnings(spec, plan, cluster):
+        logger.warning("%s", warning)
     return (
         ray.remote(Coordinator)
         .options(
@@ -139,10 +134,7 @@ def _end(coordinator: ActorHandle) -> None:
 def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
     """Return what is installed on a host where engines of a pool run, in their environment.
 
-    Where the cluster has none yet, any host answers for those to come.
-
-    Raises:
-        ConfigError: it cannot say.
+    Where the cluster has none yet, any host stands for later ones.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 1}
     if pool.runtime_env:
@@ -150,23 +142,18 @@ def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
     if (node_id := host_of_engines(pool, ray.nodes())) is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
     try:
-        asked = ray.remote(vllm_build).options(**options).remote()
-        found: VllmBuild | None = ray.get(asked, timeout=pool.start_timeout_s)
+        call = ray.remote(vllm_build).options(**options).remote()
+        build: VllmBuild | None = ray.get(call, timeout=pool.start_timeout_s)
     except (GetTimeoutError, RayError, ValueError) as error:  # the last where an option is wrong
         raise ConfigError(
             "backend was left out, and no host could say whether it has vLLM: "
             f"{last_line(error)}; set backend to 'vllm' or 'native'"
         ) from error
-    return found
+    return build
 
 
 def host_of_engines(pool: PoolConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one.
-
-    Args:
-        pool: of the engines.
-        nodes: as Ray lists them.
-    """
+    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one."""
     wanted = f"accelerator_type:{pool.accelerator_type}"
     hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
     hosts.sort(key=lambda host: wanted not in host["Resources"])

@@ -13,7 +13,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util import metrics
 
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.reserving import Reserved, reserve
 from raybatch.actors.replicas.site import Errors, use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests
@@ -31,7 +31,6 @@ class RayStarted:
     reserved: Reserved
 
     def end(self) -> None:
-        """Kill the actor and give back what was reserved."""
         self.reserved.end(self.actor)
 
 
@@ -44,19 +43,15 @@ class RaySite:
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401 - a module
-        """Return what Ray shows on its metrics ports."""
         return metrics
 
     def coordinator(self) -> ActorHandle:
-        """Return the handle of the actor that asks."""
         return ray.get_runtime_context().current_actor
 
     def keep(self, requests: Requests) -> ray.ObjectRef:
-        """Put a request table into the object store."""
         return ray.put(requests)
 
-    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> RayStarted:
-        """Start an actor with what Ray reserves for it."""
+    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> RayStarted:
         pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(spec):x}"
         reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}")
         actor = reserved.start(
@@ -69,18 +64,17 @@ class RaySite:
         )
         return RayStarted(actor, reserved)
 
-    async def make_room(self, asked: str) -> None:
-        """Ask the other pools of this driver."""
+    async def make_room(self, wanted: str) -> None:
         for other in await asyncio.to_thread(_other_pools):
             with suppress(RayError):
                 if await other.make_room.remote():
                     # below the level of a warning it would not reach the driver
                     _logger.warning(
-                        "idle engines with other options end, because an engine waits for %s", asked
+                        "idle engines with other options end, because an engine waits for %s",
+                        wanted,
                     )
 
     def settle(self, spec: PoolSpec) -> None:
-        """Prepare the actor's process."""
         use_threads(spec)
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
@@ -92,7 +86,6 @@ class RaySite:
         return requests
 
     async def die(self) -> None:
-        """End the process."""
         os._exit(1)
 
 
@@ -100,11 +93,11 @@ def _other_pools() -> list[ActorHandle]:
     """Return the coordinators of the other pools of this driver; called in one of them."""
     own = ray.get_runtime_context().get_actor_name() or ""
     of_driver = own.rpartition("-")[0]
-    found = []
+    pools = []
     for name in ray.util.list_named_actors() if of_driver else ():
         if name.startswith(f"{of_driver}-") and name != own:
             try:
-                found.append(ray.get_actor(name))
+                pools.append(ray.get_actor(name))
             except ValueError:  # it has just ended
                 continue
-    return found
+    return pools

@@ -12,7 +12,7 @@ _MAX_PAST = 4096
 _MAX_JOINED = 1024
 
 
-class Homes:
+class PrefixAffinity:
     """Home replicas of the groups that are live, and of the last few thousand that were.
 
     Attributes:

@@ -15,15 +15,9 @@ class Bundle:
     """Rows that wait together; the sums are over what they have beyond the prefix.
 
     Args:
-        group: prefix group, `ALONE` for rows that share nothing.
-        prefix_len: tokens that the group shares.
         arrival: of the row batch that came first.
         is_new: came without a plan and was not grouped since.
         num_passed: pulls that took bundles behind it and not this one.
-        spans: in the order in which they run.
-        num_rows: rows.
-        tokens: prompt tokens.
-        cost: prompt tokens and expected outputs.
     """
 
     group: int
@@ -39,9 +33,6 @@ class Bundle:
 
 class BundleLine:
     """Bundles in the order in which they go, at most one of each group.
-
-    Args:
-        batches: states of all row batches; shared with the queue, read only.
 
     Attributes:
         num_rows: in all bundles.
@@ -68,11 +59,9 @@ class BundleLine:
         return self._bundles[place]
 
     def groups(self) -> Set[int]:
-        """Return the groups that wait here."""
         return self._of_group.keys()
 
     def has(self, group: int) -> bool:
-        """Return whether members of a group wait here."""
         return group in self._of_group
 
     def add(self, span: Span, *, at_head: bool = False, is_new: bool = False) -> None:
@@ -108,7 +97,6 @@ class BundleLine:
             bundle.spans.append(span)
 
     def pop(self, place: int = 0) -> Bundle:
-        """Take the bundle at a place out."""
         bundle = self._bundles[place]
         del self._bundles[place]
         self._of_group.pop(bundle.group, None)
@@ -127,10 +115,6 @@ class BundleLine:
         """Take the first rows of a bundle out, as many as stay within all budgets.
 
         Args:
-            place: of the bundle.
-            tokens: prompt tokens.
-            rows: rows.
-            cost: prompt tokens and expected outputs.
             at_least: 1 takes one row even above the budgets, 0 does not.
         """
         bundle = self._bundles[place]
@@ -175,7 +159,6 @@ class BundleLine:
         self._drop_empty()
 
     def take_all(self) -> list[Bundle]:
-        """Take every bundle out."""
         bundles = list(self._bundles)
         self._bundles.clear()
         self._of_group.clear()

@@ -10,9 +10,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raybatch.actors.queue.bundle_line import Bundle, BundleLine
-from raybatch.actors.queue.giving import CUT_WORTH
-from raybatch.actors.queue.replica_load import ReplicaLoad
-from raybatch.actors.queue.row_states import ALONE
+from raybatch.actors.queue.row_states import ALONE, ReplicaLoad
+from raybatch.actors.queue.stealing import CUT_WORTH
 from raybatch.actors.queue.waiting_line import WaitingLine
 from raybatch.actors.wire.records import Room, Span
 
@@ -31,12 +30,10 @@ def share_out(
     load_of: Callable[[int], ReplicaLoad],
     num_expected: int,
 ) -> Iterator[tuple[int, list[Span]]]:
-    """Yield what replicas take out of the line; each is to be handed out before the next is asked.
+    """Yield what replicas take out of the line; each is to be handed out before the next one.
 
     Args:
-        line: of waiting rows.
         rooms: of the replicas that pull, in the order in which they take.
-        load_of: returns what a replica runs.
         num_expected: replicas that will pull soon, for which a share is left.
     """
     left = list(rooms)
@@ -61,14 +58,8 @@ class Grant:
     """One pull of one replica; used once.
 
     Args:
-        line: from which it takes.
-        replica_id: that pulls.
-        load_of: returns what a replica runs.
-        room: that it has.
         pulling: replicas that take in the same turn.
         quota: cost that it takes at most from the line of all, below 0 where it has too much.
-        share: cost that each replica is to have.
-        spans: taken so far, in the order in which they run.
     """
 
     line: WaitingLine
@@ -119,7 +110,7 @@ class Grant:
     def _take_head(self) -> None:
         """Take the head of the line of all although it is above the quota.
 
-        It is not cut: what is a large group now may be a small part of the rows that are to come.
+        It is not cut: what is a large group now may be a small part of the rows that follow.
         """
         fresh = self.line.fresh
         if fresh[0].group == ALONE:
@@ -208,7 +199,7 @@ class Grant:
         self._tokens -= prefix_len
         self.quota -= prefix_len
         if line is self.line.fresh:
-            self.line.homes.take_turn(bundle.group)
+            self.line.affinity.take_turn(bundle.group)
 
     def _has_room(self) -> bool:
         return not self.spans or min(self._tokens, self._rows) > 0

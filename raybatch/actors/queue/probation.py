@@ -6,7 +6,7 @@ fine, however many neighbouring rows end their replicas. If control after contro
 it is not the rows.
 
 A row that has finished before is the best control. While there is none, rows that wait unsuspected
-are taken from places far apart, since bad rows come in runs.
+are taken from places far apart, since bad rows are often neighbours.
 """
 
 from collections.abc import Iterator
@@ -32,15 +32,14 @@ class _GoodRow:
 
 
 @dataclass(slots=True)
-class Trials:
-    """What deaths and finished rows say about the engine.
+class Probation:
+    """Tells a broken engine from bad rows, by deaths and finished rows.
 
     Counts run from the last row that finished without an error. That row is kept for a control, and
     its request table with it, until the pool stops or the feeder is gone.
 
     Args:
-        queue: where controls are put.
-        batch_ids: of row batches to come; a control that has finished before gets one of its own.
+        batch_ids: of later row batches; a control that has finished before gets one of its own.
         batch_id: of such a control while it waits or runs.
     """
 
@@ -60,7 +59,6 @@ class Trials:
         return self._good.submission.refs
 
     def worked(self, submission: Submission, row: int) -> None:
-        """Note a row that finished without an error."""
         if self.batch_id is None:
             # not while the other runs as a control, whose table is asked for by its batch
             self._good = _GoodRow(submission, row)

@@ -1,6 +1,6 @@
-"""Keeps the rows that wait without a plan in groups, as far as those in flight say; no Ray.
+"""Keeps the rows that wait without a plan in groups, as far as those in flight show; no Ray.
 
-Rows that come in join a group that waits or has a home, if that covers most of their prompt. The
+New rows join a group that waits or has a home, if that covers most of their prompt. The
 others wait ungrouped behind all, until they are a quarter of the line or have come to its head.
 Then the line is grouped and ordered afresh:
 
@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.bundle_line import Batches, Bundle
 from raybatch.actors.queue.row_states import ALONE, RowStates, spans_of
 from raybatch.actors.queue.waiting_line import WaitingLine
@@ -36,20 +36,15 @@ _Int64s = npt.NDArray[np.int64]
 class Regrouping:
     """Adds row batches to the line, and groups what waits there.
 
-    Args:
-        batches: states of all row batches; shared with the queue.
-        line: of waiting rows; shared with the queue.
-        homes: of the groups; shared with the queue.
-
     Attributes:
         num_groupings: how often the line was grouped.
     """
 
-    def __init__(self, batches: Batches, line: WaitingLine, homes: Homes) -> None:
+    def __init__(self, batches: Batches, line: WaitingLine, affinity: PrefixAffinity) -> None:
         self.num_groupings = 0
         self._batches = batches
         self._line = line
-        self._homes = homes
+        self._affinity = affinity
         self._num_new = 0
 
     def add(self, batch_id: int, rows: npt.NDArray[np.intp]) -> None:
@@ -60,7 +55,7 @@ class Regrouping:
             for span in spans:
                 self._line.add(span)
             return
-        known = (self._line.fresh.groups(), *self._homes.groups())
+        known = (self._line.fresh.groups(), *self._affinity.groups())
         group, prefix = match_prefixes(batch.keys, known)
         joins = (group >= 0) & (prefix >= batch.prompt * _MIN_JOINED_FRACTION)
         batch.assign(np.flatnonzero(joins), group[joins], prefix[joins])

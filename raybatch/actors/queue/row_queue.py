@@ -23,17 +23,17 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.affinity import Homes
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.grant import share_out
-from raybatch.actors.queue.isolation import Isolation
 from raybatch.actors.queue.regroup import Regrouping
-from raybatch.actors.queue.replica_load import ReplicaLoad
-from raybatch.actors.queue.row_states import RowStates, Share, spans_of
-from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.queue.row_states import ReplicaLoad, RowStates, Share, spans_of
+from raybatch.actors.queue.waiting_line import Isolation, WaitingLine
 from raybatch.actors.wire.records import Loss, PoisonRow, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
 
 _SUSPECT_STRIKES = 2
+# of a replica that has got nothing; read only
+_NO_LOAD = ReplicaLoad()
 
 
 class RowQueue:
@@ -50,9 +50,9 @@ class RowQueue:
         self._max_row_crashes = max_row_crashes
         self._batches: dict[int, RowStates] = {}
         self._replicas: dict[int, ReplicaLoad] = {}
-        self._homes = Homes()
-        self._line = WaitingLine(self._batches, self._homes)
-        self._regrouping = Regrouping(self._batches, self._line, self._homes)
+        self._affinity = PrefixAffinity()
+        self._line = WaitingLine(self._batches, self._affinity)
+        self._regrouping = Regrouping(self._batches, self._line, self._affinity)
         self._isolation = Isolation()
 
     def add(
@@ -68,10 +68,6 @@ class RowQueue:
         """Queue a row batch behind all others; its suspects, if any, run before them.
 
         Args:
-            batch_id: unique among the batches in the queue.
-            prompt_tokens: of each row.
-            new_tokens: expected of each row, all samples together.
-            groups: of planned rows, which come in the order of the plan.
             keys: of rows without a plan, which are grouped while they wait.
             strikes: int16 [rows], deaths with each row that are known from elsewhere.
         """
@@ -91,17 +87,7 @@ class RowQueue:
     def add_control(
         self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
     ) -> None:
-        """Queue one row of a batch of its own as the control, to run alone and next.
-
-        Args:
-            batch_id: unique among the batches in the queue.
-            prompt_tokens: of each row of the request table.
-            new_tokens: expected of each row of the request table.
-            row: that runs; the others are done.
-
-        Raises:
-            RuntimeError: another control waits or runs.
-        """
+        """Queue one row of a batch of its own as the control, to run alone and next."""
         if self.has_control():
             raise RuntimeError(f"batch {batch_id} is a second control")
         batch = self._batches[batch_id] = RowStates.make(prompt_tokens, new_tokens)
@@ -113,9 +99,6 @@ class RowQueue:
 
         Args:
             place: of the row between 0, the head of the queue, and 1, the last row.
-
-        Returns:
-            Whether a control waits or runs.
         """
         if self._line and not self.has_control():
             self._isolation.control = self._line.take_at(place)
@@ -127,15 +110,11 @@ class RowQueue:
         return is_waiting or any(r.has_control for r in self._replicas.values())
 
     def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
-        """Hand waiting rows to replicas that ask, the least loaded first.
+        """Hand waiting rows to replicas that pull, the least loaded first.
 
         Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
         replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
         are about to be ready.
-
-        Args:
-            hungry: replicas that ask, and how much they have room for.
-            num_expected: replicas that will ask soon.
 
         Returns:
             Spans per replica, in the order in which they run; a replica that gets nothing is
@@ -194,12 +173,10 @@ class RowQueue:
             innocent += spans_of(batch_id, rows[~is_suspect])
             suspects += _one_by_one(batch_id, rows[is_suspect & ~is_poison])
             struck = zip(rows, batch.strikes[rows], is_poison, strict=True)
-            found = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
-            poison += [
-                PoisonRow(batch_id, one.row, one.num_crashes) for one in found if one.is_given_up
-            ]
-            if found:
-                crashes[batch_id] = found
+            reports = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
+            poison += [PoisonRow(batch_id, r.row, r.num_crashes) for r in reports if r.is_given_up]
+            if reports:
+                crashes[batch_id] = reports
         self._line.put_back(innocent)
         self._isolation.add_suspects(suspects)
         return Loss(
@@ -230,7 +207,7 @@ class RowQueue:
             for piece in spans_of(span.batch_id, rows):
                 runs = batch.runs(piece.start, piece.stop)
                 returned += [Span(span.batch_id, start, stop) for start, stop in runs]
-        self._homes.leave(replica_id, left)
+        self._affinity.leave(replica_id, left)
         self._line.free(replica_id, left)
         if not replica.is_testing:
             self._line.put_back(returned)
@@ -270,7 +247,7 @@ class RowQueue:
     def note_aborted(self, replica_id: int, batch_id: int) -> None:
         """Note that a replica runs no row of a dropped batch any more."""
         if replica_id in self._replicas:
-            self._homes.end(replica_id, self._replicas[replica_id].confirm(batch_id))
+            self._affinity.end(replica_id, self._replicas[replica_id].confirm(batch_id))
 
     def is_done(self, batch_id: int) -> bool:
         """Return whether every row of the batch is finished or given up."""
@@ -294,19 +271,13 @@ class RowQueue:
         return RowGroups(group_ids=batch.group[rows], prefix_lens=batch.prefix[rows].astype("i4"))
 
     def cost(self, replica_id: int) -> int:
-        """Return the cost of what a replica runs."""
-        replica = self._replicas.get(replica_id)
-        return replica.cost if replica is not None else 0
+        return self._replicas.get(replica_id, _NO_LOAD).cost
 
     def num_held(self, replica_id: int) -> int:
-        """Return the number of rows that a replica runs."""
-        replica = self._replicas.get(replica_id)
-        return replica.num_rows if replica is not None else 0
+        return self._replicas.get(replica_id, _NO_LOAD).num_rows
 
     def is_testing(self, replica_id: int) -> bool:
-        """Return whether a replica runs suspects alone."""
-        replica = self._replicas.get(replica_id)
-        return replica is not None and replica.is_testing
+        return self._replicas.get(replica_id, _NO_LOAD).is_testing
 
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
@@ -318,7 +289,7 @@ class RowQueue:
 
     def cuts(self) -> tuple[int, int]:
         """Return how often a group was live at two replicas, and the tokens of their prefixes."""
-        return self._homes.num_cuts, self._homes.cut_tokens
+        return self._affinity.num_cuts, self._affinity.cut_tokens
 
     def _load(self, replica_id: int) -> ReplicaLoad:
         return self._replicas.setdefault(replica_id, ReplicaLoad())
@@ -334,16 +305,16 @@ class RowQueue:
             batch = self._batches[span.batch_id]
             batch.hold(replica_id, span.start, span.stop)
             started = replica.add(batch.share_between(span.start, span.stop))
-            self._homes.start(replica_id, started)
+            self._affinity.start(replica_id, started)
         return handed
 
     def _take_off(self, replica_id: int, share: Share) -> None:
-        self._homes.end(replica_id, self._replicas[replica_id].remove(share))
+        self._affinity.end(replica_id, self._replicas[replica_id].remove(share))
 
     def _forget(self, replica_id: int) -> ReplicaLoad:
         """Take a replica out; who waits for it may go anywhere."""
         replica = self._replicas.pop(replica_id, ReplicaLoad())
-        self._homes.forget(replica_id, replica.groups())
+        self._affinity.forget(replica_id, replica.groups())
         self._line.release(replica_id)
         return replica
 

@@ -1,4 +1,4 @@
-"""What a pool knows of each row of one row batch, as arrays; which row goes where is in `queue`."""
+"""The state of each row of a row batch, as arrays, and the sums over what one replica runs."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -41,17 +41,10 @@ class RowStates:
     itself is a matter of who holds the group.
 
     Args:
-        prompt: prompt tokens.
         output: expected new tokens, all samples together.
         keys: of a row batch without a plan, whose groups may change while its rows wait.
         arrival: how often the waiting rows had been grouped when the batch came in.
-        state: `WAITING`, `HELD` or `DONE`.
-        holder: replica of a held row.
         attempts: how often a row was handed out.
-        strikes: replicas that died while they held a row, in this run and in earlier ones.
-        num_left: rows that are not done.
-        group: prefix group, `ALONE` for none.
-        prefix: tokens that the group shares.
         token_ends: entry i sums the prompt tokens beyond the prefix before row i.
         cost_ends: entry i sums the cost before row i.
     """
@@ -113,7 +106,6 @@ class RowStates:
         self.cost_ends = _ends(self.prompt - self.prefix + self.output)
 
     def share(self, rows: Rows) -> Share:
-        """Return what these rows weigh."""
         cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
         ids, first, counts = np.unique(self.group[rows], return_index=True, return_counts=True)
         prefix = self.prefix[rows[first]]
@@ -128,7 +120,6 @@ class RowStates:
         return Share(stop - start, cost, (GroupRows(group, int(self.prefix[start]), stop - start),))
 
     def cost_between(self, start: int, stop: int) -> int:
-        """Return the cost of neighbouring rows."""
         return int(self.cost_ends[stop] - self.cost_ends[start])
 
     def tokens_between(self, start: int, stop: int) -> int:
@@ -146,7 +137,6 @@ class RowStates:
         return [(a, b) for a, b in pairwise(ends) if a < b]
 
     def hold(self, replica_id: int, start: int, stop: int) -> None:
-        """Note that a replica got rows."""
         self.state[start:stop] = HELD
         self.holder[start:stop] = replica_id
         self.attempts[start:stop] += 1
@@ -156,25 +146,20 @@ class RowStates:
         return np.flatnonzero((self.state == HELD) & (self.holder == replica_id))
 
     def is_held(self, replica_id: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which of these rows a replica holds."""
         is_held = (self.state[rows] == HELD) & (self.holder[rows] == replica_id)
         return cast(npt.NDArray[np.bool_], is_held)
 
     def holders(self) -> list[int]:
-        """Return the replicas that hold rows."""
         return cast(list[int], np.unique(self.holder[self.state == HELD]).tolist())
 
     def left(self) -> Rows:
-        """Return the rows that are not done."""
         return np.flatnonzero(self.state != DONE)
 
     def close(self, rows: Rows) -> None:
-        """Note that rows are done."""
         self.state[rows] = DONE
         self.num_left -= len(rows)
 
     def reopen(self, rows: Rows) -> None:
-        """Note that rows wait again."""
         self.state[rows] = WAITING
 
 
@@ -194,3 +179,69 @@ def _ends(values: _Int64s) -> _Int64s:
 
 def _reach(ends: _Int64s, start: int, budget: int) -> int:
     return int(np.searchsorted(ends, ends[start] + budget, side="right")) - 1
+
+
+@dataclass(slots=True)
+class _HeldGroup:
+    prefix_len: int
+    num_rows: int
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """Sums over the rows that a replica runs, those of dropped batches included.
+
+    Args:
+        cost: of these rows, and of the prefix of each of their groups, once.
+        is_testing: it runs suspects or a control, and nothing else.
+    """
+
+    num_rows: int = 0
+    cost: int = 0
+    is_testing: bool = False
+    has_control: bool = False
+    aborting: dict[int, Share] = field(default_factory=dict)
+    _groups: dict[int, _HeldGroup] = field(default_factory=dict)
+
+    def holds(self, group: int) -> bool:
+        """Return whether it runs rows of a group, so that it has the prefix."""
+        return group in self._groups
+
+    def groups(self) -> list[int]:
+        return list(self._groups)
+
+    def add(self, share: Share) -> list[tuple[int, int]]:
+        """Note rows that it got; return the groups that it had no rows of, and their prefixes."""
+        self.num_rows += share.num_rows
+        self.cost += share.cost
+        started = []
+        for group, prefix_len, num_rows in share.groups:
+            if group not in self._groups:
+                self._groups[group] = _HeldGroup(prefix_len, 0)
+                self.cost += prefix_len
+                started.append((group, prefix_len))
+            self._groups[group].num_rows += num_rows
+        return started
+
+    def remove(self, share: Share) -> list[int]:
+        """Note rows that it runs no more; return the groups that it has no rows of from now on."""
+        self.num_rows -= share.num_rows
+        self.cost -= share.cost
+        ended = []
+        for group, _, num_rows in share.groups:
+            held = self._groups[group]
+            held.num_rows -= num_rows
+            if not held.num_rows:
+                self.cost -= held.prefix_len
+                del self._groups[group]
+                ended.append(group)
+        self.has_control &= self.num_rows > 0
+        return ended
+
+    def abort(self, batch_id: int, share: Share) -> None:
+        """Note a dropped batch, whose rows it runs until `confirm`."""
+        self.aborting[batch_id] = share
+
+    def confirm(self, batch_id: int) -> list[int]:
+        """Note that it runs no row of a dropped batch any more; return what `remove` does."""
+        return self.remove(self.aborting.pop(batch_id, Share(0, 0)))

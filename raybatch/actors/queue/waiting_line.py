@@ -1,11 +1,17 @@
-"""The rows of a pool that wait: for any replica, or for the one that has their prefix."""
+"""Rows of a pool that wait: for any replica, for the one that has their prefix, or to run alone.
 
-from collections.abc import Iterable, Sequence
+Rows that run alone are suspects, which may have ended replicas, and the control.
+"""
 
-from raybatch.actors.queue.affinity import Homes
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.bundle_line import Batches, BundleLine
 from raybatch.actors.queue.row_states import RowStates
 from raybatch.actors.wire.records import Span
+
+_Alone = tuple[Span, ...]
 
 
 class WaitingLine:
@@ -13,31 +19,21 @@ class WaitingLine:
 
     A row whose group has a home goes to the home's own line. That is served first, by its replica,
     and by others before they would idle.
-
-    Args:
-        batches: states of all row batches; shared with the queue, read only.
-        homes: of the groups; shared with the queue.
-
-    Attributes:
-        fresh: bundles for any replica.
-        homes: of the groups.
     """
 
-    def __init__(self, batches: Batches, homes: Homes) -> None:
+    def __init__(self, batches: Batches, affinity: PrefixAffinity) -> None:
         self.fresh = BundleLine(batches)
         self._batches = batches
-        self.homes = homes
+        self.affinity = affinity
         self._own: dict[int, BundleLine] = {}
 
     def __bool__(self) -> bool:
         return bool(self.fresh) or any(self._own.values())
 
     def batch(self, batch_id: int) -> RowStates:
-        """Return the states of a row batch; read only."""
         return self._batches[batch_id]
 
     def own(self, replica_id: int) -> BundleLine:
-        """Return the line of one replica."""
         line = self._own.get(replica_id)
         if line is None:
             line = self._own[replica_id] = BundleLine(self._batches)
@@ -54,21 +50,19 @@ class WaitingLine:
         return self.fresh.cost + self.fresh.prefix_tokens + own
 
     def num_rows(self) -> int:
-        """Return the number of waiting rows."""
         return self.fresh.num_rows + sum(line.num_rows for line in self._own.values())
 
     def add(self, span: Span, *, is_new: bool = False) -> None:
         """Add rows behind all others, or where other members of their group are.
 
         Args:
-            span: rows of one row batch.
             is_new: they are to be grouped before they are handed out.
         """
         batch = self._batches[span.batch_id]
         for start, stop in batch.runs(span.start, span.stop):
             piece = Span(span.batch_id, start, stop)
             group = int(batch.group[start])
-            home = self.homes.join(group, stop - start)
+            home = self.affinity.join(group, stop - start)
             if home is None:
                 self.fresh.add(piece, is_new=is_new)
             else:
@@ -79,7 +73,7 @@ class WaitingLine:
         for span in reversed(spans):
             batch = self._batches[span.batch_id]
             for start, stop in reversed(batch.runs(span.start, span.stop)):
-                home = self.homes.of(int(batch.group[start]))
+                home = self.affinity.of(int(batch.group[start]))
                 line = self.fresh if home is None else self.own(home)
                 line.add(Span(span.batch_id, start, stop), at_head=True)
 
@@ -111,3 +105,47 @@ class WaitingLine:
                 return line.take_row(row)
             row -= line.num_rows
         raise IndexError("no row waits")
+
+
+class Isolation:
+    """Sets of suspects in the order of their trials, and at most one control before them."""
+
+    def __init__(self) -> None:
+        self.control: Span | None = None
+        self._suspects: deque[_Alone] = deque()
+
+    def __bool__(self) -> bool:
+        return self.control is not None or bool(self._suspects)
+
+    def __iter__(self) -> Iterator[Span]:
+        if self.control is not None:
+            yield self.control
+        for spans in self._suspects:
+            yield from spans
+
+    def add_suspects(self, spans: list[Span]) -> None:
+        """Put suspects before all others, in two halves."""
+        middle = (len(spans) + 1) // 2
+        for half in (spans[middle:], spans[:middle]):
+            if half:
+                self._suspects.appendleft(tuple(half))
+
+    def put_back(self, spans: list[Span], *, is_control: bool) -> None:
+        """Put what a replica had alone, and has not started, before all others."""
+        if is_control:
+            (self.control,) = spans
+        else:
+            self._suspects.appendleft(tuple(spans))
+
+    def take(self) -> _Alone:
+        """Take what a replica without rows is to run alone; nothing when all else may run."""
+        if self.control is not None:
+            control, self.control = self.control, None
+            return (control,)
+        return self._suspects.popleft() if self._suspects else ()
+
+    def drop(self, batch_id: int) -> None:
+        kept = (tuple(s for s in spans if s.batch_id != batch_id) for spans in self._suspects)
+        self._suspects = deque(spans for spans in kept if spans)
+        if self.control is not None and self.control.batch_id == batch_id:
+            self.control = None

@@ -1,9 +1,9 @@
 """Runs one backend in a thread of its own, so that the engine never waits for the network; no Ray.
 
 event loop                          engine thread
-submit(requests) -> inbox  ------>  backend.submit, backend.poll, ...
+submit(requests) -> incoming  --->  backend.submit, backend.poll, ...
 collect() <- finished rows <------  rows whose samples are all there
-room(): what to ask for next        wakes the loop when there is news
+room(): how much to pull next       wakes the loop on events
 """
 
 import threading
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from raybatch.actors.queue.giving import choose_given
+from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.replica.open_rows import OpenRows
 from raybatch.actors.wire.records import Room
 from raybatch.backends.base import Backend
@@ -20,7 +20,7 @@ from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, 
 
 _T = TypeVar("_T")
 
-# a prefix cache that answers everything would make the tokens to ask for unbounded
+# with a prefix cache that has everything, the tokens to pull would be unbounded
 _MIN_UNCACHED_FRACTION = 1 / 16
 # short rows: enough for the time of a round trip to the coordinator
 _MIN_LEAD_ROWS = 64
@@ -55,7 +55,7 @@ class EngineThread:
         self._lead_batches = lead_batches
         self._lead_rows = 1
         self._changed = threading.Condition()
-        self._inbox: list[Request] = []
+        self._incoming: list[Request] = []
         self._begun: dict[int, Sequence[SequenceState]] = {}
         self._calls: deque[tuple[Callable[[Backend], None], Future[Any]]] = deque()
         self._finished: list[Completion] = []
@@ -83,11 +83,10 @@ class EngineThread:
         """Queue requests for the engine, in this order.
 
         Args:
-            requests: new to the engine.
             begun: all samples of those that were begun elsewhere, by request id.
         """
         with self._changed:
-            self._inbox.extend(requests)
+            self._incoming.extend(requests)
             self._begun |= begun or {}
             self._rows.add(requests)
             self._is_asking = False
@@ -100,7 +99,7 @@ class EngineThread:
             return finished
 
     def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
-        """Take unstarted requests out, as `choose_given` says; the future has their ids."""
+        """Take unstarted requests out, as `choose_rows` decides; the future has their ids."""
         return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
@@ -115,12 +114,11 @@ class EngineThread:
         return self._call(lambda backend: self._drop(backend, first_id, last_id))
 
     def room(self) -> Room | None:
-        """Return what to ask for, or None while enough waits in the engine."""
+        """Return how much to pull, or None while enough waits in the engine."""
         with self._changed:
             return self._room()
 
     def stats(self) -> ReplicaStats:
-        """Return the counters after the last step."""
         with self._changed:
             return self._stats
 
@@ -135,12 +133,10 @@ class EngineThread:
             return self._failure
 
     def close(self) -> None:
-        """End the thread after its present step, and wait for it."""
         self.close_soon()
         self._thread.join()
 
     def close_soon(self) -> None:
-        """Let the thread end after its present step."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -166,7 +162,7 @@ class EngineThread:
         return future
 
     def _room(self) -> Room | None:
-        num_waiting = len(self._inbox) + self._num_in_hand + self._stats.num_waiting
+        num_waiting = len(self._incoming) + self._num_in_hand + self._stats.num_waiting
         cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
         # what is cached beyond the prefixes of groups, which count once anyway
         uncached = (1 - cached) / self._rows.own_fraction()
@@ -246,8 +242,8 @@ class EngineThread:
             self._num_in_hand = 0
             is_hungry = self._room() is not None and not self._is_asking
             self._is_asking |= is_hungry
-            has_news = is_hungry or num_calls > 0 or len(self._finished) > num_before
-        if has_news:
+            has_events = is_hungry or num_calls > 0 or len(self._finished) > num_before
+        if has_events:
             self._wake()
         return True
 
@@ -255,9 +251,11 @@ class EngineThread:
         self, backend: Backend
     ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], int]:
         with self._changed:
-            while not (self._inbox or self._calls or self._is_closing or backend.num_unfinished()):
+            while not (
+                self._incoming or self._calls or self._is_closing or backend.num_unfinished()
+            ):
                 self._changed.wait()
-            requests, self._inbox = self._inbox, []
+            requests, self._incoming = self._incoming, []
             begun, self._begun = self._begun, {}
             self._num_in_hand = len(requests)
             return requests, begun, len(self._calls)
@@ -266,8 +264,8 @@ class EngineThread:
         unstarted = backend.drain()
         with self._changed:
             groups = self._rows.groups()
-            given = choose_given(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
-            ids = [request.request_id for request in given]
+            chosen = choose_rows(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
+            ids = [request.request_id for request in chosen]
             for request_id in ids:
                 self._rows.give_back(request_id)
         gone = set(ids)

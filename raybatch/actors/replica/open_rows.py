@@ -35,7 +35,6 @@ class OpenRows:
         return request_id in self._rows
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Note rows that came in."""
         for request in requests:
             prompt = own = len(request.prompt_token_ids)
             if request.group_id is not None:
@@ -46,7 +45,6 @@ class OpenRows:
             self._sum(row, 1)
 
     def close(self, request_id: int) -> None:
-        """Note that a row is finished or dropped."""
         row = self._rows.pop(request_id)
         if row.group is not None:
             self._groups[row.group] -= 1
@@ -54,7 +52,7 @@ class OpenRows:
                 del self._groups[row.group]
 
     def give_back(self, request_id: int) -> None:
-        """Note that a row is gone as if it had not come in."""
+        """Forget a row as if it had never been added."""
         self._sum(self._rows[request_id], -1)
         self.close(request_id)
 

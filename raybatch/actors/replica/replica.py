@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from raybatch.actors.coordinator.metrics import ReplicaMetrics
 from raybatch.actors.replica.engine_thread import EngineThread
-from raybatch.actors.replicas.site import Handle, ReplicaSite
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
 from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, RowGroups
@@ -28,7 +27,7 @@ _LEAD_STEPS = 4
 _REPORT_EVERY_S = 0.05
 # counters are sent so often even if no row finished
 _HEARTBEAT_S = 1.0
-# tokens that a sequence has to gain before it is worth telling of
+# tokens that a sequence has to gain before they are reported
 _MIN_NEW_TOKENS = 256
 # request id = batch id << 32 | row
 _ROW_BITS = 32
@@ -51,9 +50,7 @@ class Replica:
     Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
 
     Args:
-        spec: of the pool.
         replica_id: unique among all starts of the pool.
-        site: where this object runs.
     """
 
     def __init__(self, spec: PoolSpec, replica_id: int, site: ReplicaSite) -> None:
@@ -63,7 +60,7 @@ class Replica:
         self._replica_id = replica_id
         self._metrics = ReplicaMetrics(replica_id, site.metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._outbox = asyncio.Event()
         self._ran_dry = asyncio.Event()
         self._open: dict[int, _OpenBatch] = {}
@@ -92,11 +89,10 @@ class Replica:
         return None
 
     async def pid(self) -> int:
-        """Return the process id."""
         return os.getpid()
 
     async def run(self, coordinator: Handle) -> None:
-        """Work until the coordinator says that there is nothing more to come."""
+        """Work until the coordinator has no more rows."""
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
@@ -106,10 +102,10 @@ class Replica:
             reports.append(asyncio.create_task(keeping))
         try:
             while True:
-                self._news.clear()
+                self._has_events.clear()
                 while (room := engine.room()) is None:
-                    await self._news.wait()
-                    self._news.clear()
+                    await self._has_events.wait()
+                    self._has_events.clear()
                 # what was dropped before a pull is not in its answer
                 self._dropped.clear()
                 work = await coordinator.pull.remote(self._replica_id, room)
@@ -127,7 +123,7 @@ class Replica:
             self._engine.close_soon()
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows as (batch id, row), see `choose_given`."""
+        """Return unstarted rows as (batch id, row), see `choose_rows`."""
         if self._engine is None:
             return []
         ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))
@@ -161,7 +157,7 @@ class Replica:
             self._loop.call_soon_threadsafe(self._set_events)
 
     def _set_events(self) -> None:
-        self._news.set()
+        self._has_events.set()
         if self._engine is not None and self._engine.is_idle():
             self._ran_dry.set()
         self._outbox.set()
@@ -193,7 +189,7 @@ class Replica:
         return batch
 
     async def _report(self, engine: EngineThread, coordinator: Handle) -> None:
-        """Send finished rows as they come, but not more often than needed."""
+        """Send finished rows at once, but not more often than needed."""
         while True:
             try:
                 await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
@@ -202,7 +198,7 @@ class Replica:
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
-            # asked before: what an engine finished before it broke is sent
+            # read first: what an engine finished before it broke is sent
             failure = engine.failure()
             try:
                 await self._send(engine, coordinator)
@@ -217,7 +213,7 @@ class Replica:
     async def _report_begun(
         self, engine: EngineThread, coordinator: Handle, every_s: float
     ) -> None:
-        """Tell what long generations have, so that nothing but their last tokens dies with us."""
+        """Report tokens of long generations, so that only the last ones die with this process."""
         while True:
             await asyncio.sleep(every_s)
             if engine.is_idle():

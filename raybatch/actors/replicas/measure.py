@@ -10,9 +10,9 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray, cluster_now, plan_crew
+from raybatch.actors.replicas.placement import Placement, asked_of_ray, cluster_now, plan_crew
 from raybatch.actors.replicas.reserving import reserve
-from raybatch.actors.replicas.worker_log import obey_log_level
+from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     MEASURE_S,
@@ -39,14 +39,13 @@ def measure_pool(
     it is not.
 
     Args:
-        spec: of the pool; its engines need not run.
         folder: of the cached models, on whatever host; None takes that host's cache folder.
         timeout_s: for the start of the engine and the measurement; None takes the pool's
             `start_timeout_s` and five minutes.
 
     Raises:
         MeasureError: the engine does not start, dies, or takes too long, or the cluster has what
-            it needs but others hold it now; the message says why.
+            it needs but others hold it now; with the reason.
         ConfigError: the pool's options do not fit the cluster.
     """
     if type_of(spec.backend).is_endpoint:
@@ -62,16 +61,16 @@ def measure_pool(
         num_engines_on_host=plan.num_engines_on_host,
         folder=folder,
     )
-    found = load_cost_model(path) if is_here else None
-    if found is not None:
-        return found
+    cached = load_cost_model(path) if is_here else None
+    if cached is not None:
+        return cached
     others = {} if plan.bundles else spec.pool.resources
     _check_free({**plan.total(), **others}, spec)
     return _measure_in_actor(spec, plan, folder, timeout_s)
 
 
 def _measure_in_actor(
-    spec: PoolSpec, plan: CrewPlan, folder: Path | None, timeout_s: float | None
+    spec: PoolSpec, plan: Placement, folder: Path | None, timeout_s: float | None
 ) -> CostModel:
     if timeout_s is None and spec.pool.start_timeout_s is not None:
         timeout_s = spec.pool.start_timeout_s + MEASURE_S
@@ -100,12 +99,10 @@ def busy_resources(
 ) -> list[str]:
     """Return the resources that a cluster has but cannot give now, each with its numbers.
 
-    What the cluster does not have at all may come, where clusters grow by themselves.
+    Resources that the cluster does not have at all may be added where clusters autoscale.
 
     Args:
-        wanted: by name.
         free: by name, what nobody holds; a name that is left out counts as 0.
-        total: by name, free or held.
     """
     return [
         f"{number:g} {name}s, of which {free.get(name, 0):g} are free"

@@ -1,31 +1,32 @@
-"""How many replicas a pool gets, and what Ray reserves for each, by the cluster as it is."""
+"""How many replicas a pool gets, their backend, and what Ray reserves for each."""
 
+import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.choice import VllmBuild, vllm_build
+from raybatch.backends.choice import BackendChoice, VllmBuild, choose_backend, vllm_build
 from raybatch.backends.registry import type_of
 from raybatch.backends.resources import check_pool, check_share, gpus_of_replica, unproven_on_gpus
+from raybatch.backends.vllm.args import native_options
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 
-# of a resource that hosts have to tell what they are
+# of a resource that marks a kind of host
 _SOME = 0.001
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrewPlan:
+class Placement:
     """How many replicas, and what Ray reserves for each.
 
     Args:
-        num_replicas: ranks of the pool.
-        num_cpus: logical CPUs of one replica.
-        num_gpus: GPUs of one replica.
-        num_engines_on_host: replicas that share a host, as far as the driver can tell.
+        num_engines_on_host: replicas that share a host, as far as the driver knows.
         bundles: of the placement group of one replica whose ranks are actors of their own; with
             any, the replica itself takes nothing.
     """
@@ -51,8 +52,8 @@ class CrewPlan:
         return f"{total['CPU']} CPUs and {total['GPU']} GPUs{group}"
 
 
-def asked_of_ray(plan: CrewPlan, pool: PoolConfig) -> str:
-    """Return in words what one engine asks of Ray."""
+def asked_of_ray(plan: Placement, pool: PoolConfig) -> str:
+    """Return the request of one engine to Ray as text."""
     others = [f"{amount:g} {name}" for name, amount in pool.resources.items()]
     if pool.accelerator_type is not None:
         others.append(f"a host with {pool.accelerator_type}")
@@ -64,11 +65,8 @@ class ClusterView:
     """What a plan of a crew needs to know of a cluster and of its driver.
 
     Args:
-        gpus_of_hosts: of each host that is alive; 0 for one without.
-        cpus_of_hosts: of the same hosts.
-        cores_of_driver: that the driver may use.
         vllm: what is installed on the driver's host.
-        may_grow: hosts may come; not to a Ray that the driver itself has started.
+        may_grow: hosts may join; not a Ray that the driver itself has started.
     """
 
     gpus_of_hosts: tuple[float, ...] = ()
@@ -79,7 +77,6 @@ class ClusterView:
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of all hosts."""
         return sum(self.gpus_of_hosts)
 
 
@@ -121,11 +118,11 @@ def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
     )
 
 
-def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
+def plan_crew(spec: PoolSpec, cluster: ClusterView) -> Placement:
     """Size the crew of a pool by the cluster as it is now.
 
-    Options that mean GPUs ask for them also where there are none yet: clusters grow for what is
-    asked of them. What hosts to come will have is not known, so nothing is checked then.
+    Options that mean GPUs request them also where there are none yet, because clusters autoscale.
+    Later hosts are not known, so nothing is checked then.
 
     Raises:
         ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
@@ -148,7 +145,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     elif num_gpus > 1 and with_gpus:
         check_hosts(num_gpus, with_gpus)
     hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
-    return CrewPlan(
+    return Placement(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,
         num_gpus=num_gpus,
@@ -157,17 +154,17 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> CrewPlan:
     )
 
 
-def gpu_warnings(spec: PoolSpec, plan: CrewPlan, cluster: ClusterView) -> list[str]:
-    """Return what the user of a pool has to know of its GPUs before it starts."""
+def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[str]:
+    """Return warnings about the GPUs of a pool before it starts."""
     if not plan.num_gpus:
         return []
-    said = unproven_on_gpus(spec.backend)
+    warnings = unproven_on_gpus(spec.backend)
     if not cluster.num_gpus:
-        said.append(
+        warnings.append(
             f"the cluster has no GPU now, and each engine asks for {asked_of_ray(plan, spec.pool)}:"
             " engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
         )
-    return said
+    return warnings
 
 
 def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
@@ -204,3 +201,33 @@ def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     rank = {"GPU": 1.0, **with_gpu}
     first = {**rank, "CPU": pool.num_cpus_per_replica, **pool.resources}
     return ({n: value for n, value in first.items() if value}, *[rank] * (num_ranks - 1))
+
+
+def settled(
+    spec: PoolSpec,
+    cluster: ClusterView,
+    *,
+    vllm: Callable[[], VllmBuild | None],
+    began_with: str | None = None,
+) -> tuple[PoolSpec, BackendChoice | None]:
+    """Return a spec whose backend is decided, and why it is that one.
+
+    Args:
+        began_with: kind of the backend that answered the first rows of the same output.
+
+    Returns:
+        The spec, and None for the choice where the user has named a backend.
+    """
+    if spec.backend.is_decided:
+        return spec, None
+    num_gpus = gpus_asked(spec, cluster)
+    choice = choose_backend(
+        num_gpus=num_gpus,
+        vllm=vllm,
+        native_options=native_options(spec.engine),
+        began_with=began_with,
+    )
+    # on CPUs there is nothing to choose
+    level = logging.INFO if num_gpus or not choice.is_usual else logging.DEBUG
+    _logger.log(level, "the engines run the backend %s", choice)
+    return replace(spec, backend=replace(spec.backend, kind=choice.kind)), choice

@@ -3,27 +3,31 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from raybatch.actors.replicas.placement import CrewPlan, asked_of_ray
+from raybatch.actors.replicas.placement import Placement, asked_of_ray
 from raybatch.actors.replicas.site import Handle, Site, Started
-from raybatch.actors.replicas.start_news import StartNews
-from raybatch.actors.replicas.starts import StartLedger
+from raybatch.actors.replicas.starts import StartEvents, StartLedger
 from raybatch.actors.wire.records import FailedStart, PoolSpec
+from raybatch.config import PoolConfig
 from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
 
 _STOP_GRACE_S = 5.0
+# a replica that waits for so long makes other pools release engines, and again after that
+_ASK_AFTER_S = 5.0
+_WARN_AFTER_S = 30.0
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Member:
-    """One started replica; `cause` is what it said before it died."""
+    """One started replica; `cause` is what it reported before it died."""
 
     replica_id: int
     rank: int
@@ -37,17 +41,13 @@ class Member:
 
     @property
     def actor(self) -> Handle:
-        """The handle of the replica."""
         return self.started.actor
 
 
-class Crew:
+class ReplicaSet:
     """Keeps one task per rank that makes a replica, waits for its end and replaces it.
 
     Args:
-        spec: of the pool.
-        plan: size and resources.
-        site: where replicas start.
         on_lost: called with a replica that ended and why it died, None when it was stopped;
             returns whether its death cost rows.
         on_exhausted: called with rank and cause when no rank is left.
@@ -56,7 +56,7 @@ class Crew:
     def __init__(
         self,
         spec: PoolSpec,
-        plan: CrewPlan,
+        plan: Placement,
         site: Site,
         *,
         on_lost: Callable[[Member, str | None], bool],
@@ -68,7 +68,7 @@ class Crew:
         self._spec = spec
         self._plan = plan
         self._site = site
-        self._news = StartNews()
+        self._events = StartEvents()
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
@@ -130,22 +130,22 @@ class Crew:
             if delay_s is None:
                 self._give_up(rank, cause, trace)
                 return
-            _logger.warning("%s", self._news.again(rank, cause, trace))
+            _logger.warning("%s", self._events.again(rank, cause, trace))
             await asyncio.sleep(delay_s)
 
     def _give_up(self, rank: int, cause: str, trace: str) -> None:
         if self.ledger.is_exhausted():
-            # whoever asks for rows is told of the cause, and of no trace
-            if told := self._news.new_trace(trace):
-                _logger.error("no engine can be started:%s", told)
+            # whoever waits for rows gets the cause, and no trace
+            if message := self._events.new_trace(trace):
+                _logger.error("no engine can be started:%s", message)
             self._on_exhausted(rank, cause)
             return
-        self._news.given_up(rank, cause, trace)
+        self._events.given_up(rank, cause, trace)
         if self.ledger.num_ready():
-            self._tell()
+            self._log_given_up()
 
-    def _tell(self) -> None:
-        for line in self._news.take():
+    def _log_given_up(self) -> None:
+        for line in self._events.take():
             _logger.error("%s", line)
 
     def _make(self, rank: int) -> Member:
@@ -168,19 +168,19 @@ class Crew:
         except TimeoutError:
             cause = f"the start took longer than start_timeout_s={timeout_s}"
             if any(self._plan.total().values()):
-                asked = asked_of_ray(self._plan, self._spec.pool)
-                cause += f" (one replica asks for {asked})"
+                requested = asked_of_ray(self._plan, self._spec.pool)
+                cause += f" (one replica asks for {requested})"
             return FailedStart(cause=cause)
         except self._site.failed as error:
             return FailedStart(cause=last_line(error))
         if failed is None:
             member.is_ready = True
             self.ledger.ready(member.rank, time.monotonic())
-            self._tell()
+            self._log_given_up()
         return failed
 
     async def _run(self, member: Member, coordinator: Handle) -> str | None:
-        """Return why the replica died, None when it ended as asked."""
+        """Return why the replica died, None when it was stopped."""
         try:
             await member.actor.run.remote(coordinator)
         except self._site.failed as error:
@@ -192,3 +192,42 @@ class Crew:
         del self.members[member.replica_id]
         self.ledger.stopped(member.rank)
         member.started.end()
+
+
+class IdlePoolReclaimer:
+    """Lets idle pools of the driver end engines, where this pool waits for what they hold."""
+
+    def __init__(
+        self, pool: PoolConfig, plan: Placement, make_room: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._make_room = make_room
+        self._requested = asked_of_ray(plan, pool)
+        self._last_request_s = -math.inf
+        self._has_warned = False
+
+    def is_due(self, waits_s: float, now_s: float) -> bool:
+        """Return whether to reclaim; warn once that an engine has been waiting for long.
+
+        Args:
+            waits_s: for which a replica has been waiting for Ray to reserve what it takes.
+        """
+        if waits_s > _WARN_AFTER_S and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "an engine has been waiting for %.0f s for %s of the cluster",
+                waits_s,
+                self._requested,
+            )
+        if waits_s <= _ASK_AFTER_S or now_s - self._last_request_s <= _ASK_AFTER_S:
+            return False
+        self._last_request_s = now_s
+        return True
+
+    async def reclaim(self) -> None:
+        """Ask the other pools; those that are at work, or hold nothing, do nothing."""
+        await self._make_room(self._requested)
+
+
+def has_reserved(pool: PoolConfig, plan: Placement) -> bool:
+    """Return whether an engine holds anything that another one could wait for."""
+    return bool(plan.bundles or pool.resources or any(plan.total().values()))

@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.config import PoolConfig
 
 # Ray has tried once by then to create a group
@@ -23,7 +23,6 @@ class Reserved:
     """Options of the actor that drives an engine, and the group that they point into.
 
     Args:
-        options: of Ray, for the actor.
         group: that must be released; None where the actor's own resources are all.
         asked_s: of the monotonic clock, when Ray was asked for the group.
     """
@@ -43,13 +42,7 @@ class Reserved:
         ray.util.remove_placement_group(self.group)
 
     def start(self, kind: type, *args: object, **defaults: object) -> ActorHandle:
-        """Start the actor, or give the group back where Ray does not take its options.
-
-        Args:
-            kind: class of the actor.
-            args: of its constructor.
-            defaults: options of Ray that what is reserved may replace.
-        """
+        """Start the actor, or give the group back where Ray does not take its options."""
         try:
             return ray.remote(kind).options(**{**defaults, **self.options}).remote(*args)
         except BaseException:
@@ -57,22 +50,20 @@ class Reserved:
             raise
 
     def end(self, actor: ActorHandle) -> None:
-        """Kill the actor and give the group back, whatever Ray says of the first."""
+        """Kill the actor and give the group back, even where the first fails."""
         try:
             ray.kill(actor, no_restart=True)
         finally:
             self.release()
 
 
-def reserve(plan: CrewPlan, pool: PoolConfig, *, name: str) -> Reserved:
+def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
     """Ask Ray for what one engine needs; returns before it is there.
 
     Ray keeps a group until its driver ends, also where the actor that asked for it has died. So it
     has a name, and one of this name that was left behind is released first.
 
     Args:
-        plan: of the pool.
-        pool: options of the pool.
         name: of the group, the same whenever the same place of a pool is filled again.
     """
     options = {"max_restarts": 0, **_runtime(pool)}

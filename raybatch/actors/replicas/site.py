@@ -4,12 +4,16 @@ A handle stands for an object in another actor, process or thread: `handle.metho
 begins a call, and what it returns can be awaited.
 """
 
+import logging
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from raybatch.actors.replicas.placement import CrewPlan
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.wire.records import PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
+from raybatch.config import log_level
+from raybatch.redaction import DiscreetFormatter
 
 # Ray's have no types
 Handle = Any
@@ -49,15 +53,11 @@ class Site(Protocol):
     def keep(self, requests: Requests) -> Any:  # noqa: ANN401
         """Return a reference to a request table, which lives as long as the reference."""
 
-    def start(self, spec: PoolSpec, plan: CrewPlan, rank: int, replica_id: int) -> Started:
+    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
         """Start a replica; returns before it is there."""
 
-    async def make_room(self, asked: str) -> None:
-        """Ask idle pools of this driver to end their engines, where one waits for what they hold.
-
-        Args:
-            asked: what is waited for, in words.
-        """
+    async def make_room(self, wanted: str) -> None:
+        """Ask idle pools of this driver to end engines, where one waits for what they hold."""
 
 
 class ReplicaSite(Protocol):
@@ -127,5 +127,42 @@ class NoMetrics:
 
 
 def use_threads(spec: PoolSpec) -> None:
-    """Let libraries of an engine start as many threads as its options say."""
+    """Set the threads of an engine's libraries to the number in its options."""
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
+
+
+def obey_log_level() -> None:
+    """Log with the level of RAYBATCH_LOG_LEVEL; Ray prints it at the driver."""
+    level = log_level()
+    if level is None:
+        return
+    logger = logging.getLogger("raybatch")
+    logger.setLevel(level)
+    # who logs in a way of their own has handlers
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(DiscreetFormatter())
+        logger.addHandler(handler)
+
+
+class CallHandle:
+    """Begins calls of an object's methods.
+
+    Args:
+        begin: takes the name of a method and its arguments, and returns the call that has begun.
+    """
+
+    def __init__(self, begin: Callable[..., Any]) -> None:
+        self._begin = begin
+
+    def __getattr__(self, name: str) -> "_Method":
+        return _Method(self._begin, name)
+
+
+class _Method:
+    def __init__(self, begin: Callable[..., Any], name: str) -> None:
+        self._begin = begin
+        self._name = name
+
+    def remote(self, *args: object) -> Any:  # noqa: ANN401 - what can be awaited
+        return self._begin(self._name, *args)

@@ -1,4 +1,4 @@
-"""Which replicas of a pool live, and when a failed one is started again; no Ray, time passed in."""
+"""When a failed replica is started again, and the log messages about it; no Ray, time passed in."""
 
 from dataclasses import dataclass, field
 
@@ -24,7 +24,6 @@ class StartLedger:
     like a failed start.
 
     Args:
-        num_replicas: ranks of the pool.
         max_start_failures: failures in a row after which a rank is given up.
     """
 
@@ -38,11 +37,9 @@ class StartLedger:
         self._ranks = [_Rank() for _ in range(self.num_replicas)]
 
     def begin(self, rank: int, now: float) -> None:
-        """Note that a start of `rank` began."""
         self._ranks[rank].start_began = now
 
     def ready(self, rank: int, now: float) -> None:
-        """Note that `rank` answers."""
         state = self._ranks[rank]
         if state.start_began is not None:
             self.longest_start_s = max(self.longest_start_s, now - state.start_began)
@@ -54,7 +51,6 @@ class StartLedger:
         self._ranks[rank].num_failures = 0
 
     def stopped(self, rank: int) -> None:
-        """Note that `rank` was stopped on purpose."""
         self._ranks[rank].start_began = None
         self._ranks[rank].is_ready = False
 
@@ -62,7 +58,6 @@ class StartLedger:
         """Note a death or a failed start.
 
         Args:
-            rank: of the replica.
             lost_rows: whether the death cost rows.
             is_final: whether another start would fail as this one did.
 
@@ -83,7 +78,6 @@ class StartLedger:
         return float(min(_MAX_DELAY_S, delay))
 
     def num_ready(self) -> int:
-        """Return the number of ranks that answer."""
         return sum(state.is_ready for state in self._ranks)
 
     def num_restarting(self) -> int:
@@ -91,15 +85,12 @@ class StartLedger:
         return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self._ranks)
 
     def num_retired(self) -> int:
-        """Return the number of ranks that are given up."""
         return sum(state.is_retired for state in self._ranks)
 
     def is_exhausted(self) -> bool:
-        """Return whether every rank is given up."""
         return all(state.is_retired for state in self._ranks)
 
     def is_retired(self, rank: int) -> bool:
-        """Return whether a rank is given up."""
         return self._ranks[rank].is_retired
 
     def num_expected(self, now: float) -> int:
@@ -109,3 +100,35 @@ class StartLedger:
             state.start_began is not None and now - state.start_began <= patience_s
             for state in self._ranks
         )
+
+
+@dataclass(slots=True)
+class StartEvents:
+    """Messages about the starts of one pool, for the log.
+
+    The run ends with the cause of the last rank that is given up. So the others are logged only
+    where some rank works, which shows when one is ready. A trace is logged once.
+    """
+
+    _traces: set[str] = field(default_factory=set)
+    _kept: list[str] = field(default_factory=list)
+
+    def again(self, rank: int, cause: str, trace: str = "") -> str:
+        """Return the message about a rank that is started again."""
+        return f"replica {rank} is started again: {cause}{self.new_trace(trace)}"
+
+    def given_up(self, rank: int, cause: str, trace: str = "") -> None:
+        """Keep the message about a rank that is given up while others are not."""
+        self._kept.append(f"replica {rank} is given up: {cause}{self.new_trace(trace)}")
+
+    def new_trace(self, trace: str) -> str:
+        """Return a trace on lines of its own if it is new, else ""."""
+        if not trace or trace in self._traces:
+            return ""
+        self._traces.add(trace)
+        return f"\n{trace}"
+
+    def take(self) -> list[str]:
+        """Return the messages about ranks that are given up, each once."""
+        kept, self._kept = self._kept, []
+        return kept

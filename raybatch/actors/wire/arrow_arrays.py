@@ -63,8 +63,8 @@ def split_lists(lists: pa.ListArray) -> list[TokenIds]:
 
 def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
     """Return the vectors of many rows as one list array; None becomes null."""
-    given = [vector for vector in vectors if vector is not None]
-    if not given:
+    known = [vector for vector in vectors if vector is not None]
+    if not known:
         return pa.nulls(len(vectors), pa.list_(pa.float32()))
     lengths = np.fromiter((0 if v is None else len(v) for v in vectors), np.int32, len(vectors))
     offsets = offsets_of(lengths)
@@ -72,7 +72,7 @@ def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
         raise ConfigError(f"the vectors of a row batch hold {offsets[-1]} numbers; ask fewer rows")
     return pa.ListArray.from_arrays(
         pa.array(offsets.astype(np.int32)),
-        pa.array(np.concatenate(given).astype(np.float32, copy=False)),
+        pa.array(np.concatenate(known).astype(np.float32, copy=False)),
         mask=pa.array([vector is None for vector in vectors], pa.bool_()),
     )
 

@@ -30,25 +30,24 @@ class Begun:
 
     def __init__(self, known: pa.RecordBatch | None = None) -> None:
         self._samples: dict[tuple[int, int], pa.RecordBatch] = {}
-        self._news: set[tuple[int, int]] = set()
+        self._new: set[tuple[int, int]] = set()
         if known is not None:
             self.add(known)
-            self._news.clear()
+            self._new.clear()
 
-    def add(self, found: pa.RecordBatch) -> None:
+    def add(self, tokens: pa.RecordBatch) -> None:
         """Take tokens in, unless more are known of their samples."""
-        keys = _pairs(found)
-        lengths = found.column("token_ids").value_lengths().to_pylist()
+        keys = _pairs(tokens)
+        lengths = tokens.column("token_ids").value_lengths().to_pylist()
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
             known = self._samples.get(key)
             if known is None or len(known.column("token_ids")[0]) < length:
-                self._samples[key] = found.slice(i, 1)
-                self._news.add(key)
+                self._samples[key] = tokens.slice(i, 1)
+                self._new.add(key)
 
     def drop(self, rows: Collection[int]) -> None:
-        """Forget rows, which are finished."""
         gone = {key for key in self._samples if key[0] in rows}
-        self._news -= gone
+        self._new -= gone
         for key in gone:
             del self._samples[key]
 
@@ -58,8 +57,8 @@ class Begun:
 
     def take_news(self) -> pa.RecordBatch | None:
         """Return what was taken in since the last call; None where it is nothing."""
-        news, self._news = sorted(self._news), set()
-        return self._joined(news)
+        new, self._new = sorted(self._new), set()
+        return self._joined(new)
 
     def _joined(self, keys: Sequence[tuple[int, int]]) -> pa.RecordBatch | None:
         if not keys:
@@ -70,12 +69,7 @@ class Begun:
 
 
 def encode_begun(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.RecordBatch:
-    """Return tokens so far as a record batch of the schema.
-
-    Args:
-        rows: index of each sequence's row in its request table.
-        states: one per sample.
-    """
+    """Return tokens so far as a record batch of the schema."""
     columns = [
         pa.array(rows, pa.int32()),
         pa.array([state.sample_idx for state in states], pa.int32()),
@@ -92,10 +86,6 @@ def sequence_states(
     """Return all samples of the requests that have tokens, by request id.
 
     Samples of which nothing is known begin at their first token.
-
-    Args:
-        requests: by the index of their rows.
-        begun: of rows among these.
     """
     tokens = split_lists(begun.column("token_ids"))
     cached = begun.column("num_cached_tokens").to_pylist()
@@ -132,6 +122,6 @@ def _state(
     )
 
 
-def _pairs(found: pa.RecordBatch) -> list[tuple[int, int]]:
-    rows, samples = (found.column(name).to_pylist() for name in ("row", "sample_idx"))
+def _pairs(tokens: pa.RecordBatch) -> list[tuple[int, int]]:
+    rows, samples = (tokens.column(name).to_pylist() for name in ("row", "sample_idx"))
     return list(zip(rows, samples, strict=True))

@@ -5,8 +5,9 @@ table; a row that failed has exactly one result row, with `error` set.
 """
 
 import json
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,9 @@ from raybatch.actors.wire.arrow_arrays import (
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.records.parsed_text import ParsedText
-from raybatch.records.types import Completion, FinishReason, Request, Sampling, TokenIds
+from raybatch.records.types import Completion, Request, Sampling, TokenIds
 
+_JSON_NULL = "null"
 _Logprobs = tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...]
 
 REQUEST_SCHEMA = pa.schema(
@@ -50,27 +52,6 @@ LOGPROBS_TYPE = pa.list_(
     pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
 )
 
-RESULT_SCHEMA = pa.schema(
-    [
-        pa.field("row", pa.int32(), nullable=False),
-        pa.field("sample_idx", pa.int32(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("stop_reason", pa.string(), nullable=False),
-        pa.field("num_cached_tokens", pa.int32(), nullable=False),
-        pa.field("error", pa.string(), nullable=False),
-        pa.field("text", pa.string()),
-        pa.field("vector", pa.list_(pa.float32())),
-        pa.field("logprobs", LOGPROBS_TYPE),
-        pa.field("attempts", pa.int32(), nullable=False),
-        pa.field("num_input_tokens", pa.int32()),
-        pa.field("num_generated_tokens", pa.int32()),
-        pa.field("cost", pa.float64()),
-        # JSON, null for none
-        pa.field("parsed", pa.string()),
-    ]
-)
-
 
 def request_table(
     row_ids: Sequence[str],
@@ -85,37 +66,27 @@ def request_table(
 ) -> pa.Table:
     """Build a request table from columns; what is left out is zero or null.
 
-    Rows with `group_ids`, be they null, come in the order of a plan, which the pool keeps to. Rows
-    without are grouped by the pool as they wait.
+    With `group_ids`, even null ones, rows are in the order of a plan, which the pool keeps. Others
+    are grouped by the pool as they wait.
 
     Args:
-        row_ids: identity of each row.
-        prompts: token ids of each row.
-        seeds: 64-bit seed of each row.
-        sampling: index of each row into the samplings that travel beside the table.
+        sampling: index of each row into the samplings that are sent with the table.
         group_ids: prefix group of each row, from 0; None for a row that is alone.
-        prefix_lens: tokens that the row's group shares.
         expected_lens: output tokens to expect of each sample; None expects `max_tokens`.
         payloads: of each row in JSON, see `Request.payload`; None for a row without.
     """
-    zeros = np.zeros(len(row_ids), np.int32)
-    columns = [
-        pa.array(row_ids, pa.string()),
-        token_lists(prompts),
-        pa.array(zeros.astype(np.uint64) if seeds is None else seeds, pa.uint64()),
-        pa.array(zeros if sampling is None else sampling, pa.int32()),
-        pa.nulls(len(row_ids), pa.int64())
-        if group_ids is None
-        else pa.array(group_ids, pa.int64()),
-        pa.array(zeros if prefix_lens is None else prefix_lens, pa.int32()),
-        pa.nulls(len(row_ids), pa.int32())
-        if expected_lens is None
-        else pa.array(expected_lens, pa.int32()),
-        pa.nulls(len(row_ids), pa.string())
-        if payloads is None
-        else pa.array(payloads, pa.string()),
-    ]
-    table = pa.Table.from_arrays(columns, schema=REQUEST_SCHEMA)
+    zeros, nulls = np.zeros(len(row_ids), np.int32), [None] * len(row_ids)
+    columns = {
+        "row_id": row_ids,
+        "prompt_token_ids": token_lists(prompts),
+        "seed": zeros.astype(np.uint64) if seeds is None else seeds,
+        "sampling": zeros if sampling is None else sampling,
+        "group_id": nulls if group_ids is None else group_ids,
+        "prefix_len": zeros if prefix_lens is None else prefix_lens,
+        "expected_output_len": nulls if expected_lens is None else expected_lens,
+        "payload": nulls if payloads is None else payloads,
+    }
+    table = pa.Table.from_pydict(columns, schema=REQUEST_SCHEMA)
     return table if group_ids is None else table.replace_schema_metadata(_PLANNED)
 
 
@@ -159,7 +130,7 @@ def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.N
 
 
 def is_planned(table: pa.Table) -> bool:
-    """Return whether the rows come in the order of a plan, with its groups."""
+    """Return whether the rows are in the order of a plan, with its groups."""
     metadata = table.schema.metadata or {}
     return all(metadata.get(k.encode()) == v.encode() for k, v in _PLANNED.items())
 
@@ -186,9 +157,6 @@ class RequestReader:
         """Return the requests of rows `start` to `stop`.
 
         Args:
-            start: first row.
-            stop: after the last row.
-            first_request_id: id of row 0 of the table; the others follow it.
             groups: of these rows, in place of those in the table.
         """
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()
@@ -219,64 +187,6 @@ class RequestReader:
         ]
 
 
-def encode_completions(
-    rows: Sequence[int] | npt.NDArray[np.int32], completions: Sequence[Completion]
-) -> pa.RecordBatch:
-    """Return completions as a record batch of the result schema.
-
-    Args:
-        rows: index of each completion's row in its request table.
-        completions: one per sample; `request_id` is not kept.
-    """
-    num = len(completions)
-    columns = [
-        pa.array(rows, pa.int32()),
-        pa.array([c.sample_idx for c in completions], pa.int32()),
-        token_lists([c.token_ids for c in completions]),
-        pa.array([c.finish_reason for c in completions], pa.string()),
-        pa.array([json.dumps(c.stop_reason) for c in completions], pa.string()),
-        pa.array([c.num_cached_tokens for c in completions], pa.int32()),
-        pa.array([c.error for c in completions], pa.string()),
-        pa.array([c.text for c in completions], pa.string()),
-        vector_lists([c.vector for c in completions]),
-        logprobs_array([c.logprobs for c in completions]),
-        pa.array(np.ones(num, np.int32), pa.int32()),
-        pa.array([c.num_input_tokens for c in completions], pa.int32()),
-        pa.array([c.num_generated_tokens for c in completions], pa.int32()),
-        pa.array([c.cost for c in completions], pa.float64()),
-        pa.array([c.parsed and c.parsed.to_json() for c in completions], pa.string()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=RESULT_SCHEMA)
-
-
-def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
-    """Return result rows as completions whose `request_id` is the row index."""
-    table = results if isinstance(results, pa.Table) else pa.Table.from_batches([results])
-    tokens = split_lists(whole_array(table["token_ids"]))
-    vectors = split_vectors(whole_array(table["vector"]))
-    lists = ("token_ids", "vector")
-    columns = {n: table[n].to_pylist() for n in RESULT_SCHEMA.names if n not in lists}
-    return [
-        Completion(
-            request_id=columns["row"][i],
-            sample_idx=columns["sample_idx"][i],
-            token_ids=tokens[i],
-            finish_reason=cast(FinishReason, columns["finish_reason"][i]),
-            stop_reason=json.loads(columns["stop_reason"][i]),
-            num_cached_tokens=columns["num_cached_tokens"][i],
-            text=columns["text"][i],
-            vector=vectors[i],
-            logprobs=logprobs_value(columns["logprobs"][i]),
-            error=columns["error"][i],
-            num_input_tokens=columns["num_input_tokens"][i],
-            num_generated_tokens=columns["num_generated_tokens"][i],
-            cost=columns["cost"][i],
-            parsed=None if (said := columns["parsed"][i]) is None else ParsedText.from_json(said),
-        )
-        for i in range(table.num_rows)
-    ]
-
-
 def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.int16]) -> pa.Table:
     """Return one result table in order of row and sample, with the attempts of each row."""
     table = pa.Table.from_batches(results, schema=RESULT_SCHEMA)
@@ -294,10 +204,10 @@ def crash_error(num_crashes: int, cause: str = "") -> str:
 
     Args:
         num_crashes: deaths with this row.
-        cause: what the last engine said of its end, "" where it said nothing.
+        cause: what the last engine reported of its end, "" for nothing.
     """
-    told = f"ReplicaCrash: the engine died {num_crashes} times with this row"
-    return f"{told}; the last time: {' '.join(cause.split())}" if cause else told
+    message = f"ReplicaCrash: the engine died {num_crashes} times with this row"
+    return f"{message}; the last time: {' '.join(cause.split())}" if cause else message
 
 
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
@@ -332,3 +242,99 @@ def logprobs_value(value: list[dict[str, list[float]]] | None) -> _Logprobs | No
         (np.array(pair["token_ids"], np.int32), np.array(pair["logprobs"], np.float32))
         for pair in value
     )
+
+
+class _Column(NamedTuple):
+    """One column of the results: a field of `Completion`, but for `row` and `attempts`.
+
+    Args:
+        to_array: makes the column of the fields of many completions; None where Arrow can.
+        to_values: makes these fields of the column; None where Arrow can.
+    """
+
+    name: str
+    kind: pa.DataType
+    is_nullable: bool = False
+    to_array: Callable[[Sequence[Any]], pa.Array] | None = None
+    to_values: Callable[[pa.Array], Sequence[Any]] | None = None
+
+
+def _stop_reason_array(values: Sequence[str | int | None]) -> pa.Array:
+    # most sequences have none
+    texts = [_JSON_NULL if value is None else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
+
+
+def _stop_reason_values(array: pa.Array) -> list[str | int | None]:
+    return [None if text == _JSON_NULL else json.loads(text) for text in array.to_pylist()]
+
+
+def _logprobs_values(array: pa.Array) -> list[_Logprobs | None]:
+    return list(map(logprobs_value, array.to_pylist()))
+
+
+def _parsed_array(values: Sequence[ParsedText | None]) -> pa.Array:
+    return pa.array([value and value.to_json() for value in values], pa.string())
+
+
+def _parsed_values(array: pa.Array) -> list[ParsedText | None]:
+    texts = array.to_pylist()
+    return [None if text is None else ParsedText.from_json(text) for text in texts]
+
+
+_RESULT_COLUMNS = (
+    _Column("row", pa.int32()),
+    _Column("sample_idx", pa.int32()),
+    _Column("token_ids", pa.list_(pa.int32()), False, token_lists, split_lists),
+    _Column("finish_reason", pa.string()),
+    _Column("stop_reason", pa.string(), False, _stop_reason_array, _stop_reason_values),
+    _Column("num_cached_tokens", pa.int32()),
+    _Column("error", pa.string()),
+    _Column("text", pa.string(), True),
+    _Column("vector", pa.list_(pa.float32()), True, vector_lists, split_vectors),
+    _Column("logprobs", LOGPROBS_TYPE, True, logprobs_array, _logprobs_values),
+    _Column("attempts", pa.int32()),
+    _Column("num_input_tokens", pa.int32(), True),
+    _Column("num_generated_tokens", pa.int32(), True),
+    _Column("cost", pa.float64(), True),
+    # JSON, null for none
+    _Column("parsed", pa.string(), True, _parsed_array, _parsed_values),
+)
+RESULT_SCHEMA = pa.schema(
+    [pa.field(column.name, column.kind, column.is_nullable) for column in _RESULT_COLUMNS]
+)
+
+
+def encode_completions(
+    rows: Sequence[int] | npt.NDArray[np.int32], completions: Sequence[Completion]
+) -> pa.RecordBatch:
+    """Return completions as a record batch of the result schema, each with one attempt.
+
+    Args:
+        rows: index of each completion's row in its request table.
+        completions: one per sample; `request_id` is not kept.
+    """
+    others: dict[str, Any] = {"row": rows, "attempts": np.ones(len(completions), np.int32)}
+    arrays = []
+    for column in _RESULT_COLUMNS:
+        values = others.get(column.name)
+        if values is None:
+            values = list(map(attrgetter(column.name), completions))
+        to_array = column.to_array
+        arrays.append(to_array(values) if to_array else pa.array(values, column.kind))
+    return pa.RecordBatch.from_arrays(arrays, schema=RESULT_SCHEMA)
+
+
+def decode_completions(results: pa.Table | pa.RecordBatch) -> list[Completion]:
+    """Return result rows as completions whose `request_id` is the row index."""
+    table = results if isinstance(results, pa.Table) else pa.Table.from_batches([results])
+    fields: dict[str, Sequence[Any]] = {}
+    for column in _RESULT_COLUMNS:
+        array = whole_array(table[column.name])
+        # a field without any value has its default, which is None
+        if column.name != "attempts" and array.null_count < len(array):
+            name = "request_id" if column.name == "row" else column.name
+            fields[name] = column.to_values(array) if column.to_values else array.to_pylist()
+    # all are of one length, and to check that for each row would take 3 % of the time
+    rows = zip(*fields.values(), strict=False)
+    return [Completion(**dict(zip(fields, row, strict=False))) for row in rows]

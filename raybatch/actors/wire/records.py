@@ -22,14 +22,7 @@ Requests = tuple[pa.Table, tuple[Sampling, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
-    """What one pool runs; equal specs in one Ray job share a pool.
-
-    Args:
-        model: checkpoint directory, hub id or URI.
-        backend: which backend the replicas run.
-        engine: options of each engine.
-        pool: replicas, their resources and the limits of failure.
-    """
+    """What one pool runs; equal specs in one Ray job share a pool."""
 
     model: str
     backend: BackendConfig
@@ -74,7 +67,6 @@ class Loss:
     Args:
         num_rows: that it was running, those of dropped row batches included.
         num_struck: of them, rows that somebody still waits for.
-        poison: rows that are given up.
         crashes: of each row batch, the rows that somebody still waits for.
         was_control: it was running a control row, see `raybatch.actors.queue.probation`.
     """
@@ -105,17 +97,14 @@ class Submission:
 
     Args:
         token: chosen by the feeder, unique; it names the batch in later calls.
-        client: the stage that asks, for the counters.
-        name: of these rows among those of the client, for as long as it asks; a feeder that takes
+        name: of these rows among those of the client. A feeder that takes
             the place of another names them alike, and gets what is finished. "" has no heir.
         refs: one object reference to the pair (request table, samplings), which the coordinator
             owns; in a list, so that Ray passes the reference and not the object.
-        prompt_tokens: int32 [rows].
         max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
         groups: of planned rows; ids that no other client's groups have.
         block_keys: of rows without a plan, from which the pool makes groups by itself.
-        crashes: int16 [rows], engines that died with each row in earlier runs; None for none.
         begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.wire.begun`.
     """
 
@@ -138,15 +127,12 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the coordinator says about a row batch.
+    """The coordinator's answer about a row batch.
 
     Args:
         status: "pending" asks again, "unknown" submits again, "failed" carries rank and cause.
         results: record batches of the result schema, in order of arrival.
         attempts: int16 [rows], how often each row was handed to a replica.
-        rank: replica that failed.
-        cause: of the failure.
-        crashes: rows with which engines have died since the last answer.
         begun: tokens that unfinished rows have gained since the last answer.
     """
 
@@ -164,11 +150,8 @@ class Assignment:
     """Rows of one row batch for one replica.
 
     Args:
-        batch_id: of the rows.
-        refs: as in `Submission`.
-        spans: in the order in which they run.
         places: of each span among all spans of the same pull; None where this is the only batch.
-        groups: of the rows of all spans, one after another; None leaves what the table says.
+        groups: of the rows of all spans, one after another; None takes those of the table.
         begun: tokens with which some of the rows begin; None where all begin with none.
     """
 
@@ -187,7 +170,7 @@ class FailedStart:
     Args:
         cause: as text of one line, because exceptions of an engine need not survive pickling.
         is_final: whether another start would fail in the same way, as options do.
-        trace: of an error that says nothing of the way out; "" for those of this library.
+        trace: of an error that is not this library's own; else "".
     """
 
     cause: str

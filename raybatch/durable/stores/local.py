@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from raybatch.durable.layout import check_name, part_unit, probe_name, staging_name
-from raybatch.durable.stores.exclusive import tell_last_writer_wins
+from raybatch.durable.stores.protocols import tell_last_writer_wins
 
 # mounted buckets have no links
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -157,8 +157,8 @@ def _make_folder(folder: str) -> None:
         os.mkdir(folder)
     if not os.path.isdir(folder):
         what = "a link to nothing" if os.path.islink(folder) else "a file"
-        told = f"{what} lies where a folder should be; move it away"
-        raise NotADirectoryError(errno.ENOTDIR, told, folder)
+        message = f"{what} lies where a folder should be; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, message, folder)
     _flush_folder(parent)
 
 
@@ -183,11 +183,11 @@ def _files_below(path: str, name: str) -> Iterator[str]:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        told = "a file lies where a folder should be; move it away"
-        raise NotADirectoryError(errno.ENOTDIR, told, path) from None
+        message = "a file lies where a folder should be; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, message, path) from None
     for entry in entries:
         below = f"{name}/{entry.name}"
-        # a folder that has the name of a part is told as a part that is none
+        # a folder that has the name of a part counts as a part that cannot be read
         if entry.is_dir() and part_unit(below) is None:
             yield from _files_below(entry.path, below)
         else:

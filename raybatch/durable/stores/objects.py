@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 
 from raybatch.durable.layout import check_name, probe_name
-from raybatch.durable.stores.exclusive import tell_last_writer_wins
+from raybatch.durable.stores.protocols import tell_last_writer_wins
 from raybatch.durable.stores.repeating import says_it_exists, says_unsupported
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ class ObjectStore:
     Args:
         uri: root with its protocol; it holds no secrets, credentials come from the environment.
         is_exclusive: what an earlier probe of the same store found; None probes once.
-        options: of the file system, see fsspec.
     """
 
     def __init__(

@@ -1,6 +1,9 @@
-"""What the commit protocol asks of the place where the output lies."""
+"""What the commit protocol needs of the store of an output."""
 
+import logging
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -38,3 +41,12 @@ class Store(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a file that the protocol does not count with; a missing one is fine."""
+
+
+def tell_last_writer_wins(uri: str) -> None:
+    """Warn that two runs at once would replace each other's files; they hold the same rows."""
+    logger.warning(
+        "%s cannot refuse to replace a file, so of two runs at once the last writer wins; let one "
+        "run at a time write here",
+        uri,
+    )

@@ -51,15 +51,10 @@ _BROKEN_CONNECTIONS = frozenset(
 
 
 class Repeating:
-    """A store whose operations are repeated when their failure says nothing about the next try.
+    """A store whose operations are repeated when a failure may be temporary.
 
     Every operation of a store may be repeated: a `create` that took effect before its reply was
-    lost is answered by False the second time, which callers take as well as True.
-
-    Args:
-        store: where each operation is tried.
-        num_tries: of one operation.
-        sleep: waits for so many seconds between two tries.
+    lost returns False the second time, which callers accept as well as True.
     """
 
     def __init__(
@@ -141,7 +136,7 @@ def says_it_exists(error: BaseException) -> bool:
 
 
 def says_unsupported(error: BaseException) -> bool:
-    """Return whether what raised this is nothing that the store, or its client, can ever do."""
+    """Return whether the store, or its client, does not support what raised this."""
     if isinstance(error, NotImplementedError | TypeError):
         return True
     # stores answer 400 to what was too slow and to whom they do not know, too
@@ -157,11 +152,11 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _statuses(error: BaseException | None) -> list[int]:
     """Return the HTTP statuses in an error and its causes, as the common clients keep them."""
-    found = []
+    statuses = []
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
-            found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-        found += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+            statuses.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
         error = error.__cause__
-    return [int(one) for one in found if str(one).isdecimal()]
+    return [int(one) for one in statuses if str(one).isdecimal()]

@@ -17,7 +17,7 @@ from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.kv_rows import is_quantised, quantise
 from raybatch.kernels.native.compiler import has_compiler
 from raybatch.models.config import ModelSpec
-from raybatch.policy.batches.layer_work import LayerShape, Workload
+from raybatch.policy.batches.layer_plan import LayerShape, Workload
 from raybatch.policy.batches.step_plan import MeasuredLayer, Phase
 from raybatch.policy.cost.roofline import MeasuredWork
 

@@ -17,8 +17,7 @@ from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.kv_rows import row_width
 from raybatch.models.config import ModelSpec
-from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.batches.layer_work import LayerShape
+from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
 

@@ -17,8 +17,7 @@ from raybatch.engine.profile.module_profile import ModuleProfile, profile_layer
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.config import ModelSpec
-from raybatch.policy.batches.layer_plan import ModelShape
-from raybatch.policy.batches.layer_work import LayerShape
+from raybatch.policy.batches.layer_plan import LayerShape, ModelShape
 from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.policy.cost.roofline import MeasuredWork, Work
 

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raybatch.policy.batches.layer_dag import DagNode, critical_path
-from raybatch.policy.batches.layer_plan import KV_SLOTS, BatchPlan, ModelShape, ModuleCosts
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import (
+    KV_SLOTS,
+    BatchPlan,
+    ModelShape,
+    ModuleCosts,
+    Workload,
+)
 from raybatch.policy.cost.roofline import Roofline, Work
 
 # layers that are laid out one by one; what is beyond repeats the second half of them
@@ -23,8 +28,6 @@ class ForwardTime:
     Embedding and head are left out: no choice of a plan changes what they take for a token.
 
     Args:
-        seconds: of the pass.
-        layer_s: that one more layer adds.
         busy_fraction: by resource, the share of the time that it works, in the laid out layers.
         longest_chain: names of the nodes that decide the time, in the laid out layers.
     """
@@ -102,12 +105,12 @@ class _Layout:
         self._load_s = _copy_s(costs.to_device, shape.ffn_bytes / self._num_pieces)
 
     def layer(self, idx: int) -> Iterator[DagNode]:
-        """Give the nodes of one layer; loads that find a buffer come beside attention."""
+        """Give the nodes of one layer; loads that find a buffer run during attention."""
         buffers = self._plan.parameter_buffers
         num_early = min(buffers or 0, self._num_pieces)
         if not self._plan.has_kv_on_host:
             yield from (self._load(idx, piece) for piece in range(num_early))
-            # nothing comes between runs of attention, so one node stands for all of them
+            # nothing runs between runs of attention, so one node stands for all of them
             seconds = sum(self._attention_s(tokens) for tokens in self._runs)
             yield self._compute(f"{idx}.attention.0", seconds, self._ffn_before(idx))
             last_attention = f"{idx}.attention.0"

@@ -12,11 +12,8 @@ class DagNode:
     """One computation or one transfer.
 
     Args:
-        name: unique in its graph.
-        kind: of the node.
         resource: what it has for itself while it runs; nodes of one resource run one after
             another, in the order in which the graph lists them.
-        seconds: that it takes.
         after: names of the nodes that must have ended before it starts.
     """
 
@@ -32,7 +29,6 @@ class CriticalPath:
     """How long a graph takes, and why.
 
     Args:
-        seconds: until its last node has ended.
         names: of the nodes of the longest chain, first to last.
         finish_s: when each node ends, in the order in which the graph lists them.
         busy_s: by resource, how long it works.
@@ -96,8 +92,8 @@ def _predecessors(nodes: Sequence[DagNode]) -> list[list[int]]:
         if node.name in idx_of:
             raise ConfigError(f"two nodes of the graph are named {node.name!r}")
         if not 0 <= node.seconds < float("inf"):
-            told = told_range("at least 0", node.seconds)
-            raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be {told}")
+            allowed = told_range("at least 0", node.seconds)
+            raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be {allowed}")
         idx_of[node.name] = idx
     last_of: dict[str, int] = {}
     before = []

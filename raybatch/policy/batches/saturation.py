@@ -7,13 +7,14 @@ from typing import Literal
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.layer_plan import (
     BatchPlan,
+    LayerShape,
+    MemoryBudget,
     MemoryNeed,
     ModelShape,
     ModuleCosts,
+    Workload,
     memory_need,
 )
-from raybatch.policy.batches.layer_work import LayerShape, Workload
-from raybatch.policy.batches.search import MemoryBudget
 from raybatch.policy.cost.roofline import Roofline, Work
 
 GateBound = Literal[
@@ -28,32 +29,12 @@ class GateTarget:
     """How many tokens are to meet at the gate.
 
     Args:
-        tokens: that can and should be there.
-        saturated_tokens: that would be enough.
         bound: what `tokens` is limited by.
     """
 
     tokens: int
     saturated_tokens: int
     bound: GateBound
-
-
-def saturation_target(rows_per_expert: int, *, num_experts: int, top_k: int) -> int:
-    """Return the tokens at the gate that give every expert so many rows, on average.
-
-    Example:
-        >>> saturation_target(512, num_experts=256, top_k=8)  # BatchGen, section 7
-        16384
-
-    Raises:
-        ConfigError: a number is below 1, or `top_k` above `num_experts`.
-    """
-    if rows_per_expert < 1 or not 1 <= top_k <= num_experts:
-        raise ConfigError(
-            f"{rows_per_expert} rows per expert, {top_k} of {num_experts} experts; rows must be at "
-            f"least 1 and top_k within 1..{num_experts}"
-        )
-    return -(-rows_per_expert * num_experts // top_k)
 
 
 def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 0.8) -> int:
@@ -63,12 +44,7 @@ def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 
     answer is found by bisection.
 
     Args:
-        shape: of the layer.
-        cost: of its experts.
         efficiency: the share, above 0 and below 1.
-
-    Raises:
-        ConfigError: `efficiency` is not within these limits, or the experts cost nothing.
     """
     if not 0 < efficiency < 1:
         raise ConfigError(f"efficiency is {efficiency}; it must be above 0 and below 1")
@@ -114,11 +90,8 @@ def gate_target(
     """Return the tokens that can be at the gate, at most enough of them, and what bounds them.
 
     Args:
-        model: whose experts run.
         plan: residence and sub-batches of attention; its tokens at the gate are not read.
-        workload: of the sequences.
-        memory: of device and host.
-        saturated_tokens: that would be enough, such as `saturation_target` tells.
+        saturated_tokens: that would be enough, see `saturating_tokens`.
 
     Raises:
         ConfigError: memory does not hold one token.

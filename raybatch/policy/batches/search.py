@@ -1,6 +1,7 @@
 """Chooses batch sizes and residence: of all plans that memory holds, the least time per token."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
@@ -8,51 +9,19 @@ from raybatch.errors import ConfigError
 from raybatch.policy.batches.forward_dag import ForwardTime, forward_time
 from raybatch.policy.batches.layer_plan import (
     BatchPlan,
+    MemoryBudget,
     MemoryNeed,
     ModelShape,
     ModuleCosts,
+    Workload,
     memory_need,
 )
-from raybatch.policy.batches.layer_work import Workload
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryBudget:
-    """What a plan may take.
-
-    Args:
-        device_bytes: for parameters, KV and working memory.
-        host_bytes: for parameters that are streamed and KV that is kept there.
-        kv_bytes: for KV, wherever it is; None where the two above alone bound it.
-
-    Raises:
-        ConfigError: a budget is negative.
-    """
-
-    device_bytes: int
-    host_bytes: int = 0
-    kv_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kv_bytes is not None and self.kv_bytes < 0:
-            raise ConfigError(f"memory of {self.kv_bytes} bytes for KV; it must be at least 0")
-        if self.device_bytes < 0 or self.host_bytes < 0:
-            raise ConfigError(
-                f"memory of {self.device_bytes} bytes on the device and {self.host_bytes} on the "
-                "host; both must be at least 0"
-            )
-
-    def holds(self, need: MemoryNeed) -> bool:
-        """Return whether all budgets are large enough."""
-        return (
-            need.device_bytes <= self.device_bytes
-            and need.host_bytes <= self.host_bytes
-            and self.holds_kv(need)
-        )
-
-    def holds_kv(self, need: MemoryNeed) -> bool:
-        """Return whether the budget for KV is large enough."""
-        return self.kv_bytes is None or need.kv_bytes <= self.kv_bytes
+from raybatch.policy.batches.saturation import (
+    GateTarget,
+    gate_target,
+    hiding_tokens,
+    saturating_tokens,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +31,7 @@ class PlanGrid:
     Left out is attention over more tokens than are at the gate, or in too many runs.
 
     Args:
-        attention_tokens: of one run of attention.
-        gate_tokens: of one run of the experts.
-        parameter_buffers: see `BatchPlan`.
-        kv_on_host: whether KV is on the host.
         max_attention_runs: of one layer; a graph of more takes long, and each costs a fixed time.
-
-    Raises:
-        ConfigError: one of them is empty, or there is no run of attention.
     """
 
     attention_tokens: tuple[int, ...]
@@ -95,7 +57,6 @@ class PlanGrid:
         )
 
     def plans(self) -> Iterator[BatchPlan]:
-        """Give every plan once, in a fixed order."""
         for gate, attention, buffers, on_host in product(
             sorted(set(self.gate_tokens)),
             sorted(set(self.attention_tokens)),
@@ -113,13 +74,7 @@ class PlanGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPlan:
-    """A plan with what it takes.
-
-    Args:
-        plan: what was priced.
-        time: of one forward pass.
-        memory: that it needs.
-    """
+    """A plan with what it takes."""
 
     plan: BatchPlan
     time: ForwardTime
@@ -127,7 +82,6 @@ class PricedPlan:
 
     @property
     def token_s(self) -> float:
-        """Return the seconds of a forward pass per token of it."""
         return self.time.seconds / self.plan.gate_tokens
 
 
@@ -217,15 +171,72 @@ def _no_room(needs: list[MemoryNeed], memory: MemoryBudget) -> str:
             + (0 if memory.kv_bytes is None else max(0, need.kv_bytes - memory.kv_bytes))
         ),
     )
-    told = (
+    message = (
         f"memory holds none of {len(needs)} plans: the nearest needs {least.device_bytes} bytes on "
         f"the device and {least.host_bytes} on the host, and there are {memory.device_bytes} and "
         f"{memory.host_bytes}"
     )
     if memory.holds_kv(least):
-        return told
-    return f"{told}; of these {least.kv_bytes} are for KV, which may have {memory.kv_bytes}"
+        return message
+    return f"{message}; of these {least.kv_bytes} are for KV, which may have {memory.kv_bytes}"
 
 
 def _powers_of_two(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length())]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBatches:
+    """What was chosen, and what keeps it from being larger.
+
+    Args:
+        target: tokens at the gate that residence and sub-batches of the best plan allow.
+    """
+
+    search: SearchResult
+    target: GateTarget
+
+
+def plan_batches(
+    model: ModelShape,
+    costs: ModuleCosts,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    efficiency: float = 0.8,
+) -> PlannedBatches:
+    """Choose the batches of one phase, such as decoding.
+
+    Tried are powers of two up to what keeps the experts busy, and the largest batches that memory
+    holds. Where it does not hold the experts, batches may be so large that computing hides them
+    being streamed. It takes about a second.
+
+    Args:
+        efficiency: share of their best rate from which experts count as busy.
+
+    Raises:
+        ConfigError: memory does not hold one token of any plan.
+    """
+    enough = saturating_tokens(model.layer, costs.ffn, efficiency=efficiency)
+    one_token = BatchPlan(attention_tokens=1, gate_tokens=1, has_kv_on_host=True)
+    if memory_need(model, one_token, workload).device_bytes > memory.device_bytes:
+        enough = max(enough, hiding_tokens(model.layer, costs))
+    powers = PlanGrid.up_to(enough, num_pieces=model.num_pieces)
+    largest = set()
+    for buffers, on_host in product((None, model.num_pieces), powers.kv_on_host):
+        plan = BatchPlan(
+            attention_tokens=1, gate_tokens=1, parameter_buffers=buffers, has_kv_on_host=on_host
+        )
+        # what does not hold one token is no plan
+        with suppress(ConfigError):
+            allowed = gate_target(model, plan, workload, memory, saturated_tokens=enough)
+            largest.add(allowed.tokens)
+    tokens = tuple(sorted({*powers.gate_tokens, *largest}))
+    grid = PlanGrid(
+        attention_tokens=tokens,
+        gate_tokens=tokens,
+        parameter_buffers=powers.parameter_buffers,
+    )
+    search = search_plans(model, costs, workload, memory, grid)
+    target = gate_target(model, search.best.plan, workload, memory, saturated_tokens=enough)
+    return PlannedBatches(search=search, target=target)

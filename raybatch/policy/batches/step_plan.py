@@ -1,8 +1,8 @@
 """Decides how an engine runs its steps: as one forward pass, or as coroutines of parts.
 
 One step on one device has all its tokens at the experts either way, so parts pay only where
-attention over fewer tokens at once is faster. A roofline cannot say so, because it only falls with
-the size of a batch; the decision goes by layers that were measured both ways.
+attention over fewer tokens at once is faster. A roofline cannot show this, because it only falls
+with the size of a batch; the decision goes by layers that were measured both ways.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_work import Workload
+from raybatch.policy.batches.layer_plan import Workload
 
 Phase = Literal["prefill", "decode"]
 
 # share of the time that parts must save: below it the noise of a measurement would decide, and
 # batches are built part by part, which no measured layer contains
 LEAST_GAIN = 0.05
-# a share that would be told as 0 %
+# a share that would be printed as 0 %
 _ALIKE = 0.005
 
 
@@ -28,9 +28,6 @@ class RowShape:
     Args:
         prompt_tokens: that have to be computed.
         output_tokens: that are generated.
-
-    Raises:
-        ConfigError: there is no token of either.
     """
 
     prompt_tokens: int = 512
@@ -71,10 +68,7 @@ class MeasuredLayer:
     """One layer over the tokens of a step, attention in parts and then the experts for all.
 
     Args:
-        phase: kind of the tokens.
-        gate_tokens: of the step.
         attention_tokens: of one part; `gate_tokens` is the layer of the plain forward pass.
-        seconds: of the layer.
     """
 
     phase: Phase
@@ -84,7 +78,6 @@ class MeasuredLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all tokens attend at once."""
         return self.attention_tokens >= self.gate_tokens
 
 
@@ -107,13 +100,6 @@ def plan_steps(layers: Sequence[MeasuredLayer], row: RowShape) -> StepPlan:
 
     A step mixes prompts and decoding rows, and one size of parts holds for both; so both count,
     each with its tokens of a row.
-
-    Args:
-        layers: measured ones, among them a plain one of each phase.
-        row: how many tokens of each phase there are.
-
-    Raises:
-        ConfigError: a phase has no plain layer.
     """
     plain_s = _row_s(layers, row, None)
     sizes = sorted({layer.attention_tokens for layer in layers if not layer.is_plain}, reverse=True)
@@ -150,10 +136,10 @@ def _token_s(layers: Sequence[MeasuredLayer], part_tokens: int | None) -> float:
     if plain is None:
         raise ConfigError("steps are planned from a layer of the plain forward pass in each phase")
     parts = [layer for layer in layers if not layer.is_plain]
-    found = plain
+    measured = plain
     if part_tokens is not None and part_tokens < plain.gate_tokens and parts:
         # parts hold whole prompts, so that small ones are as large as the smallest measured
         sizes = [layer.attention_tokens for layer in parts]
         size = max((size for size in sizes if size <= part_tokens), default=min(sizes))
-        found = parts[sizes.index(size)]
-    return found.seconds / found.gate_tokens
+        measured = parts[sizes.index(size)]
+    return measured.seconds / measured.gate_tokens

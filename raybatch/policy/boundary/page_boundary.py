@@ -1,7 +1,7 @@
 """Who ends, yields, grows and is loaded at a page boundary: one pure policy over a snapshot.
 
 Every `interval` pages of tokens an engine stops, lets host memory catch up with the device, and
-asks for a plan. The snapshot alone decides; sequences are compared by total orders whose last key
+gets a plan. The snapshot alone decides; sequences are compared by total orders whose last key
 is the id, so all ranks that see one snapshot make one plan.
 """
 
@@ -30,7 +30,7 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
     that it may still get, within the pages that it then has on the device and in host memory.
     Where the device has too few for that, victims are suspended; where host memory has, they are
     evicted. One that fills all memory that a sequence alone can have ends with "capacity", so
-    nothing comes back for ever.
+    nothing is reloaded for ever.
 
     Candidates are loaded first come, first served; one that does not fit is passed over, but
     once it has waited `max_wait` boundaries nobody who has waited less is loaded before it. So a
@@ -44,10 +44,6 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
     over, and no further round begins, however many sequences arrive.
 
     Sorting takes O(n log n) time in the sequences of the snapshot.
-
-    Args:
-        snapshot: read only.
-        options: of the policy.
 
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
@@ -207,7 +203,7 @@ class _Boundary:
             self._host_free -= growth
 
     def load(self) -> None:
-        """Load candidates, first come, first served; somebody is active afterwards, if any can."""
+        """Load candidates, first come, first served; one is active afterwards, if any can be."""
         candidates = sorted(self._stored.values(), key=self._by_wait)
         if candidates and not self._active:
             self._make_room(candidates[0])
@@ -278,7 +274,6 @@ class _Boundary:
         return chosen
 
     def plan(self) -> BoundaryPlan:
-        """Return what was decided."""
         return BoundaryPlan(
             release=_ids(self._released),
             over_capacity=_ids(self._over_capacity),

@@ -30,9 +30,6 @@ class BoundaryOptions:
         lookahead: boundaries whose growth stays free in host memory after a prefill round, and
             boundaries that decode between two rounds.
         refill_ratio: sequences of a prefill round at least, as a multiple of those that can decode.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     initial: int = 2
@@ -78,9 +75,7 @@ class SequencePages:
             since it yielded), prefilled (the same, since it was prefilled), evicted (no pages; all
             its tokens have to be prefilled again) or waiting (no pages yet).
         context_tokens: tokens whose KV it has; without pages, those to prefill.
-        remaining_tokens: that may still come; 0 for a sequence that has ended.
-        device_pages: that it holds.
-        host_pages: that it holds.
+        remaining_tokens: that it may still generate; 0 for a sequence that has ended.
         progress_tokens: that it has decoded, part of the context.
         waited: boundaries since it came into its status, for one that is not active.
         priority: larger ones yield later and are taken earlier.
@@ -107,13 +102,8 @@ class BoundarySnapshot:
     """One engine at a page boundary, after its host memory has caught up with its device.
 
     Args:
-        sequences: in any order; the plan does not depend on it.
-        page_tokens: tokens of one page.
-        device_pages: of the device.
         device_free: of them, in no sequence's hands.
-        host_pages: of host memory.
         host_free: of them, in no sequence's hands.
-        max_active: sequences that may decode at once.
         host_chunk_tokens: growth for which a sequence gets host pages when it is prefilled.
         boundaries_since_prefill: boundaries that decoded since the last prefill round.
     """
@@ -129,13 +119,12 @@ class BoundarySnapshot:
     boundaries_since_prefill: int = 0
 
     def pages(self, tokens: int) -> int:
-        """Return the pages that hold so many tokens."""
         return -(-tokens // self.page_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageGrant:
-    """Pages that a sequence gets beside those that it holds."""
+    """Pages that a sequence gets in addition."""
 
     id: int
     num_pages: int

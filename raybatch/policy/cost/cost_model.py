@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.nonnegative import solve_nonnegative
+from raybatch.policy.cost.roofline import solve_nonnegative
 
 Floats = npt.NDArray[np.float64]
 
@@ -26,9 +26,6 @@ class EngineLimits:
     """What bounds the batch of one engine.
 
     Args:
-        kv_tokens: tokens of KV cache.
-        max_num_seqs: sequences that run at once.
-        block_size: tokens of one cache block.
         max_batched_tokens: token budget of one step; None where a backend has none.
     """
 
@@ -43,7 +40,6 @@ class MeasuredStep:
     """Counts of one step, and the seconds that it took.
 
     Args:
-        seconds: of the step.
         tokens: of the forward batch: prompt tokens and one per decoding sequence.
         rows: sequences that got a token.
         pairs: prompt tokens times the tokens that each attends to.
@@ -75,10 +71,6 @@ class CostModel:
         shared_pair_s: per decoding sequence and KV token that others read as well.
         shared_read_s: per shared KV token and step.
         fit_error: root mean square of the relative errors over the measured steps.
-        limits: of the engine.
-
-    Raises:
-        ConfigError: a cost is negative or not finite, or there is not one slope more than knots.
     """
 
     step_s: float
@@ -109,7 +101,6 @@ class CostModel:
         return seconds
 
     def predict(self, step: MeasuredStep) -> float:
-        """Return the seconds of one step with these counts."""
         return float((_features([step], self.knots) @ self._coefficients())[0])
 
     def _coefficients(self) -> Floats:
@@ -121,16 +112,13 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     """Fit costs to measured steps, with the same weight for the relative error of each.
 
     A knot is left out where nothing was measured between it and the one before, or beyond it.
-
-    Raises:
-        ConfigError: there is no step, or one took no time.
     """
     if not steps:
         raise ConfigError("a cost model needs measured steps, got none")
     seconds = np.array([step.seconds for step in steps])
     if not (seconds > 0).all():
         raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
-    # a step of a prefix group would have to tell the slope and the cost of sharing at once
+    # a step of a prefix group would have to determine the slope and the cost of sharing at once
     knots = _measured_knots({step.tokens for step in steps if not step.shared_pairs})
     features = _features(steps, knots)
     costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))

@@ -26,7 +26,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostEstimate:
-    """Time that engines need; starts of engines, reading and writing come on top.
+    """Time that engines need; starts of engines, reading and writing are extra.
 
     The ranges are those of the cost model's own error. What is not known about output lengths is
     not in them: estimate again with other totals for that.
@@ -55,11 +55,7 @@ class CostEstimate:
 
 
 def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> CostEstimate:
-    """Estimate what `totals` cost on `num_replicas` engines that share them evenly.
-
-    Raises:
-        ConfigError: `num_replicas` is below 1.
-    """
+    """Estimate what `totals` cost on `num_replicas` engines that share them evenly."""
     if num_replicas < 1:
         raise ConfigError(f"an estimate for {num_replicas} replicas; it takes at least one")
     num_rows = -(-totals.num_rows // num_replicas)
@@ -109,64 +105,11 @@ def _attend_s(model: CostModel, share: WorkTotals, mean_decode_rows: float) -> f
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunCheck:
-    """A run after the fact: what its counters say that it should have taken, and what it took.
-
-    Args:
-        predicted_s: engine seconds by the cost model, for the tokens that were really computed.
-        measured_s: engine seconds by the replicas' own counters.
-    """
-
-    predicted_s: Band
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction; positive where the run was faster."""
-        return self.predicted_s.expected / self.measured_s - 1 if self.measured_s else 0.0
-
-
-def check_run(
-    model: CostModel,
-    planned: WorkTotals,
-    *,
-    computed_tokens: float,
-    generated_tokens: float,
-    engine_s: float,
-    num_rows: int | None = None,
-    num_replicas: int = 1,
-) -> RunCheck:
-    """Compare the engine seconds of a run with those that its counters lead to expect.
-
-    Args:
-        model: of the engines.
-        planned: totals of the plan.
-        computed_tokens: prompt tokens less cached ones, summed over replicas.
-        generated_tokens: summed over replicas.
-        engine_s: summed over replicas.
-        num_rows: that generated; None takes those of the plan.
-        num_replicas: that shared the work.
-    """
-    done = planned.actual(
-        computed_tokens=computed_tokens, generated_tokens=generated_tokens, num_rows=num_rows
-    )
-    return RunCheck(predicted_s=estimate(model, done, num_replicas).engine_s, measured_s=engine_s)
-
-
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
     """Return the price of a run, in the currency of the argument.
 
     A replica costs from the beginning of a run to its end, also while it waits for others, so it
     is the time by the clock that counts, on every replica.
-
-    Args:
-        wall_s: seconds by the clock.
-        num_replicas: that are held for this time.
-        price_per_engine_hour: of one replica.
-
-    Raises:
-        ConfigError: the price is negative or not finite.
     """
     if not 0 <= price_per_engine_hour < float("inf"):
         raise ConfigError(

@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError, told_range
-from raybatch.policy.cost.nonnegative import solve_nonnegative
 
 Floats = npt.NDArray[np.float64]
 
-# shares of the shorter of computing and moving that may come on top of the longer one
+# shares of the shorter of computing and moving that may be added to the longer one
 SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # a later candidate must be better by so much: rounding alone decides nothing
 _BETTER_BY = 1e-9
+# of a gradient, or of a coefficient, that counts as 0
+_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,6 @@ class Work:
     """What a module does in one run.
 
     Args:
-        operations: floating-point operations.
         moved_bytes: read from and written to the memory that the module works on.
     """
 
@@ -37,13 +37,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredWork:
-    """One run of a module, and the seconds that it took.
-
-    Args:
-        tokens: of the batch, for whoever reads the measurement.
-        work: of the run.
-        seconds: of the run.
-    """
+    """One run of a module, and the seconds that it took."""
 
     tokens: int
     work: Work
@@ -55,15 +49,10 @@ class Roofline:
     """Seconds of a module: a fixed time, then the longer of computing and moving its bytes.
 
     Args:
-        fixed_s: of every run.
-        operation_s: per operation.
         byte_s: per byte; 0 where moving bound no measured run.
         serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
             textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
         fit_error: root mean square of the relative errors over the measured runs.
-
-    Raises:
-        ConfigError: a cost is negative or not finite, or `serial_fraction` is not within 0..1.
     """
 
     fixed_s: float
@@ -75,35 +64,21 @@ class Roofline:
     def __post_init__(self) -> None:
         for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):
             if not 0 <= cost < float("inf"):
-                told = told_range("at least 0", cost)
-                raise ConfigError(f"a module has a cost of {cost}; it must be {told}")
+                allowed = told_range("at least 0", cost)
+                raise ConfigError(f"a module has a cost of {cost}; it must be {allowed}")
         if not 0 <= self.serial_fraction <= 1:
             raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one run."""
-        compute_s, move_s = self._sides(work)
-        shorter, longer = sorted((compute_s, move_s))
-        return self.fixed_s + longer + self.serial_fraction * shorter
-
-    def is_compute_bound(self, work: Work) -> bool:
-        """Return whether computing takes at least as long as moving the bytes."""
-        compute_s, move_s = self._sides(work)
-        return compute_s >= move_s
-
-    def _sides(self, work: Work) -> tuple[float, float]:
-        return self.operation_s * work.operations, self.byte_s * work.moved_bytes
+        sides = self.operation_s * work.operations, self.byte_s * work.moved_bytes
+        return self.fixed_s + max(sides) + self.serial_fraction * min(sides)
 
 
 def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
     """Return the cost of copies between two memories.
 
     Args:
-        bytes_per_s: of a large copy.
         fixed_s: of every copy, whatever its size.
-
-    Raises:
-        ConfigError: `bytes_per_s` is not above 0.
     """
     if not bytes_per_s > 0:
         raise ConfigError(f"bytes_per_s of a link is {bytes_per_s}; it must be above 0")
@@ -120,13 +95,6 @@ def fit_roofline(
     cut is a linear problem without negative costs. O(N) problems of N rows for each of the
     `serial_fractions`, of which the first wins a tie. Among cuts, the one with the most runs bound
     by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
-
-    Args:
-        points: measured runs, in any order.
-        serial_fractions: values of `Roofline.serial_fraction` to try.
-
-    Raises:
-        ConfigError: there are no points, or a run took no time or did nothing.
     """
     if not points:
         raise ConfigError("the cost of a module needs measured runs, got none")
@@ -141,9 +109,9 @@ def fit_roofline(
     best: Roofline | None = None
     for serial_fraction in serial_fractions:
         for cut in range(len(ordered) + 1):
-            found = _fit_cut(counts, seconds, cut, serial_fraction)
-            if best is None or found.fit_error < best.fit_error - _BETTER_BY:
-                best = found
+            candidate = _fit_cut(counts, seconds, cut, serial_fraction)
+            if best is None or candidate.fit_error < best.fit_error - _BETTER_BY:
+                best = candidate
             if serial_fraction == 1:
                 # a sum is the same wherever it is cut
                 break
@@ -151,28 +119,7 @@ def fit_roofline(
     return best
 
 
-def relative_error(cost: Roofline, points: Sequence[MeasuredWork]) -> float:
-    """Return the root mean square of the relative errors over runs, such as ones left out."""
-    errors = [cost.seconds(p.work) / p.seconds - 1.0 for p in points]
-    return float(np.sqrt(np.mean(np.square(errors))))
-
-
-def held_out_error(points: Sequence[MeasuredWork]) -> float | None:
-    """Return the error on runs that the fit has not seen, each left out once.
-
-    The runs with the fewest and the most operations stay in: without them, the fit would be asked
-    about sizes that nobody measured. None where fewer than three runs leave nothing between them.
-    """
-    ordered = sorted(points, key=lambda p: p.work.operations)
-    squares = [
-        relative_error(fit_roofline([*ordered[:i], *ordered[i + 1 :]]), [ordered[i]]) ** 2
-        for i in range(1, len(ordered) - 1)
-    ]
-    return float(np.sqrt(np.mean(squares))) if squares else None
-
-
 def _intensity(point: MeasuredWork) -> float:
-    """Return operations per byte."""
     work = point.work
     return work.operations / work.moved_bytes if work.moved_bytes else float("inf")
 
@@ -196,3 +143,46 @@ def _fit_cut(counts: Floats, seconds: Floats, cut: int, serial_fraction: float) 
         serial_fraction=serial_fraction,
         fit_error=error,
     )
+
+
+def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
+    """Return the x of at least 0 that minimises |matrix @ x - target|.
+
+    Args:
+        matrix: float64 [M, N]; a column of zeros gets the coefficient 0.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23; columns are scaled to
+    length 1 first, so that one tolerance holds for all.
+    """
+    norms = np.linalg.norm(matrix, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    columns = matrix / scale
+    x = np.zeros(matrix.shape[1])
+    is_free = np.zeros(len(x), bool)
+    # every change of the free set lowers the residual; the bound is against rounding alone
+    for _ in range(10 * len(x)):
+        gradient = columns.T @ (target - columns @ x)
+        gradient[is_free] = 0.0
+        best = int(np.argmax(gradient))
+        if gradient[best] <= _TOLERANCE * max(1.0, float(np.linalg.norm(target))):
+            break
+        is_free[best] = True
+        x = _step_inside(columns, target, x, is_free)
+    result: Floats = x / scale
+    return result
+
+
+def _step_inside(
+    columns: Floats, target: Floats, x: Floats, is_free: npt.NDArray[np.bool_]
+) -> Floats:
+    """Move to the optimum of the free columns; those that would become negative are fixed at 0."""
+    while True:
+        goal = np.zeros(len(x))
+        goal[is_free] = np.linalg.lstsq(columns[:, is_free], target, rcond=None)[0]
+        is_bad = is_free & (goal <= 0)
+        if not is_bad.any():
+            return goal
+        share = float(np.min(x[is_bad] / np.maximum(x[is_bad] - goal[is_bad], 1e-300)))
+        x = x + share * (goal - x)
+        is_free &= x > _TOLERANCE
+        x[~is_free] = 0.0

@@ -33,10 +33,8 @@ class StepForecast:
     """Steps of one engine; arrays are float64 [steps].
 
     Args:
-        decode_rows: sequences that decode in the step.
         prefill_tokens: prompt tokens of the step, those computed again included.
         weight: how many steps of the run this one stands for.
-        recomputed_tokens: of all steps, weighted.
     """
 
     decode_rows: Floats
@@ -46,7 +44,6 @@ class StepForecast:
 
     @property
     def num_steps(self) -> float:
-        """Steps of the run."""
         return float(self.weight.sum())
 
     @property
@@ -60,8 +57,6 @@ class _Row(NamedTuple):
     """A row that waits.
 
     Args:
-        tokens: to compute in all.
-        outputs: tokens to generate.
         held: KV that it holds once it starts.
         left: of `tokens`, those that are not computed yet.
         has_started: it was preempted before.

@@ -20,17 +20,11 @@ class WorkTotals:
     """Sums over all rows; a row with n samples counts as n rows that share their prompt.
 
     Args:
-        num_rows: that generate.
         computed_tokens: prompt tokens that are computed.
         pairs: sum over the computed tokens of the tokens that each attends to.
-        generated_tokens: expected, at least one per row.
-        context_reads: KV tokens that decoding rows read and share with nobody, over all steps.
         shared_pairs: KV tokens that decoding rows read and share, over all steps.
         shared_reads: the same, counted once for all rows that read them in a step.
         output_lengths: outputs of rows that stand for all, evenly over their distribution.
-
-    Raises:
-        ConfigError: a total is negative or not finite, or rows generate nothing.
     """
 
     num_rows: int
@@ -63,7 +57,6 @@ class WorkTotals:
         Args:
             computed_tokens: prompt tokens less cached ones; what is computed again after KV memory
                 ran out is forecast, as for a plan.
-            generated_tokens: by all rows.
             num_rows: that generated; None takes those of the plan.
         """
         num_rows = self.num_rows if num_rows is None else num_rows
@@ -83,17 +76,17 @@ class WorkTotals:
         )
 
     def with_cache(self, computed_tokens: float) -> "WorkTotals":
-        """Return the totals where the beginnings of prompts are found in a cache.
+        """Return the totals where the beginnings of prompts are in a cache.
 
         Args:
             computed_tokens: prompt tokens that are left; more than there are change nothing.
         """
-        found = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
-        # what is found comes first, and has the fewest tokens before it
+        cached = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
+        # cached tokens are the first ones, which attend to the fewest
         return replace(
             self,
-            computed_tokens=self.computed_tokens * (1 - found),
-            pairs=self.pairs * (1 - found**2),
+            computed_tokens=self.computed_tokens * (1 - cached),
+            pairs=self.pairs * (1 - cached**2),
         )
 
 
@@ -126,15 +119,10 @@ def work_totals(
     """Sum up rows. O(R log R).
 
     Args:
-        prompt_tokens: int [R].
-        output_tokens: [R], expected lengths; below 1 counts as 1.
-        cached_tokens: int [R], prompt tokens whose KV comes from another row; None for none.
+        cached_tokens: int [R], prompt tokens with KV from another row; None for none.
         shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
             row that computes them included; None for none.
         num_members: int [R], rows of the row's group; needed with `shared_tokens`.
-
-    Raises:
-        ConfigError: arrays differ in length, or `num_members` is missing.
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
@@ -146,7 +134,7 @@ def work_totals(
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
     _check_lengths(prompts, output=outputs, cached=cached, shared=shared)
     shared = np.where(members > 1, shared, 0.0)
-    # the first token comes from the prompt's own step, and reads nothing more
+    # the step of the prompt gives the first token, which reads nothing more
     decodes = outputs - 1
     own = decodes * (prompts - shared) + decodes * (decodes + 1) / 2
     return WorkTotals(

@@ -31,8 +31,6 @@ def exact_single_level(
     of the tree at a time. There are no more pairs than keys. A tie opens fewer nodes.
 
     Args:
-        tree: prefix tree of all rows.
-        keys: the keys from which it was built.
         representative: as of `find_representatives`, where identical rows are generated once;
             the others cost nothing.
 
@@ -79,12 +77,9 @@ def num_computed_tokens(
     """Return the prompt tokens that are computed when each open node is computed once.
 
     Args:
-        tree: prefix tree of all rows.
-        keys: the keys from which it was built.
         open_nodes: bool [N]; the root is never computed.
         multi_level: an open node continues the nearest open node above it, instead of computing
             all of its tokens.
-        representative: as for `exact_single_level`.
     """
     nearest = nearest_open(tree, open_nodes)
     opened = np.flatnonzero(open_nodes[1:]) + 1

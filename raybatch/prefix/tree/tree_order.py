@@ -33,9 +33,7 @@ def order_in_tree(
     Equal siblings keep the order of the tree. O((E + N) log (E + N)).
 
     Args:
-        tree: of the rows.
         node: int64 [E], the deepest node that all rows of an entry are below.
-        load: of the entries.
         is_rising: least output per computed prompt token first.
     """
     num_entries, stops = len(node), tree.node_stops()
@@ -74,12 +72,7 @@ def values_in_tree(
     tree comes between them.
 
     Args:
-        tree: of the rows.
-        node: as for `order_in_tree`.
-        load: of the entries.
-        order: as `order_in_tree` has returned it.
         is_passed: bool [N], nodes that are too large to stay in one piece; the root is one.
-        is_rising: as for `order_in_tree`.
     """
     is_top = ~is_passed & is_passed[tree.parent]
     top = nearest_open(tree, is_top)[node]

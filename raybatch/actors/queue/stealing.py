@@ -1,12 +1,55 @@
-"""Which unstarted rows an engine gives to another one; pure."""
+"""Which replica gives rows to one that has none, how many, and which of its unstarted rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raybatch.records.types import Request
 
 # a group is cut only for rows that cost so many times the prefix, which is then computed twice
 CUT_WORTH = 8
+
+
+class ReplicaWork(NamedTuple):
+    """What one replica has to do.
+
+    Args:
+        cost: of the rows that it holds, see `ReplicaLoad`.
+        num_unstarted: rows that wait in its engine, as it last reported.
+        can_give: the report is fresh, and it runs no suspects, which stay where they are.
+    """
+
+    replica_id: int
+    num_held: int
+    cost: int
+    num_unstarted: int = 0
+    can_give: bool = True
+
+
+class Steal(NamedTuple):
+    """Unstarted rows to take from a replica: whole groups where possible, see `choose_rows`."""
+
+    replica_id: int
+    max_rows: int
+    max_cost: int
+
+
+def choose_steal(pulling: Sequence[ReplicaWork], others: Iterable[ReplicaWork]) -> Steal | None:
+    """Choose half of the rows of the replica with the most unstarted ones, where another has none.
+
+    The cost is limited to half of the difference between both, so that they end together.
+
+    Returns:
+        None where nobody is idle, or nobody has two rows to share.
+    """
+    if all(replica.num_held for replica in pulling):
+        return None
+    givers = [replica for replica in others if replica.can_give and replica.num_unstarted > 1]
+    if not givers:
+        return None
+    victim = max(givers, key=lambda replica: replica.num_unstarted)
+    least = min(replica.cost for replica in pulling)
+    return Steal(victim.replica_id, victim.num_unstarted // 2, (victim.cost - least) // 2)
 
 
 @dataclass(slots=True)
@@ -21,7 +64,7 @@ class _Bundle:
         return sum(_own_cost(request) for request in self.requests)
 
 
-def choose_given(
+def choose_rows(
     unstarted: Sequence[Request],
     num_open: Mapping[int, int],
     *,
@@ -34,31 +77,27 @@ def choose_given(
     Only where none fits is one cut, if its rows are worth the prefix that is then computed twice.
 
     Args:
-        unstarted: rows that have not started, in the order of their arrival.
         num_open: unfinished rows of each group in this engine.
-        max_rows: rows to give, if they do not come in whole groups.
+        max_rows: rows to give, unless whole groups are larger.
         max_cost: prompt tokens and expected outputs to give at most; None knows no limit.
-
-    Returns:
-        The chosen rows, in the order of their arrival.
     """
     limit = max_cost if max_cost is not None else sum(_full_cost(r) for r in unstarted)
     bundles = _bundles(unstarted, num_open)[::-1]
     whole = [bundle for bundle in bundles if bundle.is_whole]
-    given: list[Request] = []
+    chosen: list[Request] = []
     for bundle in whole:
         num_rows, cost = len(bundle.requests), bundle.cost() + bundle.prefix_len
-        if len(given) + num_rows <= max_rows and cost <= limit:
-            given += bundle.requests
+        if len(chosen) + num_rows <= max_rows and cost <= limit:
+            chosen += bundle.requests
             limit -= cost
-    if not given:
+    if not chosen:
         fitting = (bundle for bundle in whole if bundle.cost() + bundle.prefix_len <= limit)
-        given = next((bundle.requests for bundle in fitting), [])
-    if not given:
+        chosen = next((bundle.requests for bundle in fitting), [])
+    if not chosen:
         pieces = (_piece(bundle, max_rows, limit - bundle.prefix_len) for bundle in bundles)
-        given = next((piece for piece in pieces if piece), [])
-    chosen = {request.request_id for request in given}
-    return [request for request in unstarted if request.request_id in chosen]
+        chosen = next((piece for piece in pieces if piece), [])
+    ids = {request.request_id for request in chosen}
+    return [request for request in unstarted if request.request_id in ids]
 
 
 def _bundles(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_Bundle]:

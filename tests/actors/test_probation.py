@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from raybatch.actors.coordinator.mailbox import Inbox
+from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import combine_results, decode_completions, encode_completions
 from raybatch.actors.wire.records import Room, Submission
@@ -35,7 +35,7 @@ class Pool:
 
     def __init__(self, *, num_replicas=1, max_row_crashes=1, **options):
         self.queue = RowQueue(max_row_crashes)
-        self.inbox = Inbox(self.queue, on_drop=lambda replica_id, batch_id: None)
+        self.mailbox = Mailbox(self.queue, on_drop=lambda replica_id, batch_id: None)
         self.num_deaths = 0
         self.verdict = ""
         self._options = FakeOptions(raise_on=POISON, max_num_seqs=64, **options)
@@ -65,7 +65,7 @@ class Pool:
                 Request(
                     request_id=batch_id << 32 | row,
                     row_id=str(row),
-                    prompt_token_ids=self.inbox.refs(batch_id)[0][row],
+                    prompt_token_ids=self.mailbox.refs(batch_id)[0][row],
                     sampling=SAMPLING,
                     seed=row,
                 )
@@ -80,13 +80,13 @@ class Pool:
         except RuntimeError:
             del self._backends[replica_id]
             self.num_deaths += 1
-            self.verdict = self.verdict or self.inbox.note_loss(self.queue.lose(replica_id))
+            self.verdict = self.verdict or self.mailbox.note_loss(self.queue.lose(replica_id))
             self._start()
             return
         for completion in completions:
             row = completion.request_id & 0xFFFFFFFF
             results = encode_completions([row], [completion])
-            self.inbox.take(replica_id, completion.request_id >> 32, results)
+            self.mailbox.take(replica_id, completion.request_id >> 32, results)
 
 
 def prompts_of(num_rows, poison=()):
@@ -107,7 +107,7 @@ def test_a_hundred_neighbouring_poison_rows_cost_only_themselves(
     poison = set(range(first, first + 100))
     prompts = prompts_of(400, poison)
     pool = Pool(num_replicas=num_replicas, max_row_crashes=max_row_crashes)
-    batch = pool.inbox.add(submission(prompts))
+    batch = pool.mailbox.add(submission(prompts))
     pool.run(batch)
     assert pool.verdict == ""
     expected = [
@@ -121,10 +121,10 @@ def test_a_hundred_neighbouring_poison_rows_cost_only_themselves(
 
 def test_a_batch_of_poison_alone_after_good_ones_becomes_error_rows():
     pool = Pool()
-    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    first = pool.mailbox.add(submission(prompts_of(10), "a"))
     pool.run(first)
-    pool.inbox.drop(first)
-    second = pool.inbox.add(submission(prompts_of(40, set(range(40))), "b"))
+    pool.mailbox.drop(first)
+    second = pool.mailbox.add(submission(prompts_of(40, set(range(40))), "b"))
     pool.run(second)
     assert pool.verdict == ""
     assert len([c for c in answers(pool, second) if c.error]) == 40
@@ -132,7 +132,7 @@ def test_a_batch_of_poison_alone_after_good_ones_becomes_error_rows():
 
 def test_one_row_that_is_poison_is_an_error_row_also_as_the_first():
     pool = Pool(max_row_crashes=3)
-    batch = pool.inbox.add(submission(prompts_of(1, {0})))
+    batch = pool.mailbox.add(submission(prompts_of(1, {0})))
     pool.run(batch)
     assert (pool.verdict, pool.num_deaths) == ("", 3)
 
@@ -141,7 +141,7 @@ def test_one_row_that_is_poison_is_an_error_row_also_as_the_first():
 @pytest.mark.parametrize("max_row_crashes", [1, 3])
 def test_an_engine_that_dies_on_every_row_is_found_broken_soon(max_row_crashes, num_replicas):
     pool = Pool(num_replicas=num_replicas, max_row_crashes=max_row_crashes)
-    batch = pool.inbox.add(submission(prompts_of(400, set(range(400)))))
+    batch = pool.mailbox.add(submission(prompts_of(400, set(range(400)))))
     pool.run(batch)
     assert "ran nothing but a row from another place" in pool.verdict
     assert pool.num_deaths <= 2 + 3 * num_replicas + num_replicas
@@ -149,13 +149,13 @@ def test_an_engine_that_dies_on_every_row_is_found_broken_soon(max_row_crashes, 
 
 def test_an_engine_that_breaks_later_dies_on_a_row_that_had_finished():
     pool = Pool(max_row_crashes=3)
-    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    first = pool.mailbox.add(submission(prompts_of(10), "a"))
     pool.run(first)
-    pool.inbox.drop(first)
+    pool.mailbox.drop(first)
     # the same table, with every row ending its replica from here on
     for prompt in first.submission.refs[0]:
         prompt[:] = POISON
-    batch = pool.inbox.add(submission(prompts_of(100, set(range(100))), "b"))
+    batch = pool.mailbox.add(submission(prompts_of(100, set(range(100))), "b"))
     pool.run(batch)
     assert "a row that had finished before" in pool.verdict
     assert pool.num_deaths == 2 + 3
@@ -163,7 +163,7 @@ def test_an_engine_that_breaks_later_dies_on_a_row_that_had_finished():
 
 def test_a_first_batch_of_poison_alone_is_taken_for_a_broken_engine():
     pool = Pool(max_row_crashes=1)
-    batch = pool.inbox.add(submission(prompts_of(60, set(range(60)))))
+    batch = pool.mailbox.add(submission(prompts_of(60, set(range(60)))))
     pool.run(batch)
     assert pool.verdict
     assert pool.num_deaths <= 20
@@ -171,54 +171,54 @@ def test_a_first_batch_of_poison_alone_is_taken_for_a_broken_engine():
 
 def test_rows_with_an_error_do_not_vouch_for_the_engine():
     pool = Pool(error_on=5)
-    first = pool.inbox.add(submission([np.array([5], np.int32)], "a"))
+    first = pool.mailbox.add(submission([np.array([5], np.int32)], "a"))
     pool.run(first)
-    pool.inbox.drop(first)
-    second = pool.inbox.add(submission(prompts_of(100, set(range(100))), "b"))
+    pool.mailbox.drop(first)
+    second = pool.mailbox.add(submission(prompts_of(100, set(range(100))), "b"))
     pool.run(second)
     assert "a row from another place" in pool.verdict
 
 
 def test_a_control_that_finishes_clears_the_engine():
     pool = Pool(max_row_crashes=9)
-    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    first = pool.mailbox.add(submission(prompts_of(10), "a"))
     pool.run(first)
-    pool.inbox.drop(first)
-    pool.inbox.add(submission(prompts_of(40, set(range(40))), "b"))
+    pool.mailbox.drop(first)
+    pool.mailbox.add(submission(prompts_of(40, set(range(40))), "b"))
     verdicts, num_controls = set(), 0
     for replica_id in range(50, 80):
         grants = pool.queue.dispatch({replica_id: ROOM})
         control = grants[replica_id][0]
-        is_control = pool.inbox.refs(control.batch_id) == first.submission.refs
+        is_control = pool.mailbox.refs(control.batch_id) == first.submission.refs
         num_controls += is_control
         # every other control is lost by accident
         if is_control and num_controls % 2:
             results = encode_completions([control.start], [Completion(request_id=0)])
-            pool.inbox.take(replica_id, control.batch_id, results)
-        verdicts.add(pool.inbox.note_loss(pool.queue.lose(replica_id)))
+            pool.mailbox.take(replica_id, control.batch_id, results)
+        verdicts.add(pool.mailbox.note_loss(pool.queue.lose(replica_id)))
     assert (verdicts, num_controls >= 6) == ({""}, True)
 
 
 def pool_with_a_control():
     """A row of the first batch is to run as the control: two deaths followed, with other rows."""
     pool = Pool()
-    first = pool.inbox.add(submission(prompts_of(10), "a"))
+    first = pool.mailbox.add(submission(prompts_of(10), "a"))
     pool.run(first)
-    pool.inbox.drop(first)
-    pool.inbox.add(submission(prompts_of(20, set(range(20))), "b"))
+    pool.mailbox.drop(first)
+    pool.mailbox.add(submission(prompts_of(20, set(range(20))), "b"))
     for replica_id in (50, 51):
         pool.queue.dispatch({replica_id: ROOM})
-        pool.inbox.note_loss(pool.queue.lose(replica_id))
+        pool.mailbox.note_loss(pool.queue.lose(replica_id))
     return pool, first.submission
 
 
 def test_a_control_whose_table_is_gone_is_forgotten():
     pool, first = pool_with_a_control()
     control = pool.queue.dispatch({52: ROOM})[52][0].batch_id
-    assert pool.inbox.refs(control) == first.refs
-    pool.inbox.lose_table(control)
+    assert pool.mailbox.refs(control) == first.refs
+    pool.mailbox.lose_table(control)
     pool.queue.note_aborted(52, control)
-    assert (pool.inbox.refs(control), pool.queue.has_control()) == (None, False)
+    assert (pool.mailbox.refs(control), pool.queue.has_control()) == (None, False)
 
 
 def test_a_control_that_comes_back_unstarted_runs_after_another_death():
@@ -226,18 +226,18 @@ def test_a_control_that_comes_back_unstarted_runs_after_another_death():
     control = pool.queue.dispatch({52: ROOM})[52]
     pool.queue.dispatch({53: ROOM})
     pool.queue.give_back(52, control)
-    pool.inbox.note_loss(pool.queue.lose(53))
+    pool.mailbox.note_loss(pool.queue.lose(53))
     assert pool.queue.dispatch({54: ROOM})[54] == control
-    assert pool.inbox.refs(control[0].batch_id) == first.refs
+    assert pool.mailbox.refs(control[0].batch_id) == first.refs
 
 
 def test_a_control_comes_from_another_place_once_the_kept_row_is_forgotten():
     pool, _ = pool_with_a_control()
-    pool.inbox.forget_good_row()
-    other = pool.inbox.add(submission(prompts_of(5), "c"))
+    pool.mailbox.forget_good_row()
+    other = pool.mailbox.add(submission(prompts_of(5), "c"))
     assert not pool.queue.has_control()
     pool.queue.dispatch({52: ROOM})
-    pool.inbox.note_loss(pool.queue.lose(52))
+    pool.mailbox.note_loss(pool.queue.lose(52))
     assert pool.queue.has_control()
     assert pool.queue.dispatch({53: ROOM})[53][0].batch_id == other.batch_id
 
@@ -247,7 +247,7 @@ def test_a_failed_pool_runs_no_control(is_running):
     pool, _ = pool_with_a_control()
     if is_running:
         pool.queue.dispatch({52: ROOM})
-    pool.inbox.fail(0, "shut down")
+    pool.mailbox.fail(0, "shut down")
     assert pool.queue.num_waiting() == 0
-    assert pool.inbox.note_loss(pool.queue.lose(52)) == ""
+    assert pool.mailbox.note_loss(pool.queue.lose(52)) == ""
     assert not pool.queue.has_control()

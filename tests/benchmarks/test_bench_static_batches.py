@@ -2,9 +2,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from static_batches import RowLengths, prefers_static
 
 from raybatch.errors import ConfigError
-from raybatch.policy.static_batches import RowLengths, prefers_static
 from raybatch.records.types import Request, Sampling
 
 UNIFORM = RowLengths(shortest_prompt=128, longest_prompt=128, is_output_equal=True)

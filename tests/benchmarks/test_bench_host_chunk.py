@@ -1,9 +1,9 @@
 """Host pages reserved for outputs follow the lengths of those that have ended."""
 
 import pytest
+from host_chunk import AdaptiveHostChunk
 
 from raybatch.errors import ConfigError
-from raybatch.policy.host_chunk import AdaptiveHostChunk
 
 
 def after(*lengths, **options):

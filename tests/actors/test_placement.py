@@ -4,7 +4,7 @@ import pytest
 
 from raybatch.actors.replicas.placement import (
     ClusterView,
-    CrewPlan,
+    Placement,
     check_cluster,
     check_hosts,
     gpu_warnings,
@@ -75,7 +75,7 @@ def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator():
 
 def test_all_that_the_bundles_name_is_asked_for():
     bundles = ({"GPU": 1.0, "CPU": 2, "fast": 1}, {"GPU": 1.0, "fast": 2})
-    plan = CrewPlan(num_replicas=1, num_cpus=0, num_gpus=2, num_engines_on_host=1, bundles=bundles)
+    plan = Placement(num_replicas=1, num_cpus=0, num_gpus=2, num_engines_on_host=1, bundles=bundles)
     assert plan.total() == {"CPU": 2, "GPU": 2, "fast": 3}
 
 
@@ -110,7 +110,7 @@ def test_gpus_of_a_replica_are_refused_where_each_rank_takes_one():
 
 def test_ranks_that_are_processes_need_no_group():
     plan = plan_crew(spec_of(PoolConfig(), tensor_parallel_size=2), GPUS)
-    assert plan == CrewPlan(num_replicas=4, num_cpus=0, num_gpus=2, num_engines_on_host=2)
+    assert plan == Placement(num_replicas=4, num_cpus=0, num_gpus=2, num_engines_on_host=2)
 
 
 def test_bundles_without_ranks_that_take_them_are_refused_with_the_way_out():
@@ -141,7 +141,7 @@ def test_a_stage_tells_options_of_its_pool_that_say_nothing_of_its_engines():
         build_stage_config("m", options, where="LLMStage")
 
 
-def crew_of(cluster, kind, pool, device="auto"):
+def placement_of(cluster, kind, pool, device="auto"):
     """Return replicas, GPUs of each, and engines on a host."""
     spec = PoolSpec(
         model="none",
@@ -167,7 +167,7 @@ def crew_of(cluster, kind, pool, device="auto"):
     ],
 )
 def test_a_crew_on_gpus(kind, pool, device, expected):
-    assert crew_of(GPUS, kind, pool, device) == expected
+    assert placement_of(GPUS, kind, pool, device) == expected
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_a_crew_on_gpus(kind, pool, device, expected):
     ],
 )
 def test_options_that_mean_gpus_ask_for_them_where_there_are_none_yet(kind, pool, device, expected):
-    assert crew_of(CPUS, kind, pool, device) == expected
+    assert placement_of(CPUS, kind, pool, device) == expected
 
 
 def test_a_driver_with_a_vllm_for_cpus_asks_for_no_gpus():
     cluster = replace(CPUS, vllm="cpu")
-    assert crew_of(cluster, "vllm", {"replicas": 2}) == (2, 0, 2)
-    assert crew_of(cluster, "vllm", {"replicas": 2, "accelerator_type": "L4"}) == (2, 1, 2)
+    assert placement_of(cluster, "vllm", {"replicas": 2}) == (2, 0, 2)
+    assert placement_of(cluster, "vllm", {"replicas": 2, "accelerator_type": "L4"}) == (2, 1, 2)
 
 
 def test_hosts_to_come_may_have_the_gpus_of_a_large_engine():

@@ -8,9 +8,9 @@ import pytest
 import ray
 
 from raybatch.actors.executors.ray_site import RaySite
-from raybatch.actors.replicas import replica_set as crew_module
-from raybatch.actors.replicas.placement import CrewPlan
-from raybatch.actors.replicas.replica_set import Crew
+from raybatch.actors.replicas import replica_set as replica_set_module
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.replica_set import ReplicaSet
 from tests.actors.pools import handle_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -31,7 +31,7 @@ def make_coordinator(*, has_ended=False):
     return Coordinator.remote()
 
 
-def run_crew(end, *, has_ended=False, bundles=()):
+def run_replicas(end, *, has_ended=False, bundles=()):
     """Start one replica, await `end(crew)` once it is ready, and return what the crew lost."""
     lost = []
 
@@ -40,10 +40,10 @@ def run_crew(end, *, has_ended=False, bundles=()):
         return True
 
     async def run():
-        plan = CrewPlan(
+        plan = Placement(
             num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1, bundles=bundles
         )
-        crew = Crew(
+        crew = ReplicaSet(
             handle_of().spec, plan, RaySite(), on_lost=on_lost, on_exhausted=lambda *_: None
         )
         coordinator = make_coordinator(has_ended=has_ended)
@@ -65,17 +65,17 @@ def test_a_replica_that_dies_while_the_crew_stops_is_not_started_again():
         os.kill(crew.members[1].pid, signal.SIGKILL)
         await stopping
 
-    ((replica_id, cause),) = run_crew(kill_while_stopping)
+    ((replica_id, cause),) = run_replicas(kill_while_stopping)
     assert (replica_id, "Error: " in cause) == (1, True)
 
 
 def test_a_replica_that_does_not_end_by_itself_is_stopped_without_a_cause(monkeypatch):
-    monkeypatch.setattr(crew_module, "_STOP_GRACE_S", 0.1)
-    assert run_crew(Crew.stop) == [(1, None)]
+    monkeypatch.setattr(replica_set_module, "_STOP_GRACE_S", 0.1)
+    assert run_replicas(ReplicaSet.stop) == [(1, None)]
 
 
 def test_a_replica_that_ends_as_asked_has_no_cause():
-    assert run_crew(Crew.stop, has_ended=True) == [(1, None)]
+    assert run_replicas(ReplicaSet.stop, has_ended=True) == [(1, None)]
 
 
 def test_a_group_is_released_with_its_replica_and_made_anew_for_the_next():
@@ -92,7 +92,7 @@ def test_a_group_is_released_with_its_replica_and_made_anew_for_the_next():
         assert [state_of(group) for group in groups] == ["REMOVED", "CREATED"]
         await crew.stop()
 
-    run_crew(kill_the_first, bundles=({"CPU": 0.1}, {"CPU": 0.1}))
+    run_replicas(kill_the_first, bundles=({"CPU": 0.1}, {"CPU": 0.1}))
     assert [state_of(group) for group in groups] == ["REMOVED", "REMOVED"]
 
 
@@ -109,11 +109,11 @@ def test_a_replica_that_ray_refuses_ends_its_rank_and_leaves_no_group(tmp_path):
     before, told = groups_alive(), []
 
     async def run():
-        plan = CrewPlan(
+        plan = Placement(
             num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1, bundles=({"CPU": 0.1},)
         )
         spec = handle_of(pool={"runtime_env": {"working_dir": str(tmp_path)}}).spec
-        crew = Crew(
+        crew = ReplicaSet(
             spec, plan, RaySite(), on_lost=lambda *_: True, on_exhausted=lambda *of: told.append(of)
         )
         crew.start(make_coordinator())

@@ -1,0 +1,193 @@
+"""Row batches between feeders and the queue: cancelled, dropped, failed."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from raybatch.actors.coordinator.mailbox import Mailbox
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.wire.columns import encode_completions
+from raybatch.actors.wire.records import Room, Submission
+from raybatch.records.types import Completion
+
+
+def submission(num_rows, token="t", name="", client="c"):
+    return Submission(
+        token=token,
+        client=client,
+        name=name,
+        prompt_tokens=np.ones(num_rows, np.int32),
+        max_new_tokens=np.full(num_rows, 2, np.int64),
+    )
+
+
+@pytest.fixture
+def told():
+    """Pairs of a replica and a batch that it is to abort."""
+    return []
+
+
+@pytest.fixture
+def mailbox(told):
+    return Mailbox(RowQueue(3), on_drop=lambda *args: told.append(args))
+
+
+def test_a_cancelled_batch_is_not_opened_when_it_arrives_late(mailbox):
+    mailbox.cancel("t")
+    assert mailbox.add(submission(3)) is None
+    assert (len(mailbox), mailbox.queue.num_waiting()) == (0, 0)
+    assert mailbox.add(submission(3, "other")) is not None
+
+
+def test_only_so_many_cancelled_tokens_are_remembered(mailbox):
+    for i in range(10_001):
+        mailbox.cancel(str(i))
+    assert mailbox.add(submission(1, "0")) is not None
+    assert mailbox.add(submission(1, "1")) is None
+
+
+def test_a_dropped_batch_is_told_to_the_replicas_that_run_it(mailbox, told):
+    batch = mailbox.add(submission(10))
+    mailbox.queue.dispatch({1: Room(tokens=2, rows=2), 2: Room(tokens=2, rows=2)})
+    mailbox.drop(batch)
+    assert told == [(1, batch.batch_id), (2, batch.batch_id)]
+
+
+def test_a_failed_pool_takes_its_rows_out_and_answers_with_the_cause(mailbox, told):
+    batch = mailbox.add(submission(10))
+    mailbox.queue.dispatch({1: Room(tokens=2, rows=2)})
+    mailbox.fail(4, "it broke")
+    assert (told, mailbox.queue.num_waiting()) == ([(1, batch.batch_id)], 0)
+    answer = asyncio.run(mailbox.answer(batch, 1.0))
+    assert (answer.status, answer.rank, answer.cause) == ("failed", 4, "it broke")
+
+
+def test_results_of_a_dropped_batch_are_not_kept(mailbox):
+    batch = mailbox.add(submission(2))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    mailbox.drop(batch)
+    results = encode_completions([0], [Completion(request_id=0)])
+    assert mailbox.take(1, batch.batch_id, results) == 0
+    assert mailbox.num_results() == 0
+
+
+def test_a_dropped_batch_leaves_the_counters_of_its_client(mailbox):
+    mailbox.drop(mailbox.add(submission(5)))
+    counters = mailbox.clients["c"]
+    received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
+    assert received == (0, 0, 0)
+
+
+def test_a_failed_pool_leaves_only_finished_rows_in_the_counters(mailbox):
+    before = mailbox.add(submission(5, "before"))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    results = encode_completions([0, 1], [Completion(request_id=0), Completion(request_id=1)])
+    mailbox.take(1, before.batch_id, results)
+    mailbox.fail(0, "it broke")
+    mailbox.drop(before)
+    mailbox.drop(mailbox.add(submission(4, "after")))
+    counters = mailbox.clients["c"]
+    received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
+    assert (received, counters.rows_done) == ((2, 2, 0), 2)
+
+
+def finish(mailbox, batch, row):
+    """Let replica 1 finish a row that it holds."""
+    mailbox.take(1, batch.batch_id, encode_completions([row], [Completion(request_id=row)]))
+
+
+def test_an_heir_gets_what_was_finished_before_it_came(mailbox):
+    batch = mailbox.add(submission(2, "first", name="unit 1"))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(mailbox, batch, 0)
+    heir = mailbox.take_over(submission(2, "second", name="unit 1"))
+    finish(mailbox, batch, 1)
+    answer = asyncio.run(mailbox.answer(heir, 1.0))
+    assert (answer.status, sum(each.num_rows for each in answer.results)) == ("done", 2)
+    assert mailbox.clients["c"].rows_received == 2
+
+
+def test_who_was_inherited_from_does_not_take_the_answer(mailbox):
+    async def run():
+        batch = mailbox.add(submission(1, "first", name="unit 1"))
+        first = asyncio.ensure_future(mailbox.answer(batch, 5.0))
+        await asyncio.sleep(0)
+        heir = mailbox.take_over(submission(1, "second", name="unit 1"))
+        mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+        finish(mailbox, batch, 0)
+        return (await first).status, (await mailbox.answer(heir, 5.0)).status
+
+    assert asyncio.run(run()) == ("unknown", "done")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        submission(2, "second"),
+        submission(2, "second", name="unit 2"),
+        submission(2, "second", name="unit 1", client="d"),
+        submission(3, "second", name="unit 1"),
+    ],
+)
+def test_only_the_same_rows_of_the_same_client_are_inherited(mailbox, other):
+    mailbox.add(submission(2, "first", name="unit 1"))
+    assert mailbox.take_over(other) is None
+
+
+def test_an_answer_that_nobody_may_have_got_is_there_for_an_heir(mailbox):
+    batch = mailbox.add(submission(1, "first", name="unit 1"))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(mailbox, batch, 0)
+    assert "done" == asyncio.run(mailbox.answer(batch, 1.0)).status
+    heir = mailbox.take_over(submission(1, "second", name="unit 1"))
+    assert "done" == asyncio.run(mailbox.answer(heir, 1.0)).status
+
+
+def test_an_answer_that_is_safe_is_forgotten(mailbox):
+    batch = mailbox.add(submission(1, "first", name="unit 1"))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(mailbox, batch, 0)
+    asyncio.run(mailbox.answer(batch, 1.0))
+    assert mailbox.has_named("c", "unit 1")
+    mailbox.forget("c", ["unit 1", "unit 2"])
+    assert (len(mailbox), mailbox.has_named("c", "unit 1")) == (0, False)
+    assert mailbox.take_over(submission(1, "second", name="unit 1")) is None
+
+
+def test_other_rows_under_a_name_take_the_place_of_the_first(mailbox):
+    first = mailbox.add(submission(2, "first", name="unit 1"))
+    mailbox.add(submission(3, "second", name="unit 1"))
+    assert (len(mailbox), mailbox.find("first")) == (1, None)
+    assert first.done.is_set()
+
+
+def test_an_heir_that_was_cancelled_on_its_way_inherits_nothing(mailbox):
+    mailbox.add(submission(2, "first", name="unit 1"))
+    mailbox.cancel("second")
+    assert mailbox.take_over(submission(2, "second", name="unit 1")) is None
+
+
+def test_what_was_finished_before_a_pool_failed_can_still_be_had(mailbox):
+    batch = mailbox.add(submission(3, "first", name="unit 1"))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    finish(mailbox, batch, 2)
+    mailbox.fail(4, "it broke")
+    mailbox.add(submission(1, "after", name="unit 2"))
+    mailbox.fail(0, "it was shut down")
+    answer = asyncio.run(mailbox.answer(batch, 1.0))
+    assert (answer.status, answer.rank, answer.cause) == ("failed", 4, "it broke")
+    found = mailbox.so_far("c", "unit 1", skip=0)
+    assert [2] == [row for each in found.results for row in each.column("row").to_pylist()]
+    assert found.attempts.tolist() == [1, 1, 1]
+
+
+def test_prompt_tokens_are_those_that_the_backend_counts(mailbox):
+    batch = mailbox.add(submission(2))
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=9)})
+    counted = Completion(request_id=0, num_input_tokens=40, num_generated_tokens=3, cost=0.5)
+    mailbox.take(1, batch.batch_id, encode_completions([0], [counted]))
+    finish(mailbox, batch, 1)
+    counters = mailbox.clients["c"]
+    assert (counters.prompt_tokens_done, counters.generated_tokens) == (41, 3)
+    assert counters.cost == 0.5
