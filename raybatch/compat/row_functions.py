@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.compat.answered_row import AnsweredRow
 from raybatch.compat.chaining import (
     ADAPTER_COLUMN,
     MEDIA_COLUMN,
@@ -22,12 +21,14 @@ from raybatch.compat.row_columns import (
     Row,
     asked_value,
     converted,
+    copied,
+    is_nested,
+    is_same,
     merge,
     plain_value,
     replace,
     replace_failed,
 )
-from raybatch.compat.same_values import copied, is_nested, is_same
 from raybatch.errors import ConfigError, error_text
 from raybatch.records.types import UNBOUNDED_TOKENS, Task
 from raybatch.rows.batches import python_rows, python_values
@@ -65,6 +66,16 @@ _EXAMPLE_ANSWER: Mapping[str, Any] = {
     "num_input_tokens": 1,
     "finish_reason": "stop",
     ERROR_COLUMN: "",
+}
+_GONE: Mapping[str, str] = {
+    "batch_uuid": "rows do not run in batches; row_id names a row",
+    "generated_text": "the task makes numbers, in embeddings or score",
+    "embeddings": "vectors are made by the tasks embed and classify; a score is in score",
+    "metrics": "times of single requests are not kept; those of engines are in Ray's metrics",
+    "params": "the row's own options are in sampling_params",
+    "prompt_logprobs": "log probabilities of prompts are not computed",
+    "request_id": "row_id names a row, in every run alike",
+    "time_taken_llm": "times of single requests are not kept",
 }
 
 
@@ -291,3 +302,11 @@ def _check_encodable(value: object) -> None:
     elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
         for item in value:
             _check_encodable(item)
+
+
+class AnsweredRow(dict[str, Any]):
+    """A row as a dict; asked for a column that only ray.data.llm has, it says what is there."""
+
+    def __missing__(self, name: str) -> Any:  # noqa: ANN401
+        reason = _GONE.get(name)
+        raise KeyError(name if reason is None else f"no column {name!r}: {reason}")

@@ -10,8 +10,7 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, error_text
-from raybatch.inputs.file_errors import safe_text, unreadable
-from raybatch.inputs.size_limits import size_of
+from raybatch.inputs.file_errors import safe_text, size_of, unreadable
 
 # what one parse takes: large enough that its threads have work, small beside a row batch
 BLOCK_BYTES = 16 << 20

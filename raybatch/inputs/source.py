@@ -24,7 +24,7 @@ from raybatch.inputs.file_slices import (
     scan_file,
 )
 from raybatch.inputs.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
-from raybatch.inputs.row_sizes import row_bytes_of, sampled
+from raybatch.inputs.parquet_files import row_bytes_of, sampled
 from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 
 logger = logging.getLogger(__name__)

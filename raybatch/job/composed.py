@@ -32,12 +32,12 @@ from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.planning.dataset import pieces_of
 from raybatch.planning.fingerprint import check_same, input_files
-from raybatch.planning.movable import as_movable
 from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
-from raybatch.planning.store import PlanSubject, read_plan
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import read_plan
+from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.report.history.recorder import new_run_id
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID
 from raybatch.stages.ray_context import settle_context

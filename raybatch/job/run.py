@@ -28,6 +28,7 @@ from raybatch.job.parts import (
     plans_of,
     tell_what_holds,
 )
+from raybatch.job.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
 from raybatch.outputs.rebuilt import keep_report, report_of_complete
@@ -37,8 +38,7 @@ from raybatch.planning.fingerprint import (
     input_files,
     output_schema,
 )
-from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.records import LargePlan
+from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
 from raybatch.planning.run import run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
@@ -48,7 +48,6 @@ from raybatch.report import RunReport, counted_report, installed_versions
 from raybatch.report.history.reading import read_history
 from raybatch.report.history.recorder import RunRecorder, new_run_id
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.unit_run import FeederRunner
 
 logger = logging.getLogger(__name__)

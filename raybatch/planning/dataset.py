@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 
 from raybatch.durable import journal
 from raybatch.inputs.source import Source
-from raybatch.planning.movable import as_movable
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import (
     RANK,
     place_columns,

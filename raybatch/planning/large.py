@@ -16,22 +16,22 @@ from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import Uint64s
 from raybatch.planning import parts, pieces
-from raybatch.planning.checks.layout_lint import can_change_layout
 from raybatch.planning.dataset import (
     ordered_dataset,
     pieces_of,
     with_places,
     without_groups,
 )
-from raybatch.planning.planned import PlannedRun
-from raybatch.planning.probe import generated_lengths, log_probe
-from raybatch.planning.records import (
+from raybatch.planning.layout_lint import can_change_layout
+from raybatch.planning.planned import (
     ArrangeJob,
     LargePlan,
     PartSummary,
     PieceSummary,
+    PlannedRun,
     ProbedRows,
 )
+from raybatch.planning.probe import generated_lengths, log_probe
 from raybatch.planning.shards import even_stretch, even_units, stretches
 from raybatch.planning.store import log_plan, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan

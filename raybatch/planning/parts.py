@@ -15,14 +15,14 @@ import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.planning.pieces import keys_of
-from raybatch.planning.probe import estimate, probe_rows
-from raybatch.planning.records import (
+from raybatch.planning.planned import (
     ArrangedPart,
     ArrangeJob,
     PartSummary,
     ProbedRows,
+    planned_work,
 )
-from raybatch.planning.work import planned_work
+from raybatch.planning.probe import estimate, probe_rows
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.load import Floats, Ints

@@ -15,10 +15,7 @@ from ray import cloudpickle
 
 from raybatch.durable.units import Uint64s, row_sums
 from raybatch.inputs.source import Source
-from raybatch.planning.movable import as_movable
-from raybatch.planning.records import (
-    PieceSummary,
-)
+from raybatch.planning.planned import PieceSummary
 from raybatch.planning.shards import contents_digest, digest_of, make_shard
 from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
@@ -27,6 +24,7 @@ from raybatch.prefix.forecast import rows_that_fit
 from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
 from raybatch.prefix.load import Ints
 from raybatch.prefix.partition import Partitioner
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW
 
 

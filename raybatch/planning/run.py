@@ -7,12 +7,11 @@ import numpy as np
 from raybatch.config import PlanConfig
 from raybatch.inputs.source import Source
 from raybatch.planning.dataset import pieces_of, planned_tables
-from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.records import LargePlan
+from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
 from raybatch.planning.shards import even_units, stretches
 from raybatch.planning.small import run_small
-from raybatch.planning.store import PlanSubject, write_plan
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import write_plan
+from raybatch.planning.stored import PlanSubject, StoredPlan
 
 # what a unit may hold in memory, prompts included
 _MAX_UNIT_BYTES = 64 << 20

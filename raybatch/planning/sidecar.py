@@ -16,9 +16,8 @@ from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.lengths import expected_lengths
 from raybatch.records.types import Sampling
-from raybatch.rows.identity import row_seed
-from raybatch.rows.pooled_rows import POOLED
-from raybatch.rows.prepare import Prepared, is_deterministic
+from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
+from raybatch.rows.row_options import POOLED
 from raybatch.rows.schema import error_class
 
 # why a row is not asked that is left out on purpose; error classes begin with a capital

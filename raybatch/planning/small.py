@@ -16,9 +16,8 @@ import pyarrow.compute as pc
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import UnitPlan, row_sums
-from raybatch.planning.checks.layout_lint import can_change_layout
 from raybatch.planning.dataset import with_places
-from raybatch.planning.movable import as_movable
+from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, shard_of
@@ -26,6 +25,7 @@ from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
+from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import (
     place_columns,

@@ -1,10 +1,13 @@
 """What `plan.json` says, as a record; a file that says something else is refused by field."""
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from raybatch.config import PlanConfig
 from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import InputFile
@@ -97,3 +100,50 @@ def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a
     if kind is Any or is_number or (kind in (str, bool) and type(value) is kind):
         return value
     raise ValueError(f"{name} is {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSubject:
+    """What a plan is of, whoever makes it; the fields are those of `StoredPlan`.
+
+    Args:
+        options: of the plan.
+        files: name, rows and digest of each file of the source, in order.
+        fingerprint: what decides the answers.
+        source: folder that the names of the files are relative to.
+        model: as the user named it.
+        partition_by: columns of the source by which the output is laid out.
+        number: of the plan among those of the output.
+        first_unit: number in the output of its first unit.
+        partition_types: of the columns `partition_by`, as Arrow names them.
+        skipped: name and reason of files of the source that were left out.
+    """
+
+    options: PlanConfig
+    files: Sequence[InputFile]
+    fingerprint: Mapping[str, str]
+    source: str = ""
+    model: str = ""
+    partition_by: tuple[str, ...] = ()
+    number: int = 1
+    first_unit: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
+
+    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
+        """Return the hash of a whole plan.
+
+        Args:
+            shards: digest of each shard.
+            contents: digest of all that decides the results of the rows of each piece: prompts,
+                options and seeds, see `contents_digest`.
+        """
+        options = dataclasses.asdict(self.options)
+        parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def stored(self, **found: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
+        """Return what `plan.json` says of a plan, given the fields that were found by planning."""
+        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        own |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
+        return StoredPlan(**own, **found)

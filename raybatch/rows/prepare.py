@@ -1,5 +1,6 @@
 """From a row batch to what the pool is asked: ids, prompts, options and the request table."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,16 +10,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
-from raybatch.records.types import Sampling
-from raybatch.rows.identity import column_row_ids, content_row_ids, row_seed
-from raybatch.rows.large_rows import large_rows
+from raybatch.records.types import Sampling, TokenIds
+from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.overrides import row_samplings
 from raybatch.rows.plan_columns import PlannedRows
-from raybatch.rows.pooled_rows import POOLED, fit_pooled
 from raybatch.rows.prompt import Prompt, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
+from raybatch.rows.row_options import POOLED, fit_pooled
+from raybatch.rows.schema import describe_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,3 +239,44 @@ def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+
+def row_seed(seed: int, row_id: str) -> int:
+    """Return the 64-bit seed of a row; nothing about its placement takes part.
+
+    Complexity: one hash of the id.
+    """
+    digest = hashlib.blake2b(f"{seed}\x00{row_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]]:
+    """Return the ids of a user's column as strings, and an error text per row ("" = fine)."""
+    ids: list[str | None] = []
+    errors: list[str] = []
+    for value in python_values(column):
+        if value is None or isinstance(value, Exception):
+            ids.append(None)
+            cause = "the id is null" if value is None else value
+            errors.append(describe_error("InvalidRowId", cause))
+        else:
+            ids.append(value.hex() if isinstance(value, bytes) else str(value))
+            errors.append("")
+    return ids, errors
+
+
+def content_row_ids(prompts: Sequence[TokenIds | None], errors: Sequence[str]) -> list[str]:
+    """Return ids made of what is asked: a hash of the prompt, and a count of its repetitions.
+
+    They do not depend on order, layout or cluster size, except that the count starts again in
+    every row batch: equal prompts in two batches have one id. `id_column` gives unique ids.
+    """
+    seen: dict[str, int] = {}
+    ids: list[str] = []
+    for prompt, error in zip(prompts, errors, strict=True):
+        content = error.encode() if prompt is None else prompt.tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        occurrence = seen.get(digest, 0)
+        seen[digest] = occurrence + 1
+        ids.append(f"{digest}-{occurrence}")
+    return ids

@@ -17,21 +17,21 @@ from raybatch.backends.kinds import facts_of
 from raybatch.backends.options import score_form
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
-from raybatch.rows.adapters import Adapters
 from raybatch.rows.batches import python_rows, python_values
-from raybatch.rows.images.columns import ImageReader, Images
+from raybatch.rows.image_reader import ImageReader, Images
 from raybatch.rows.options import StageConfig
-from raybatch.rows.pooled_rows import with_pooling
 from raybatch.rows.prompt import Prompt, make_prompts
 from raybatch.rows.prompt_inputs import check_inputs, column_of, conventional_column
-from raybatch.rows.template import PromptTemplate
-from raybatch.rows.tools import (
+from raybatch.rows.row_options import (
     TOOLS,
+    Adapters,
     chat_payload,
     read_options,
     row_columns,
     stage_options,
+    with_pooling,
 )
+from raybatch.rows.template import PromptTemplate
 from raybatch.text.pairs import read_pair, with_frame
 from raybatch.text.prompt_errors import InvalidPrompt
 from raybatch.text.prompt_tokenizer import PromptTokenizer

@@ -1,15 +1,21 @@
 """Row batches that the pool was asked for, and what of them is finished before all is."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from raybatch.errors import ReplicaError
 from raybatch.rows.finish import Answers
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.stages.unit_watch import PlacedWatch
+
+# for the journals of units that fail together
+_KEEP_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,3 +114,19 @@ class OpenCall:
     asked: Asked | None = None
     num_seen: int = 0
     special: Sequence[int] = ()
+
+
+async def end_calls(calls: Collection[asyncio.Future[Any]], error: BaseException) -> None:
+    """Cancel calls, and wait until they have ended.
+
+    Where no engine is left all of them fail, and have time to keep what is finished.
+
+    Args:
+        calls: that may still run.
+        error: of another one.
+    """
+    if calls and isinstance(error, ReplicaError):
+        await asyncio.wait(calls, timeout=_KEEP_S)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

@@ -1,12 +1,15 @@
 """How Ray starts for a command, and how Ray Data runs what ends in units."""
 
 import logging
+from collections.abc import Generator, Sequence
 from typing import Any
 
+import pyarrow as pa
 import ray
-
-# its loggers have their handlers once it is imported
 import ray.data
+
+from raybatch.actors.ray_errors import errors_told_once, own_cause
+from raybatch.stages.feeder import StageFeeder
 
 
 def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
@@ -35,3 +38,23 @@ def start_ray() -> None:
         )
         if is_console and handler not in others:
             handler.setLevel(logging.CRITICAL)
+
+
+def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
+    """Yield what feeders give back for blocks of rows, as it comes.
+
+    Args:
+        rows: a dataset of Ray, or tables.
+        feeder: class of the feeders.
+    """
+    dataset = ray.data.from_arrow(list(rows)) if isinstance(rows, Sequence) else rows
+    settle_context(dataset)
+    dataset.context.enable_progress_bars = False
+    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
+    dataset.context.issue_detectors_config.detectors = []
+    try:
+        with errors_told_once():
+            answered = feeder.apply(dataset, batch_size=None)
+            yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
+    except Exception as error:
+        raise own_cause(error) or error from None

@@ -25,12 +25,10 @@ from raybatch.planning.tally import row_statuses
 from raybatch.rows.batches import to_table
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.ending_calls import end_calls
 from raybatch.stages.feeder import StageFeeder, again_client
-from raybatch.stages.open_call import OpenCall
-from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
+from raybatch.stages.open_call import OpenCall, end_calls
 from raybatch.stages.unit_watch import UnitWatch
-from raybatch.stages.unit_writer import SPECIAL, UnitWriter
+from raybatch.stages.unit_writer import RECEIPT_SCHEMA, SPECIAL, UnitReceipt, UnitWriter
 
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16

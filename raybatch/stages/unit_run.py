@@ -1,26 +1,28 @@
 """Runs planned rows through feeders that write, and collects what comes back."""
 
+import asyncio
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.actors.executors.local_loop import LocalLoop
 from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.durable.storage import store_of, told_as
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
-from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.local_feeding import local_results
-from raybatch.stages.receipts import UnitReceipt
+from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder
+from raybatch.stages.open_call import end_calls
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
-from raybatch.stages.unit_writer import UnitWriter
+from raybatch.stages.unit_writer import UnitReceipt, UnitWriter
 
 
 class RunObserver(Protocol):
@@ -98,7 +100,7 @@ class FeederRunner:
     def _results(self, rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
         if self.is_local:
             return local_results(rows, feeder)
-        from raybatch.stages.ray_feeding import ray_results  # slow to load
+        from raybatch.stages.ray_context import ray_results  # slow to load
 
         return ray_results(rows, feeder)
 
@@ -121,3 +123,44 @@ class FeederRunner:
             output=self.stage.config.output,
             attempt=self.attempt,
         )
+
+
+def local_results(
+    tables: Iterable[pa.Table], feeder: type[StageFeeder]
+) -> Generator[pa.Table, None, None]:
+    """Yield what a feeder gives back for tables, as it comes; the first error ends the others.
+
+    Args:
+        tables: read as they are needed.
+        feeder: class of the feeder.
+    """
+    left, answer = iter(tables), feeder()
+    pending: set[asyncio.Task[pa.Table]] = set()
+
+    async def turn() -> tuple[list[pa.Table], BaseException | None]:
+        """Wait for some results, with as many calls in flight as there may be; none at the end."""
+        try:
+            for table in islice(left, CALLS_PER_FEEDER - len(pending)):
+                pending.add(asyncio.ensure_future(answer(table)))
+            if not pending:
+                return [], None
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException as broken:
+            await end_calls(pending, broken)
+            raise
+        pending.difference_update(done)
+        errors = [call.exception() for call in done if call.exception() is not None]
+        error = next(iter(errors), None)
+        if error is not None:
+            await end_calls(pending, error)
+        return [call.result() for call in done if call.exception() is None], error
+
+    # the caller's thread may have a loop that runs, as in a notebook, and is to hear of Ctrl-C
+    with closing(LocalLoop("raybatch-feeder")) as loop:
+        while True:
+            results, error = loop.begin(turn()).result()
+            yield from results
+            if error is not None:
+                raise error
+            if not results:
+                return

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.inputs import file_slices, size_limits
+from raybatch.inputs import file_errors, file_slices
 from raybatch.inputs.source import SkippedFile, scan_source
 from tests.stages.support import rows_of, write_ipc, write_parquet
 
@@ -190,9 +190,9 @@ def test_row_group_over_the_limit_is_not_left_out(tmp_path):
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 def test_piece_that_grows_out_of_next_to_nothing_is_refused(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(size_limits, "HARMLESS_BYTES", 1 << 20)
+    monkeypatch.setattr(file_errors, "HARMLESS_BYTES", 1 << 20)
     monkeypatch.setattr("raybatch.inputs.parquet_files.HARMLESS_BYTES", 1 << 20)
-    monkeypatch.setattr(size_limits, "_MAX_RATIO", 1000)
+    monkeypatch.setattr(file_errors, "_MAX_RATIO", 1000)
     table = pa.table({"x": pa.array(["y" * (4 << 20)])})
     if kind == "parquet":
         options = {"compression": "zstd", "use_dictionary": False}
@@ -209,7 +209,7 @@ def test_texts_that_repeat_a_document_do_not_look_like_an_attack(tmp_path):
         tmp_path / "a.parquet", table, compression="zstd", use_dictionary=False, version="2.6"
     )
     footer = pq.read_metadata(tmp_path / "a.parquet").row_group(0)
-    assert footer.total_byte_size > size_limits.HARMLESS_BYTES
+    assert footer.total_byte_size > file_errors.HARMLESS_BYTES
     assert scan_source(str(tmp_path)).num_rows == 20_000
 
 

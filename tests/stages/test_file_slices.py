@@ -4,7 +4,7 @@ import pytest
 
 from raybatch.inputs.file_slices import FileSlice, Size, pack, read_slice
 from raybatch.inputs.source import Source, scan_source
-from raybatch.planning.checks.unique_ids import check_unique_ids
+from raybatch.planning.source_checks import check_unique_ids
 from tests.stages.support import rows_of, write_parquet
 
 LIMIT = Size(num_rows=10, num_bytes=100, num_pieces=3)

@@ -6,7 +6,7 @@ from io import BytesIO
 import pytest
 
 from raybatch.compat.row_columns import json_text
-from raybatch.rows.images.values import data_url, file_of, is_picture, plain
+from raybatch.rows.image_files import data_url, file_of, is_picture, plain
 from tests.backends.image_models import png
 
 Image = pytest.importorskip("PIL.Image", reason="PIL is not installed here")

@@ -10,7 +10,7 @@ import pytest
 
 from raybatch.backends.openai.body import body_of
 from raybatch.backends.openai.options import openai_options
-from raybatch.compat.feeder import add_prompts
+from raybatch.compat.processor import add_prompts
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.errors import ConfigError
 from raybatch.records.media import images_of, prompt_ids_of

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.rows.large_rows import large_rows
+from raybatch.rows.batches import large_rows
 from tests.stages.support import answer, fake_stage, local
 
 TEXTS = ["a", "b" * 20, "x" * 1000, None, "c"] * 3

@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
-from raybatch.planning.checks.layout_lint import (
+from raybatch.planning.layout_lint import (
     lint_layout,
     lint_source,
     sample_tables,
@@ -178,7 +178,7 @@ def test_a_missing_column_is_a_config_error():
 
 
 def test_values_beyond_the_exact_part_are_measured_by_length(monkeypatch):
-    monkeypatch.setattr("raybatch.planning.checks.layout_lint._EXACT_CHARS", 1)
+    monkeypatch.setattr("raybatch.planning.layout_lint._EXACT_CHARS", 1)
     asked = []
 
     def count(text):

@@ -1,7 +1,7 @@
 import pyarrow as pa
 import pytest
 
-from raybatch.planning.movable import as_movable
+from raybatch.rows.batches import as_movable
 
 VIEW = pa.string_view()
 KINDS = {

@@ -5,7 +5,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
-from raybatch.planning.checks.partition_values import check_partition_values
+from raybatch.planning.source_checks import check_partition_values
 from tests.stages.support import write_parquet
 
 

@@ -14,9 +14,8 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from raybatch.planning import parts, pieces
 from raybatch.planning.fingerprint import fingerprint
-from raybatch.planning.planned import PlannedRun
+from raybatch.planning.planned import ArrangeJob, PlannedRun, ProbedRows
 from raybatch.planning.probe import estimate, probe_rows
-from raybatch.planning.records import ArrangeJob, ProbedRows
 from raybatch.planning.run import fit_units
 from raybatch.planning.shards import (
     SHARD_SCHEMA,
@@ -31,8 +30,8 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.records.types import Sampling
-from raybatch.rows.identity import column_row_ids
 from raybatch.rows.plan_columns import check_names, take_off
+from raybatch.rows.prepare import column_row_ids
 from tests.stages.support import fake_stage, write_parquet
 
 BLOCK = 8

@@ -13,7 +13,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.errors import ConfigError
-from raybatch.rows.images.values import MEDIA_TYPE
+from raybatch.rows.image_files import MEDIA_TYPE
 from raybatch.rows.schema import ERROR_COLUMN
 from tests.backends.image_models import png
 

@@ -6,7 +6,7 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.inputs.schemas import widened
 from raybatch.inputs.source import scan_source
-from raybatch.planning.checks.unique_ids import check_unique_ids
+from raybatch.planning.source_checks import check_unique_ids
 from tests.stages.support import rows_of, write_ipc, write_parquet
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import check_outside, scan_source
-from raybatch.planning.checks.unique_ids import check_unique_ids
+from raybatch.planning.source_checks import check_unique_ids
 from tests.stages.support import write_parquet
 
 
