@@ -35,7 +35,6 @@ def drop_leftovers(
 
     Args:
         table: after `preprocess`.
-        before: the same rows before it.
         returned: what `preprocess` returned for each row; None for a row with an error.
         prompt_columns: those that the stage asks, the first of them that is there; none where it
             asks pairs of query and document.

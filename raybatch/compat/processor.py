@@ -21,9 +21,9 @@ from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import TokenIds
 from raybatch.rows.prompt import Prompt
+from raybatch.stages.asked_rows import Answered
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
-from raybatch.stages.open_call import Answered
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
         table: of answered rows; read only.
         prompts: of its rows; one that failed before it had tokens is null in both columns. Images
             are in them as their chat template marks their places.
-        tokenizer: of the model.
     """
     ids = [p.token_ids if p.asked_ids is None else p.asked_ids for p in prompts]
     table = table.append_column(PROMPT_IDS_COLUMN, pa.array(ids, pa.list_(pa.int32())))
@@ -86,9 +85,6 @@ class Processor:
     """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`.
 
     Args:
-        config: as the user gave it.
-        stage: that answers the rows.
-        preprocess: of row batches, before it.
         postprocess: of row batches, after it; None leaves them as they are.
         preprocess_map_kwargs: of `map_batches` for preprocess.
         postprocess_map_kwargs: of `map_batches` for postprocess.
@@ -187,8 +183,6 @@ def build_processor(
         preprocess: a function of the row (a dict) whose result is merged into the row.
         postprocess: a function of the answered row whose result replaces it; not called for rows
             with an error, which keep their columns and `__inference_error__`.
-        preprocess_map_kwargs: such as num_cpus, memory and compute.
-        postprocess_map_kwargs: the same for postprocess.
         builder_kwargs: only `chat_template_kwargs`.
 
     Raises:

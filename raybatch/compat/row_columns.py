@@ -85,7 +85,6 @@ def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
     """Return the columns of the rows that replace those of a table; a failed one keeps its values.
 
     Args:
-        table: the rows before.
         returned: what replaces each; at least one is there.
     """
     columns = {}
@@ -100,13 +99,7 @@ def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
 def replace_failed(
     table: pa.Table, imagined: Mapping[str, Any], example: Mapping[str, Any]
 ) -> dict[str, Column]:
-    """Return the columns of rows that have all failed, in the types that good ones would have.
-
-    Args:
-        table: the rows before.
-        imagined: a good row.
-        example: what replaces that.
-    """
+    """Return the columns of rows that have all failed, in the types that good ones would have."""
     columns = {}
     for name, value in example.items():
         columns[name] = column = _column(name, table)
@@ -260,7 +253,6 @@ def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
     Arrow map; a key that is not there counts as None.
 
     Args:
-        value: of a function.
         held: as read from Arrow. Keys that only this has must be None.
     """
     if value is None or held is None or value is held:

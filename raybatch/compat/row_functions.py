@@ -96,7 +96,6 @@ class Preprocess:
         model: of the stage, which the column `model` may name.
         prompt_columns: those that the stage asks, the first of them that is there; none where it
             asks pairs of query and document.
-        task: of the stage.
         has_adapters: the column `model` may name adapters.
         has_images: the column `multimodal_data` may have images.
     """
@@ -237,7 +236,6 @@ def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa:
     """Say "no bound" of the output in a number, where None would be "not said" further on.
 
     Args:
-        row: what a function has made.
         held: sampling options of the row before it. A struct of Arrow has all keys in all rows, so
             that a None among all of them may only mean "not there".
     """

@@ -80,12 +80,7 @@ def size_of(file: Any, path: str) -> int:  # noqa: ANN401
 
 
 def check_num_rows(num_rows: int, where: str) -> None:
-    """Raise ConfigError if a piece has more rows than Arrow can number.
-
-    Args:
-        num_rows: as the file says.
-        where: names file and piece.
-    """
+    """Raise ConfigError if a piece has more rows than Arrow can number."""
     if not 0 <= num_rows <= _MAX_ROWS:
         raise ConfigError(
             f"{where} says that it has {num_rows} rows; write the file again with smaller ones"
@@ -98,8 +93,6 @@ def check_size(num_bytes: int, stored: int | None, where: str, *, max_bytes: int
     Args:
         num_bytes: decompressed, as the file says.
         stored: in the file; None where it is not known.
-        where: names file and piece.
-        max_bytes: that are allowed.
     """
     if num_bytes > max_bytes:
         raise ConfigError(

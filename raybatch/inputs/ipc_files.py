@@ -39,8 +39,6 @@ class IpcFile:
     """What the headers of a file or stream tell.
 
     Args:
-        num_rows: of each batch.
-        num_bytes: that each batch takes in memory.
         offsets: where each batch of a stream begins. None where one cannot be read alone: in a
             stream with dictionaries, and in a file, whose footer says it.
         is_whole: batches can only be read from the first one on.
@@ -57,8 +55,6 @@ def open_ipc(file: Any, path: str, *, max_batch_bytes: int) -> IpcFile:  # noqa:
     """Return what a file or stream holds; nothing is decompressed or decoded for it.
 
     Args:
-        file: open for reading bytes.
-        path: for messages.
         max_batch_bytes: of one batch, decompressed.
 
     Raises:
@@ -97,9 +93,6 @@ def read_batches(
     """Yield some record batches, whose values are safe to read.
 
     Args:
-        file: open for reading bytes.
-        path: for messages.
-        numbers: of the batches.
         offset: where the first of them begins in a stream; 0 reads from the beginning.
         columns: to read, those that there are; None reads all.
     """
@@ -166,10 +159,7 @@ class _Message(NamedTuple):
 
     Args:
         kind: `_DICTIONARY`, `_RECORDS` or another.
-        num_rows: of a batch.
         num_bytes: of its values, decompressed.
-        start: where it begins in the file.
-        stop: where the next one begins.
     """
 
     kind: int

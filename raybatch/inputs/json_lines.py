@@ -47,9 +47,7 @@ class JsonFile(NamedTuple):
 
     Args:
         schema: that holds the values of all lines.
-        num_rows: lines that are not blank.
         num_bytes: of the rows in memory, of the chosen columns.
-        num_blocks: in which the file was read.
     """
 
     schema: pa.Schema
@@ -70,9 +68,7 @@ def scan_json_lines(
     A line is a row, except that blank lines are none. A file without a row has no columns.
 
     Args:
-        path: with its protocol.
         columns: whose size is asked for; None takes all.
-        block_bytes: that are read at once.
         max_decompressed_bytes: see `read_blocks`.
 
     Raises:
@@ -85,18 +81,18 @@ def scan_json_lines(
     blocks = read_blocks(
         path, block_bytes=block_bytes, max_decompressed_bytes=max_decompressed_bytes
     )
-    found, num_lines = JsonFile(pa.schema([]), 0, 0, 0), 0
+    file, num_lines = JsonFile(pa.schema([]), 0, 0, 0), 0
     for data in blocks:
-        table = _table_of(path, data, num_lines, found.schema)
+        table = _table_of(path, data, num_lines, file.schema)
         num_lines += _num_lines(data)
         chosen = [n for n in table.column_names if columns is None or n in columns]
-        found = JsonFile(
-            _both(found.schema, table.schema),
-            found.num_rows + table.num_rows,
-            found.num_bytes + table.select(chosen).nbytes,
-            found.num_blocks + 1,
+        file = JsonFile(
+            _both(file.schema, table.schema),
+            file.num_rows + table.num_rows,
+            file.num_bytes + table.select(chosen).nbytes,
+            file.num_blocks + 1,
         )
-    return found
+    return file
 
 
 def read_json_lines(
@@ -105,9 +101,7 @@ def read_json_lines(
     """Yield the rows of one file; a text that looks like a date stays the text that it is.
 
     Args:
-        path: with its protocol.
         schema: that the scan found; None where the file is one block.
-        block_bytes: that are read at once.
 
     Raises:
         BadFileError: the file is not what it was when it was scanned.
@@ -129,9 +123,6 @@ def _table_of(
     """Return the rows of a block.
 
     Args:
-        path: for messages.
-        data: whole lines.
-        num_lines: of the blocks before.
         schema: of the blocks before, or of the whole file.
         is_known: it is of the whole file, and no type is left to find.
     """
@@ -170,12 +161,13 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
         line = match.group().strip(_BLANKS)
         if not line:
             continue
+        reason = None
         if not (line.startswith(b"{") and line.endswith(b"}")):
-            number = num_before + len(data[: match.start()].splitlines()) + 1
-            raise _broken(path, number, match.group(), "no JSON object")
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
-            number = num_before + len(data[: match.start()].splitlines()) + 1
+            reason = "no JSON object"
+        elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
             reason = f"nested deeper than {MAX_DEPTH} levels"
+        if reason is not None:
+            number = num_before + _num_lines(data[: match.start()]) + 1
             raise _broken(path, number, match.group(), reason)
         num_lines += 1
     return num_lines
@@ -260,11 +252,11 @@ def _explained(
     good, bad = 0, len(lines)
     while bad - good > 1:
         middle = (good + bad) // 2
-        found = _failure_of(lines[:middle], schema)
-        if found is None:
+        failure = _failure_of(lines[:middle], schema)
+        if failure is None:
             good = middle
         else:
-            bad, cause = middle, found
+            bad, cause = middle, failure
     # the number of a row that Arrow names is that of a block
     reason = str(cause).splitlines()[0].partition(" in row ")[0]
     return _broken(path, num_before + bad, lines[bad - 1], reason)
@@ -299,27 +291,20 @@ def changed_number(table: pa.Table, data: bytes) -> int | None:
     a value is beyond the whole numbers that float64 has all of.
 
     Args:
-        table: that Arrow made.
         data: the lines that it made it of.
     """
     kinds = {f.name: f.type for f in table.schema if _has_large(table.column(f.name))}
     if not kinds:
         return None
     for line in data.splitlines():
-        row = _row(line)
+        try:
+            row: dict[str, Any] = json.loads(line.decode("utf-8", "replace"), strict=False)
+        except ValueError:  # blank, or what Arrow alone takes for JSON
+            continue
         for name, kind in kinds.items():
-            if (found := _changed(row.get(name), kind)) is not None:
-                return found
+            if (number := _changed(row.get(name), kind)) is not None:
+                return number
     return None
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = json.loads(line.decode("utf-8", "replace"), strict=False)
-    except ValueError:
-        # blank, or what Arrow alone takes for JSON
-        return {}
-    return row
 
 
 def _has_large(column: pa.ChunkedArray) -> bool:
@@ -342,7 +327,7 @@ def _changed(value: Any, kind: pa.DataType) -> int | None:  # noqa: ANN401 - of 
         inner = [_changed(item, kind.value_type) for item in value]
     elif pa.types.is_struct(kind) and value is not None:
         inner = [_changed(value.get(field.name), field.type) for field in kind]
-    return next((found for found in inner if found is not None), None)
+    return next((number for number in inner if number is not None), None)
 
 
 def _is_exact(number: int) -> bool:

@@ -45,8 +45,6 @@ def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFil
     """Open a file whose footer is whole and whose types are allowed.
 
     Args:
-        file: open for reading bytes.
-        path: for messages.
         buffer_size: of a column, in bytes.
 
     Raises:
@@ -134,8 +132,6 @@ def check_row_groups(
     """Raise ConfigError where decoding a row group would take more memory than is allowed.
 
     Args:
-        footer: of the file.
-        path: for messages.
         columns: that are read; None reads all.
         max_bytes: of what is read of one row group, decompressed.
     """
@@ -181,7 +177,6 @@ def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
     pages do not hold each value as it is.
 
     Args:
-        path: with its protocol.
         columns: that will be read; None reads all.
 
     Raises:

@@ -28,8 +28,6 @@ def saved_datasets(
     """Return the folders of saved datasets among some files, to their data files in order.
 
     Args:
-        fs: holds the files.
-        paths: of all files of a source.
         has_columns: the user names the columns to read.
 
     Raises:
@@ -40,7 +38,7 @@ def saved_datasets(
     for path in sorted(known):
         if posixpath.basename(path) == _DICT:
             _refuse_splits(fs, path)
-    found = {}
+    datasets = {}
     for path in sorted(known):
         folder = posixpath.dirname(path)
         if posixpath.basename(path) != _STATE or f"{folder}/{_INFO}" not in known:
@@ -48,8 +46,8 @@ def saved_datasets(
         state = _read_json(fs, path)
         if isinstance(state, dict) and "_data_files" in state:
             _check_rows(state, path, has_columns)
-            found[folder] = _data_files(state, path, known)
-    return found
+            datasets[folder] = _data_files(state, path, known)
+    return datasets
 
 
 def _refuse_splits(fs: fsspec.AbstractFileSystem, path: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import fsspec
 import pyarrow as pa
@@ -15,7 +15,6 @@ from raybatch.durable.storage import real_path, told_as
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.file_slices import (
-    ROWS_PER_TABLE,
     FileSlice,
     Size,
     joined,
@@ -41,7 +40,6 @@ class SkippedFile(NamedTuple):
 
     Args:
         name: relative to the root of the source.
-        reason: what is wrong with it.
     """
 
     name: str
@@ -55,7 +53,6 @@ class Source:
     Args:
         schema: of every file, as far as it is read.
         slices: in the order of files and positions.
-        num_rows: of all of them.
         skipped: files that are left out, in order.
         is_projected: files may have columns that are not read.
     """
@@ -98,7 +95,6 @@ class Source:
         """Yield the rows of some neighbouring slices, a small table at a time.
 
         Args:
-            task: positions of the slices.
             row_id_column: holds "<file>:<position>"; None adds none.
         """
         columns = self.schema.names if self.is_projected else None
@@ -116,24 +112,6 @@ class Source:
     def _in_schema(self, rows: pa.Table, part: FileSlice) -> pa.Table:
         with told_as(f"source file {safe_text(part.path)} does not fit the other files"):
             return in_common_schema(rows, self.schema)
-
-    def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked.
-
-        A slice is decoded once, by one task that hands over small blocks while it reads: what is
-        in one block is fed through one call of a feeder.
-        """
-        import ray  # slow to load, and a local run does without
-
-        def read(batch: pa.Table) -> Iterator[pa.Table]:
-            for task in batch.to_pylist():
-                slices = range(task["start"], task["stop"])
-                yield from self.read(slices, row_id_column=row_id_column)
-
-        tasks = [{"start": task.start, "stop": task.stop} for task in self.tasks()]
-        items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-        blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
-        return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
 
 
 def scan_source(
@@ -203,11 +181,11 @@ def _row_bytes(
     noted: Callable[[ListedFile], AbstractContextManager[None]],
 ) -> dict[ListedFile, float]:
     """Return what a row takes in memory in a few of the files, those of Parquet."""
-    found: dict[ListedFile, float] = {}
+    row_bytes: dict[ListedFile, float] = {}
     for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
         with noted(file):
-            found[file] = row_bytes_of(file.path, columns=columns)
-    return found
+            row_bytes[file] = row_bytes_of(file.path, columns=columns)
+    return row_bytes
 
 
 @contextmanager

@@ -254,8 +254,6 @@ class UnitSink(Datasink):  # type: ignore[misc]
     """Writes rows that know their places, unit by unit; rows of open units go to the journal.
 
     Args:
-        sink: of the pipeline.
-        stored: the plan that holds.
         schema: of every part; None takes that of the first rows.
     """
 

@@ -41,7 +41,6 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     """Return the plans that lie below the sink of a job.
 
     Args:
-        job: with all of its files.
         may_grow: files that are in no plan are fine.
 
     Raises:
@@ -97,7 +96,6 @@ def settled_stage(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageF
     """Return a stage with a backend that is decided, where no cluster has to start for that.
 
     Args:
-        stage: with the pool of the job.
         sinks: outputs that it goes on with; the first that was begun says with which backend.
     """
     if stage.config.backend.is_decided:
@@ -119,8 +117,6 @@ def stage_of_cluster(
 
     Args:
         stage: one that is decided is returned as it is.
-        schema: of its rows.
-        start_ray: is called before Ray is used.
         connect: to a cluster; else options alone decide.
 
     Raises:

@@ -21,7 +21,6 @@ def is_working(stats: PoolStats, received_before: int = 0) -> bool:
     """Return whether a ready engine has been handed rows.
 
     Args:
-        stats: of the pool.
         received_before: prompt tokens that had come in before the run.
     """
     # rows without tokens never reach an engine
@@ -50,10 +49,7 @@ class PoolWatch:
     """Polls a pool in a thread while a dataset runs; use as a context manager.
 
     Args:
-        read_stats: returns the state of the pool.
-        num_rows: of the source.
         callback: called about every second, and at the end of a run without an exception.
-        clock: whose two moments are set.
 
     Attributes:
         rows_done: of this run, when the pool was last asked.

@@ -33,7 +33,6 @@ class Snapshot:
 
     Args:
         time_s: any clock that only goes forward.
-        stats: of the pool at that moment.
         rows_total: rows to be done in this run; None while it is not known.
         units: how far the units of a job are; None where there are none.
     """
@@ -53,7 +52,6 @@ class Progress:
         prompt_rate: prompt tokens per second in the recent window.
         output_rate: generated tokens per second in the recent window.
         mean_prompt_rate: the same since a ready engine had rows, engine starts left out.
-        mean_output_rate: the same since work began.
         cached_fraction: share of the prompt tokens done that came from the prefix cache.
         eta_s: seconds to the end, from remaining tokens; None while nothing is known.
     """
@@ -104,7 +102,6 @@ class ProgressPrinter:
     """Shows the progress of one job; use as a context manager.
 
     Args:
-        title: heading of the panel.
         note: one line that is shown once, when the work begins.
         stream: where to write; standard error by default.
         interval_s: seconds between two lines where no terminal is attached.

@@ -61,12 +61,7 @@ class JobRun:
     """A job whose source has been read and checked, and whose sink is ready.
 
     Args:
-        config: of the job.
-        stage: what it runs.
-        source: rows to read.
-        clock: began with the run.
         ending: says why the run has to end early, if it has to; called about every second.
-        executor: where the stage's pool runs.
         start_ray: called before Ray is used, where it is; None leaves its start to Ray.
     """
 

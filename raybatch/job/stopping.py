@@ -23,7 +23,6 @@ class WavesSoFar:
     Args:
         again: state of the pool, counted for rows that were asked again.
         rows_written: by this run, in units that are complete.
-        rows_failed: error rows among these.
     """
 
     again: PoolStats
@@ -35,7 +34,6 @@ class LimitWatch:
     """Compares what a run has spent with its limits, over all plans that it runs.
 
     Args:
-        limits: of the run.
         before: state of the pool when the run began.
         ending: asked beside the limits; a text that it returns ends the run as a limit does.
 
@@ -70,7 +68,6 @@ class LimitWatch:
         """Take the state of the pool, counted for the plan that runs.
 
         Args:
-            stats: of the pool.
             waves: where rows are asked again, what these counts do not hold.
 
         Returns:

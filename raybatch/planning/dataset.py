@@ -35,7 +35,6 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bo
     """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
 
     Args:
-        job: to run.
         stored: what `plan.json` says.
         todo: bool [units], rows of the others are left out.
     """
@@ -72,7 +71,6 @@ def planned_tables(
     A plan in another order than that of the input is held in memory as a whole.
 
     Args:
-        job: to run.
         stored: what `plan.json` says.
         todo: bool [units], rows of the others are left out.
     """
@@ -152,8 +150,6 @@ def with_places(
     """Return the units of finished rows in a plan that was made later, and the rows.
 
     Args:
-        sink: of the job.
-        stored: the plan.
         finished: rows as the journal has them, but for their positions.
     """
     finished = finished.sort_by(journal.ROW)

@@ -59,7 +59,6 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
     """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
 
     Args:
-        job: to run.
         stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Returns:
@@ -147,14 +146,7 @@ def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
 def forecast_large(
     job: PlannedRun, large: LargePlan, size: CacheSize, *, max_rows: int
 ) -> tuple[OrderForecast, ...]:
-    """Forecast what orders compute: the input's from stretches of it, the others part by part.
-
-    Args:
-        job: that was planned.
-        large: its plan.
-        size: of the cache of one engine.
-        max_rows: rows to simulate for each order.
-    """
+    """Forecast what orders compute: the input's from stretches of it, the others part by part."""
     forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
     what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
     is_reordered = large.is_reordered(job.plan)

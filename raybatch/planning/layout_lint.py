@@ -38,8 +38,6 @@ class LayoutHint:
 
     Args:
         advice: the order in use and the best one.
-        num_rows: rows of the sample.
-        is_sample: there are more rows than that.
         crosses_messages: a field gets into another message than the one it stands in.
     """
 
@@ -70,11 +68,9 @@ def lint_layout(
     of prompts that no template makes.
 
     Args:
-        config: of the stage.
         tables: rows spread over the input, with the columns of the template.
         count_tokens: of a text, without tokens that are put around a prompt.
         num_rows: of the whole input; None takes the sample for all of it.
-        max_rows: rows to read at most.
 
     Raises:
         ConfigError: the template is malformed, or a table lacks one of its columns.

@@ -124,9 +124,6 @@ def forecast(
     Args:
         job: options, and rows of the whole source.
         is_reordered: the plan of the whole source orders its rows.
-        size: of the cache of one engine.
-        max_rows: rows to simulate for each order.
-        pieces: rows of the part.
     """
     rows = _plan_rows(pieces)
     plan, found = plan_rows(rows, job.plan, dedup=job.dedup, is_reordered=is_reordered)
@@ -156,11 +153,7 @@ def rank(
     """Return what the plan says of the part's rows, a table for each piece of the source.
 
     Args:
-        part: in its own order.
-        cuts: values at which stretches begin.
-        plan: options.
         first_units: number of the first unit of each stretch.
-        first_group: number of the part's first group.
         piece_rows: int64 [T + 1], number of the first row of each piece, and of all rows.
     """
     ranked = _ranked_rows(part, cuts)

@@ -28,15 +28,11 @@ class PlannedInput:
     """The rows that engines will see, in input order, and their plan; arrays are read only.
 
     Args:
-        keys: block keys.
         asked: int64 [A], positions of the rows among all rows of the source.
-        num_rows: of the source.
         max_tokens: int64 [A], longest output over all samples.
         expected_tokens: float64 [A], output to expect over all samples.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
-        plan: of these rows.
         whole: plan of all rows of the source.
-        found: what they share.
         prompts: their token ids, where they are in memory.
         is_probed: `expected_tokens` come from rows that were generated before the plan.
     """
@@ -84,12 +80,8 @@ class PlannedRun:
     Args:
         source: with at least one row.
         config: of the stage, with the id column of the run.
-        plan: options of the plan.
-        sink: of the job.
         row_id_column: column to make for ids; None where the user has one.
         units: runs the plan; None where it is only made.
-        fingerprint: what decides the answers.
-        files: of the source.
         partition_by: columns of the source by which the output is laid out.
         number: of the plan among those of the output, from 1.
         first_unit: number in the output of the plan's first unit.
@@ -139,10 +131,7 @@ class PieceSummary:
     """What the driver keeps of one piece of the source.
 
     Args:
-        num_rows: of the piece.
-        num_keys: block keys of all of them.
         unasked: rows that no engine sees, by class of error, or "filtered".
-        sample: keys of some rows.
         contents: digest of what decides the results of its rows.
         adapters: uint64 [A], different ones that its rows name, 0 for none; empty where the stage
             has none.
@@ -161,11 +150,7 @@ class PartSummary:
     """What the driver keeps of one part.
 
     Args:
-        num_rows: that are still to be generated.
-        profile: of all rows of the part.
-        work: that they make in groups.
         work_alone: that they make in the order of the input.
-        boxes: their prefix tree, to be drawn.
         values: float64 [n], some of the values by which entries are ordered.
         weights: int64 [n], rows that each of them stands for.
         probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
@@ -206,14 +191,7 @@ class ArrangedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrangeJob:
-    """What `arrange` needs beside the rows.
-
-    Args:
-        plan: options.
-        dedup: identical rows are generated once.
-        num_rows: of the whole source.
-        num_parts: of the plan.
-    """
+    """What `arrange` needs beside the rows."""
 
     plan: PlanConfig
     dedup: bool
@@ -239,10 +217,8 @@ class LargePlan:
     """A plan whose rows lie in the object store; what is here does not grow with their number.
 
     Args:
-        pieces: of the source, in order.
         tables: references to what is known of the rows of each piece; none after a run, nor of
             `rows` and `arranged`.
-        parts: that were planned apart.
         rows: for each part references to its rows, piece by piece.
         arranged: references to the parts in their own order.
         probed: rows that were generated before the plan.
@@ -304,9 +280,7 @@ def planned_work(
     """Return the work of rows whose shared prefixes run once each; copies are no work.
 
     Args:
-        keys: of the rows.
         expected_tokens: float64 [R], outputs to expect.
-        found: what the rows share.
         is_grouped: rows run in groups; else each computes its whole prompt.
     """
     groups = found.groups

@@ -33,7 +33,6 @@ def probe_rows(
     Args:
         group_id: int64 [R], -1 for a row that is alone.
         max_tokens: int64 [R], longest outputs; rows with different ones may differ in length.
-        plan: options of the plan.
         num_rows: of the whole input, where these are a part of it.
     """
     most = _MAX_ROWS / max(1, num_rows or len(group_id))
@@ -52,7 +51,6 @@ def generated_lengths(rows: Int64s, finished: pa.Table, output: OutputSchema) ->
     Args:
         rows: int64 [n], their numbers in the source.
         finished: their results in any order, with these numbers in a column.
-        output: the columns of the run.
     """
     results = counted_columns(finished, output)
     generated = results.column("num_generated_tokens").combine_chunks()

@@ -84,7 +84,6 @@ class Repeated(NamedTuple):
 
     Args:
         num_rows: that have the id of a row before them.
-        num_ids: that several rows have.
         examples: uint64 [E, 2], hashes of some of these ids.
         first: the first row whose id another has too, and the next one that has it.
     """

@@ -21,7 +21,6 @@ def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | La
     """Plan a source, write the plan, generate the rows in its order, and return the plan.
 
     Args:
-        job: to run.
         stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Returns:
@@ -59,13 +58,7 @@ def store_input_order(job: PlannedRun) -> StoredPlan:
 
 
 def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPlan:
-    """Write such a plan of a source, and return the one that holds.
-
-    Args:
-        source: to be read.
-        sink: folder of the output.
-        subject: what the plan is of.
-    """
+    """Write such a plan of a source, and return the one that holds."""
     rows = [
         sum(part.num_rows for part in source.slices[slices.start : slices.stop])
         for slices, _ in pieces_of(source)

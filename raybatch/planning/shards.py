@@ -30,7 +30,6 @@ def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
     """Return the shard of a plan that holds all rows of a source: one row each, in input order.
 
     Args:
-        plan: of all rows.
         expected: float64 [R], output to expect of each row; NaN where nothing is known.
     """
     unit = np.empty(plan.num_rows, np.int32)

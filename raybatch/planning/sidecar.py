@@ -34,7 +34,6 @@ class Sidecar:
         asked: int64 [A], positions of these rows among all rows described.
         max_tokens: int64 [A], longest output over all samples.
         expected_tokens: float64 [A], output to expect over all samples.
-        num_rows: rows described.
         adapters: uint64 [A], what the adapter of each of these rows is known by; 0 for none.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
     """
@@ -77,9 +76,7 @@ def describe_rows(
     """Describe the rows of one batch.
 
     Args:
-        table: the user's columns.
         prepared: the same rows, every asked row among its requests (no copies).
-        block_size: tokens of a KV block.
         expected_column: output lengths that the user expects; None takes the longest allowed.
 
     Raises:

@@ -44,7 +44,6 @@ class RowDescriber:
 
     Args:
         config: of the stage, with the id column of the run.
-        plan: options of the plan.
     """
 
     def __init__(self, config: StageConfig, plan: PlanConfig) -> None:
@@ -83,7 +82,6 @@ class GatheredRows:
     Args:
         table: the user's columns, and the ids where the job makes them.
         prompts: of every row, errors included.
-        sidecar: what planning knows of them.
     """
 
     table: pa.Table
@@ -95,7 +93,6 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     """Plan a source in this process, write the plan, generate the rows, and return the plan.
 
     Args:
-        job: to run.
         stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Raises:
@@ -181,8 +178,6 @@ def store_plan(
     """Write a plan below the sink, once; return what `plan.json` says, whoever has written it.
 
     Args:
-        job: that was planned.
-        planned: its plan.
         expected: float64 [rows of the source], output to expect; NaN where nothing is known.
 
     Raises:
@@ -212,7 +207,6 @@ def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -
     """Return some rows with their prompts, their places and what the plan says of them.
 
     Args:
-        rows: in memory.
         shard: what the plan says of all of them, in input order.
         chosen: int64 [n], rows in the order in which they run.
     """

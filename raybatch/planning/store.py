@@ -47,8 +47,6 @@ def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
     """Write one shard and return its name; the same shard may be written again.
 
     Args:
-        sink: of the job.
-        plan: hash of the plan.
         first_row: number of the shard's first row in the source.
         shard: of `SHARD_SCHEMA`.
     """
@@ -63,9 +61,7 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     `plan.json` comes last. Where another driver was faster, its plan is returned.
 
     Args:
-        sink: of the job.
         stored: what `plan.json` will say.
-        units: of the plan.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -162,8 +158,6 @@ def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = Fa
     """Say in the log what was planned.
 
     Args:
-        stored: the plan.
-        seconds: that it took.
         can_change_layout: the fields of the template could stand in another order.
     """
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
@@ -204,8 +198,6 @@ def damage_of(sink: str, stored: StoredPlan, *, is_deep: bool) -> str | None:
     """Return what is wrong with the shards of a plan, and the way out; None where nothing is.
 
     Args:
-        sink: of the job.
-        stored: the plan.
         is_deep: read all rows and compare the sums of units, not the end of each file alone.
     """
     if not (is_deep and stored.shards):

@@ -21,14 +21,9 @@ class StoredPlan:
 
     Args:
         hash: of all shards.
-        num_rows: of the source.
-        num_units: units of commit.
-        num_groups: prefix groups.
         is_reordered: rows run in another order than that of the input.
         logical_tokens: prompt tokens of the rows that engines see.
         computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
-        block_size: tokens of a KV block.
-        options: of the plan.
         files: name, rows and digest of each file of the source, in order.
         shards: name and first row of each shard, in order; none where units are stretches of the
             input and `units.arrow` says all.
@@ -64,12 +59,15 @@ class StoredPlan:
     partition_types: tuple[str, ...] = ()
     version: int = _VERSION
 
+    def __hash__(self) -> int:
+        """Return a hash for caches; equal plans have one `hash`."""
+        return hash(self.hash)
+
 
 def parse_plan(said: bytes, path: str) -> StoredPlan:
     """Return what the file of a plan says.
 
     Args:
-        said: the whole file.
         path: of it, for people.
 
     Raises:
@@ -107,11 +105,8 @@ class PlanSubject:
     """What a plan is of, whoever makes it; the fields are those of `StoredPlan`.
 
     Args:
-        options: of the plan.
         files: name, rows and digest of each file of the source, in order.
-        fingerprint: what decides the answers.
         source: folder that the names of the files are relative to.
-        model: as the user named it.
         partition_by: columns of the source by which the output is laid out.
         number: of the plan among those of the output.
         first_unit: number in the output of its first unit.
@@ -134,7 +129,6 @@ class PlanSubject:
         """Return the hash of a whole plan.
 
         Args:
-            shards: digest of each shard.
             contents: digest of all that decides the results of the rows of each piece: prompts,
                 options and seeds, see `contents_digest`.
         """

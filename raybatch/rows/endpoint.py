@@ -31,7 +31,6 @@ class EndpointTokenizer:
     """A tokenizer whose prompts carry what an endpoint is sent.
 
     Args:
-        options: of the endpoint.
         inner: of the model, for the ids; None takes triples of bytes.
     """
 

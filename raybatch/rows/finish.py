@@ -48,7 +48,6 @@ class Answers:
     Args:
         rows: position in the row batch of each request.
         copies: row to the earlier row whose result is its own.
-        samplings: of each request.
         results: of the pool, in the order of rows and samples.
     """
 

@@ -32,7 +32,6 @@ class ImageFiles:
 
     Args:
         folder: below which files may be read, vLLM's `allowed_local_media_path`; None reads none.
-        max_bytes: of a file.
     """
 
     def __init__(self, *, folder: str | None, max_bytes: int) -> None:
@@ -119,10 +118,6 @@ def data_url(image: bytes) -> str:
 
 def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data of a row
     """Return a value with files in place of images of PIL and lists in place of arrays.
-
-    Args:
-        value: of any depth.
-        has_urls: files are data: URLs in it.
 
     Raises:
         TypeError: there is something in it, at any depth, that has no form in JSON.

@@ -41,12 +41,7 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 
 class ImageReader:
-    """Reads the images of the rows of a stage; built once per feeder.
-
-    Args:
-        config: of the stage.
-        vocab_size: of the tokenizer.
-    """
+    """Reads the images of the rows of a stage; built once per feeder."""
 
     def __init__(self, config: StageConfig, vocab_size: int) -> None:
         self._config = config
@@ -86,7 +81,6 @@ class ImageReader:
         """Return messages with bare parts for images, and the images in their order.
 
         Args:
-            messages: of a row, not checked yet.
             given: of a column, for parts that have none of their own. Where there is no such part,
                 they come before the text of the last message.
 
@@ -216,8 +210,6 @@ class ImageTokens:
     """What a model makes of images, as far as its files tell.
 
     Args:
-        model: of the stage.
-        vocab_size: of the tokenizer.
         processor_options: of the model's processor, vLLM's `mm_processor_kwargs`.
     """
 

@@ -27,13 +27,10 @@ class Prepared:
     """A row batch, ready for the pool.
 
     Args:
-        row_ids: of every row.
         prompts: of every row, errors included.
         rows: position in the row batch of each request.
         copies: rows that are not asked because an earlier one is identical, to that one.
-        requests: one row per request.
         samplings: the different options, which the request table points into.
-        request_samplings: of each request.
     """
 
     row_ids: Sequence[str]
@@ -60,8 +57,6 @@ def prepare(
 
     Args:
         table: read only.
-        config: of the stage.
-        reader: of the prompts.
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
         planned: what the plan of a job says of the rows.
@@ -133,8 +128,6 @@ def find_copies(
     Only where neither chance nor the row's id takes part in the result.
 
     Args:
-        rows: positions that are asked.
-        prompts: of all rows.
         samplings: of each of `rows`.
     """
     first: dict[tuple[Sampling, bytes, str | None], int] = {}

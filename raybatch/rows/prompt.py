@@ -22,7 +22,6 @@ class Prompt(NamedTuple):
         payload: what the backend is sent beside the ids, or in their place, JSON; None sends the
             ids alone.
         cuttable: tokens that may be cut where the prompt is too long, from and to; None cuts any.
-        num_images: that stand among the ids.
         asked_ids: that an engine is given where stand-ins for images are among the ids; None gives
             those.
     """
@@ -74,7 +73,6 @@ def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[
 
     Args:
         values: of each row; an exception is the row's error.
-        make: of a value.
 
     Raises:
         ConfigError: of `make`, which no row can go on with.

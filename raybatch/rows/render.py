@@ -46,7 +46,6 @@ class PromptReader:
     Args:
         config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first of
             its `conventional_columns` that is there is taken, `prompt` as a template of its own.
-        tokenizer: of the model.
 
     Raises:
         ConfigError: the stage needs a chat template and the model has none.

@@ -111,9 +111,7 @@ def with_pooling(
     """Return the prompts of rows with their options; a bad value makes an error row.
 
     Args:
-        prompts: of each row.
         table: the rows, read only.
-        pooling: options of the stage.
         column: of JSON texts or structs with options that win over them; None for none.
     """
     if column is None:
@@ -182,11 +180,7 @@ def _with(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:
 
 
 class Adapters:
-    """Finds the adapters of rows; each that is there is looked at once, others once per row batch.
-
-    Args:
-        config: of the stage.
-    """
+    """Looks up the adapters of rows: one that exists once, others once per row batch."""
 
     def __init__(self, config: StageConfig) -> None:
         self._config = config

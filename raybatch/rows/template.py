@@ -52,9 +52,6 @@ class PromptTemplate:
 
     Two braces stand for one. A format spec after a colon works on numbers and strings.
 
-    Args:
-        text: the template.
-
     Raises:
         ConfigError: the template is malformed or asks for more than a column's value.
 

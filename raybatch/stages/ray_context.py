@@ -1,4 +1,4 @@
-"""How Ray starts for a command, and how Ray Data runs what ends in units."""
+"""How Ray starts for a command, how Ray Data runs what ends in units, and feeders as its actors."""
 
 import logging
 from collections.abc import Generator, Sequence
@@ -6,6 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+
+# its loggers have their handlers once it is imported
 import ray.data
 
 from raybatch.actors.ray_errors import errors_told_once, own_cause
@@ -41,11 +43,10 @@ def start_ray() -> None:
 
 
 def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
-    """Yield what feeders give back for blocks of rows, as it comes.
+    """Yield what feeders return, as it comes.
 
     Args:
         rows: a dataset of Ray, or tables.
-        feeder: class of the feeders.
     """
     dataset = ray.data.from_arrow(list(rows)) if isinstance(rows, Sequence) else rows
     settle_context(dataset)

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -25,9 +25,9 @@ from raybatch.planning.tally import row_statuses
 from raybatch.rows.batches import to_table
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.feeder import StageFeeder, again_client
-from raybatch.stages.open_call import OpenCall, end_calls
-from raybatch.stages.unit_watch import UnitWatch
+from raybatch.stages.asked_rows import Asked
+from raybatch.stages.feeder import StageFeeder, again_client, end_calls
+from raybatch.stages.unit_watch import PlacedWatch, UnitWatch
 from raybatch.stages.unit_writer import RECEIPT_SCHEMA, SPECIAL, UnitReceipt, UnitWriter
 
 # units whose rows a feeder has handed to the pool
@@ -41,15 +41,68 @@ _WAKE_S = 1.0
 _T = TypeVar("_T")
 
 
+class PlacedRows:
+    """Planned rows that are asked for together, and how far they are.
+
+    Args:
+        table: the rows.
+        places: columns of the journal, position in the unit and number in the source.
+        name: of the call in the pool, the same for whoever answers these rows after a process died.
+        watch: of the rows; None where they are of no unit.
+
+    Attributes:
+        asked: the rows as the pool was asked for them; None while they are being prepared.
+        num_seen: results that `PlacedFeeder` has looked at before the call ends.
+    """
+
+    def __init__(
+        self,
+        table: pa.Table,
+        places: Mapping[str, pa.ChunkedArray],
+        *,
+        name: str,
+        watch: PlacedWatch | None,
+    ) -> None:
+        self.table = table
+        self.places = places
+        self.name = name
+        self.watch = watch
+        self.asked: Asked | None = None
+        self.num_seen = 0
+
+    @classmethod
+    def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
+        """Read the places from the columns of the plan.
+
+        Args:
+            table: the rows.
+            unit: that they are of, where they are of one.
+            name: where the rows are some of a call that has a name.
+        """
+        units, positions = places(table)
+        place_bytes = units.tobytes() + positions.tobytes()
+        name = name or hashlib.blake2b(place_bytes, digest_size=16).hexdigest()
+        columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
+        watch = None if unit is None else unit.at(positions)
+        return cls(table, columns, name=name, watch=watch)
+
+    def given_up(self) -> Set[int]:
+        """Return the rows that are not asked any more."""
+        return frozenset() if self.watch is None else self.watch.given_up().keys()
+
+    def name_in_wave(self, number: int) -> str:
+        """Return the name of the call that asks some of these rows again."""
+        return f"{self.name}-{number}"
+
+
 class PlacedFeeder(StageFeeder):
-    """A stage that says of finished rows where they belong, as the journal does.
+    """A stage that says where finished rows belong, as the journal does.
 
     Attributes:
         waves: rules by which rows are asked again, one after the other.
     """
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
-    is_mapped: ClassVar[bool] = False
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
         self._no_cpu_hint.stop()
@@ -59,35 +112,34 @@ class PlacedFeeder(StageFeeder):
             self._forget([rows])
             return finished
 
-    async def _answer_placed(self, rows: "PlacedRows") -> pa.Table:
+    async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
         # what was too much for engines in earlier runs is asked in no wave of this one
-        left_out = rows.given_up()
-        finished = await self._answer(rows.table, call=rows.call)
+        given_up = rows.given_up()
+        rows.asked = asked = await self._prepare(rows.table, watch=rows.watch)
+        finished = await self._answer(asked, name=rows.name)
         for number, wave in enumerate(self.waves):
-            again = OpenCall(name=_wave_name(rows.call.name, number))
-            finished = await self._ask_again(rows.table, finished, wave, again, left_out)
-        special = pa.array(rows.call.special, pa.int64())
-        return with_columns(finished, {**rows.places, SPECIAL: special})
+            name = rows.name_in_wave(number)
+            finished = await self._ask_again(rows.table, finished, wave, name, given_up)
+        return with_columns(finished, _journal_columns(rows, asked))
 
-    def _forget(self, asked: Sequence["PlacedRows"]) -> None:
+    def _forget(self, asked: Sequence[PlacedRows]) -> None:
         """Let the pool forget rows that need not be asked for again."""
-        names = [rows.call.name for rows in asked]
-        self.pool.forget(names, client=self.client)
+        self.pool.forget([rows.name for rows in asked], client=self.client)
         for number in range(len(self.waves)):
-            again = [_wave_name(name, number) for name in names]
-            self.pool.forget(again, client=again_client(self.client))
+            names = [rows.name_in_wave(number) for rows in asked]
+            self.pool.forget(names, client=again_client(self.client))
 
-    async def _placed_so_far(self, rows: "PlacedRows") -> pa.Table | None:
-        """Return what is finished of rows that are being answered, and was not returned before.
+    async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
+        """Return the finished ones of rows that are being answered, each once.
 
         Returns:
             The rows; None where there are none. Those that a wave would ask again are left out.
         """
-        call, asked = rows.call, rows.call.asked
-        if asked is None:
+        asked = rows.asked
+        if asked is None or not asked.prepared.rows:
             return None
-        results, call.num_seen = await self.pool.so_far(
-            client=self.client, name=call.name, num_seen=call.num_seen, watch=call.watch
+        results, rows.num_seen = await self.pool.so_far(
+            client=self.client, name=rows.name, num_seen=rows.num_seen, watch=asked.watch
         )
         if not results.num_rows:
             return None
@@ -96,33 +148,29 @@ class PlacedFeeder(StageFeeder):
         statuses = row_statuses(finished, self.config.output)
         again = {status for wave in self.waves for status in wave.on}
         is_final = pa.array([status not in again for status in statuses], pa.bool_())
-        columns = {**rows.places, SPECIAL: pa.array(call.special, pa.int64())}
+        columns = _journal_columns(rows, asked)
         chosen = {name: column.take(pa.array(positions)) for name, column in columns.items()}
         return with_columns(finished, chosen).filter(is_final)
 
     async def _ask_again(
-        self,
-        table: pa.Table,
-        finished: pa.Table,
-        wave: WaveConfig,
-        call: OpenCall,
-        left_out: Set[int],
+        self, table: pa.Table, finished: pa.Table, wave: WaveConfig, name: str, given_up: Set[int]
     ) -> pa.Table:
         """Return finished rows where those that the rule is for have a new result.
 
         A row that has text keeps it where the new result is an error.
         """
         statuses = row_statuses(finished, self.config.output)
-        wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in left_out]
+        wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in given_up]
         chosen = np.array(wanted, np.int64)
         if not len(chosen):
             return finished
-        again = await self._answer(table.take(chosen), changes=wave.sampling, call=call)
-        name = self.config.output_prefix + "attempts"
-        place = again.column_names.index(name)
-        before = finished.column(name).take(chosen)
-        attempts = pc.add(again.column(name), before).cast(pa.int32())
-        again = again.set_column(place, again.schema.field(name), attempts)
+        asked = await self._prepare(table.take(chosen), changes=wave.sampling)
+        again = await self._answer(asked, name=name)
+        column = self.config.output_prefix + "attempts"
+        place = again.column_names.index(column)
+        before = finished.column(column).take(chosen)
+        attempts = pc.add(again.column(column), before).cast(pa.int32())
+        again = again.set_column(place, again.schema.field(column), attempts)
         is_taken = np.array(
             [
                 new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES
@@ -134,46 +182,15 @@ class PlacedFeeder(StageFeeder):
         return pa.concat_tables([finished, again]).take(source)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedRows:
-    """Planned rows that are asked for together.
-
-    Args:
-        table: the rows.
-        places: columns of the journal, position in the unit and number in the source.
-        call: of the pool; its name is the same for whoever answers these rows after a process died.
-    """
-
-    table: pa.Table
-    places: Mapping[str, pa.ChunkedArray]
-    call: OpenCall
-
-    @classmethod
-    def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
-        """Read the places from the columns of the plan; with all that is known of the rows.
-
-        Args:
-            table: the rows.
-            unit: that they are of, where they are of one.
-            name: where the rows are some of a call that has a name.
-        """
-        units, positions = places(table)
-        said = units.tobytes() + positions.tobytes()
-        name = name or hashlib.blake2b(said, digest_size=16).hexdigest()
-        columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
-        watch = None if unit is None else unit.at(positions)
-        return cls(table=table, places=columns, call=OpenCall(name=name, watch=watch))
-
-    def given_up(self) -> Set[int]:
-        """Return the rows that are not asked any more."""
-        return frozenset() if self.call.watch is None else self.call.watch.given_up().keys()
+def _journal_columns(rows: PlacedRows, asked: Asked) -> dict[str, pa.Array | pa.ChunkedArray]:
+    """Return the columns that finished rows have in the journal beside those of the output."""
+    return {**rows.places, SPECIAL: pa.array(asked.num_special, pa.int64())}
 
 
 class UnitFeeder(PlacedFeeder):
     """A stage that writes.
 
     Attributes:
-        writer: of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
     """
 
@@ -202,7 +219,7 @@ class UnitFeeder(PlacedFeeder):
                 for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
             ]
             receipts = [receipt for receipt in await _all_of(runs) if receipt is not None]
-        rows = [receipt.to_row() for receipt in receipts]
+        rows = [asdict(receipt) for receipt in receipts]
         return pa.Table.from_pylist(rows, schema=RECEIPT_SCHEMA)
 
     async def _run(self, unit: int, rows: pa.Table) -> UnitReceipt | None:
@@ -246,13 +263,12 @@ class UnitFeeder(PlacedFeeder):
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
             left = _unknown(call, known)
-            name = placed.call.name
-            if left.num_rows == call.num_rows or (
-                left.num_rows and await self.pool.has_named(client=self.client, name=name)
-            ):
-                asked.append(placed)
-            elif left.num_rows:
-                asked.append(PlacedRows.of(left, watch, name=name))
+            if not left.num_rows:
+                continue
+            is_whole = left.num_rows == call.num_rows or await self.pool.has_named(
+                client=self.client, name=placed.name
+            )
+            asked.append(placed if is_whole else PlacedRows.of(left, watch, name=placed.name))
         return asked
 
     async def _has_to_stop(self) -> bool:
@@ -320,12 +336,6 @@ class UnitFeeder(PlacedFeeder):
     ) -> set[int]:
         """Write to the journal what is finished, also of calls that wait for other rows.
 
-        Args:
-            unit: of the rows.
-            finished: calls that are over.
-            pending: calls that are not.
-            kept: positions that are in the journal.
-
         Returns:
             Positions that came to it.
         """
@@ -346,10 +356,6 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     except BaseException as error:
         await end_calls(tasks, error)
         raise
-
-
-def _wave_name(name: str, number: int) -> str:
-    return f"{name}-{number}"
 
 
 def _unknown(rows: pa.Table, known: pa.Table) -> pa.Table:

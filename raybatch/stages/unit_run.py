@@ -19,8 +19,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.storage import store_of, told_as
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
-from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder
-from raybatch.stages.open_call import end_calls
+from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder, end_calls
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
 from raybatch.stages.unit_writer import UnitReceipt, UnitWriter
 
@@ -40,10 +39,6 @@ class FeederRunner:
     """Runs planned rows through the feeders of a stage; see `planned.UnitRunner`.
 
     Args:
-        stage: of the run.
-        sink: of the job.
-        schema: of every part.
-        attempt: name of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
         observer: hears of the plan and of every unit that is written.
         waves: rules by which rows are asked again.
@@ -128,12 +123,7 @@ class FeederRunner:
 def local_results(
     tables: Iterable[pa.Table], feeder: type[StageFeeder]
 ) -> Generator[pa.Table, None, None]:
-    """Yield what a feeder gives back for tables, as it comes; the first error ends the others.
-
-    Args:
-        tables: read as they are needed.
-        feeder: class of the feeder.
-    """
+    """Yield what a feeder gives back for tables, as it comes; the first error ends the others."""
     left, answer = iter(tables), feeder()
     pending: set[asyncio.Task[pa.Table]] = set()
 

@@ -1,10 +1,11 @@
-"""Writes finished rows below the sink of a job, unit by unit, each exactly once."""
+"""Writes finished rows below the sink of a job, unit by unit, each exactly once; and receipts."""
 
 import os
 import socket
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,21 +37,6 @@ from raybatch.rows.schema import OutputSchema
 
 # of finished rows: special tokens in their texts, which are counted and not written
 SPECIAL = "__rb_special"
-RECEIPT_SCHEMA = pa.schema(
-    [
-        ("unit", pa.int64()),
-        ("num_rows", pa.int64()),
-        ("won", pa.bool_()),
-        ("num_errors", pa.int64()),
-        ("prompt_tokens", pa.int64()),
-        ("cached_tokens", pa.int64()),
-        ("generated_tokens", pa.int64()),
-        ("started", pa.float64()),
-        ("ended", pa.float64()),
-        ("host", pa.string()),
-        ("pid", pa.int64()),
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +44,9 @@ class UnitReceipt:
     """A unit that is written, as the driver hears of it.
 
     Args:
-        unit: number of the unit.
-        num_rows: of the unit.
         won: this attempt wrote it; False where another one had.
-        num_errors: rows that carry an error.
-        prompt_tokens: of the rows that were asked.
         cached_tokens: prompt tokens whose KV came from another row.
-        generated_tokens: of all rows.
         started: when its rows were handed to the engines, in seconds since 1970.
-        ended: when it was written.
-        host: of the feeder.
-        pid: of the feeder.
     """
 
     unit: int
@@ -101,9 +79,17 @@ class UnitReceipt:
             pid=os.getpid(),
         )
 
-    def to_row(self) -> dict[str, Any]:
-        """Return a row of `RECEIPT_SCHEMA`."""
-        return asdict(self)
+
+_ARROW_TYPES: Mapping[Any, pa.DataType] = {
+    bool: pa.bool_(),
+    float: pa.float64(),
+    int: pa.int64(),
+    str: pa.string(),
+}
+# receipts as Ray carries them
+RECEIPT_SCHEMA = pa.schema(
+    [(field.name, _ARROW_TYPES[field.type]) for field in fields(UnitReceipt)]
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,10 +97,7 @@ class UnitWriter:
     """What a feeder needs to write units; travels to it.
 
     Args:
-        sink: of the job.
         store: of the sink; what it can was asked once, where the run began.
-        stored: the plan that holds.
-        schema: of every part.
         output: the columns of the stage; None where nothing is known of the columns.
         attempt: name of the run, for people alone.
     """
@@ -142,56 +125,56 @@ class UnitWriter:
         return read_strikes(self.store, self._plan.unit(unit), plan_hash=self.stored.hash)
 
     def keep_strikes(self, unit: int, strikes: Strikes) -> None:
-        """Keep rows of a unit that engines have died with, for the attempts that come."""
-        with told_as(self._told):
+        """Keep rows of a unit that engines have died with, for later attempts."""
+        with told_as(self._error_context):
             write_strikes(self.store, self._plan.unit(unit), strikes, plan_hash=self.stored.hash)
 
     def begun_of(self, unit: int) -> Begun:
         """Return the tokens that earlier attempts have of rows that they did not finish."""
         known = Begun()
         place = self._plan.unit(unit)
-        for found in read_begun(self.store, place, BEGUN_SCHEMA, plan_hash=self.stored.hash):
-            known.add(found)
+        for tokens in read_begun(self.store, place, BEGUN_SCHEMA, plan_hash=self.stored.hash):
+            known.add(tokens)
         return known
 
-    def keep_begun(self, unit: int, found: pa.RecordBatch) -> None:
+    def keep_begun(self, unit: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, by position in the unit."""
-        with told_as(self._told):
+        with told_as(self._error_context):
             write_begun(
                 self.store,
                 self._plan.unit(unit),
-                found,
+                tokens,
                 plan_hash=self.stored.hash,
-                attempt=self._mark(),
+                attempt=self._unique_attempt(),
             )
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
-        return pa.concat_tables([in_schema(self._counted(t), self._kept_schema) for t in finished])
+        schema = journal_schema(self._row_schema)
+        return pa.concat_tables([in_schema(self._counted(t), schema) for t in finished])
 
     def flush(self, unit: int, finished: pa.Table) -> None:
         """Keep finished rows of a unit that is not complete."""
-        with told_as(self._told):
+        with told_as(self._error_context):
             write_fragment(
                 self.store,
                 self._plan.unit(unit),
                 finished,
                 plan_hash=self.stored.hash,
-                attempt=self._mark(),
+                attempt=self._unique_attempt(),
             )
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
         """Write a unit, or where rows are missing keep these until the others come.
 
         Args:
-            unit: number of the unit.
             finished: rows of it as the journal has them; those in the journal may be among them.
 
         Returns:
             The receipt; None where rows are missing.
         """
         num_rows = int(self._plan.unit_rows[unit])
-        with told_as(self._told):
+        with told_as(self._error_context):
             if finished.num_rows < num_rows:
                 self.flush(unit, finished)
                 finished = self.journal_of(unit)
@@ -238,8 +221,8 @@ class UnitWriter:
             return finished
         return finished.append_column(SPECIAL, pa.array(np.zeros(finished.num_rows, np.int64)))
 
-    def _mark(self) -> str:
-        """Return a word unlike that of every other attempt."""
+    def _unique_attempt(self) -> str:
+        """Return a name that no other attempt has, of this run or another."""
         return f"{self.attempt}-{uuid.uuid4().hex[:8]}"
 
     @property
@@ -255,11 +238,7 @@ class UnitWriter:
         return schema.append(pa.field(SPECIAL, pa.int64(), nullable=False))
 
     @property
-    def _kept_schema(self) -> pa.Schema:
-        return journal_schema(self._row_schema)
-
-    @property
-    def _told(self) -> str:
+    def _error_context(self) -> str:
         return f"sink {self.sink!r} cannot be written any more, so the job ends"
 
 
@@ -274,14 +253,8 @@ def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
     return pa.ipc.read_schema(pa.BufferReader(store.read(SCHEMA)))
 
 
-_units: dict[tuple[str, str], UnitPlan] = {}
-
-
+# of the plan that runs: workers go on to other jobs, and an earlier plan's units go
+@lru_cache(maxsize=1)
 def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
-    """Return the units of a plan, which never change, read once in a process that writes it."""
-    key = sink, stored.hash
-    if key not in _units:
-        # workers go on to other jobs: what was of an earlier one goes
-        _units.clear()
-        _units[key] = read_units(sink, stored)
-    return _units[key]
+    """Return the units of a plan, which never change; a process reads them once."""
+    return read_units(sink, stored)

@@ -179,3 +179,15 @@ def test_sink_that_the_next_run_does_not_read_may_lie_beside_or_in_the_source(
 
 def test_sink_in_another_file_system_lies_outside(tmp_path):
     check_outside(f"memory:/{tmp_path}/out", str(tmp_path))
+
+
+def test_small_files_share_tasks_and_large_ones_are_read_in_small_tables(tmp_path):
+    for i in range(100):
+        write_parquet(tmp_path / f"{i:03d}.parquet", pa.table({"x": [i] * 10}))
+    write_parquet(tmp_path / "large.parquet", pa.table({"x": [0] * 20_000}))
+    source = scan_source(str(tmp_path))
+    tasks = [list(source.read(task, row_id_column="id")) for task in source.tasks()]
+    assert [64 * 10, 36 * 10, 20_000] == [sum(t.num_rows for t in tables) for tables in tasks]
+    assert max(table.num_rows for tables in tasks for table in tables) == 1024
+    ids = pa.concat_tables(t for tables in tasks for t in tables).column("id").to_pylist()
+    assert len(set(ids)) == len(ids) == 21_000

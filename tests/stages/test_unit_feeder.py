@@ -244,10 +244,10 @@ def test_rows_of_one_call_have_the_watch_of_their_unit_and_the_same_name_in_ever
     unit, _ = watch
     rows = planned(["a", "b"], [2])
     placed = PlacedRows.of(rows, unit)
-    assert [1, 0] == placed.call.watch.positions.tolist()
-    assert PlacedRows.of(rows).call.watch is None
-    assert placed.call.name == PlacedRows.of(rows).call.name
-    assert placed.call.name != PlacedRows.of(rows.slice(1)).call.name
+    assert [1, 0] == placed.watch.positions.tolist()
+    assert PlacedRows.of(rows).watch is None
+    assert placed.name == PlacedRows.of(rows).name
+    assert placed.name != PlacedRows.of(rows.slice(1)).name
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,24 @@
-"""Row batches that the pool was asked for, and what of them is finished before all is."""
+"""Row batches on their way through the pool: ready to be asked, and with results."""
 
-import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from raybatch.errors import ReplicaError
 from raybatch.rows.finish import Answers
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.stages.unit_watch import PlacedWatch
 
-# for the journals of units that fail together
-_KEEP_S = 10.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Rows whose results are here.
+    """Rows with their results.
 
     Args:
-        table: the rows, with the user's columns alone.
-        row_ids: of each row.
-        prompts: of each row.
+        table: the user's columns alone.
         group_ids: prefix group of each row; None where nothing is planned.
-        answers: to these rows.
     """
 
     table: pa.Table
@@ -39,17 +30,31 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A row batch that the pool was asked for.
+    """A row batch that is ready for the pool.
 
     Args:
-        table: the rows, with the user's columns alone.
+        table: the user's columns alone.
         prepared: of the same rows.
         group_ids: prefix group of each row; None where nothing is planned.
+        client: under which the pool counts the rows.
+        watch: of the requests; None where the rows are of no unit.
     """
 
     table: pa.Table
     prepared: Prepared
     group_ids: Sequence[int | None] | None
+    client: str
+    watch: PlacedWatch | None
+
+    @property
+    def prompt_errors(self) -> list[str]:
+        """Why each row is not asked, "" for no error."""
+        return [prompt.error for prompt in self.prepared.prompts]
+
+    @property
+    def num_special(self) -> list[int]:
+        """How many special tokens the texts of each row held."""
+        return [prompt.num_special for prompt in self.prepared.prompts]
 
     def answered(self, results: pa.Table) -> Answered:
         """Return all rows with the results of all requests."""
@@ -68,7 +73,7 @@ class Asked:
         )
 
     def answered_so_far(self, results: pa.Table) -> tuple[list[int], Answered]:
-        """Return the rows that some results are of, their copies among them, as a smaller batch.
+        """Return the rows that some results are of, and their copies, as a smaller batch.
 
         Args:
             results: of some of the requests, each with all its samples.
@@ -95,38 +100,3 @@ class Asked:
                 results=results.set_column(column, field, numbers),
             ),
         )
-
-
-@dataclass(kw_only=True, slots=True)
-class OpenCall:
-    """A call of the pool, as others see it while it waits.
-
-    Args:
-        name: of its rows in the pool, see `PoolHandle.generate`.
-        watch: of the rows, and once they are asked of the requests; None where they are of no unit.
-        asked: the rows; None while they are being prepared, or where none needs an engine.
-        num_seen: results that have been looked at.
-        special: how many special tokens the texts of each row held; known once it is asked.
-    """
-
-    name: str
-    watch: PlacedWatch | None = None
-    asked: Asked | None = None
-    num_seen: int = 0
-    special: Sequence[int] = ()
-
-
-async def end_calls(calls: Collection[asyncio.Future[Any]], error: BaseException) -> None:
-    """Cancel calls, and wait until they have ended.
-
-    Where no engine is left all of them fail, and have time to keep what is finished.
-
-    Args:
-        calls: that may still run.
-        error: of another one.
-    """
-    if calls and isinstance(error, ReplicaError):
-        await asyncio.wait(calls, timeout=_KEEP_S)
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
