@@ -20,8 +20,8 @@ from raybatch.compat.options import (
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import TokenIds
+from raybatch.rows.finish import AnsweredRows
 from raybatch.rows.prompt import Prompt
-from raybatch.stages.asked_rows import Answered
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
 from raybatch.text.prompt_tokenizer import PromptTokenizer
@@ -51,7 +51,7 @@ class ProcessorFeeder(StageFeeder):
             )
         super()._check_columns(schema)
 
-    def _finish(self, answered: Answered) -> pa.Table:
+    def _finish(self, answered: AnsweredRows) -> pa.Table:
         prompts = answered.prompts
         if facts_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
             prompts = [p if p.payload is None else Prompt(None) for p in prompts]

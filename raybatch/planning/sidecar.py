@@ -17,7 +17,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.lengths import expected_lengths
 from raybatch.records.types import Sampling
 from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
-from raybatch.rows.row_options import POOLED
+from raybatch.rows.prompt import POOLED
 from raybatch.rows.schema import error_class
 
 # why a row is not asked that is left out on purpose; error classes begin with a capital

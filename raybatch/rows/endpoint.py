@@ -82,8 +82,8 @@ class EndpointTokenizer:
         if self._inner is None or not self._inner.has_chat_template or _has_media(checked):
             # the whole text, so that different messages never have equal ids
             return Encoded(triples(_json({**fields, "messages": short})), payload=payload)
-        found = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
-        return found._replace(payload=payload)
+        encoded = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
+        return encoded._replace(payload=payload)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
         if self._inner is None:

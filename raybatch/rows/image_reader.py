@@ -77,12 +77,12 @@ class ImageReader:
         """Return whether a column of images is read."""
         return self._column(table) is not None
 
-    def take_out(self, messages: Any, given: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
+    def take_out(self, messages: Any, of_column: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
         """Return messages with bare parts for images, and the images in their order.
 
         Args:
-            given: of a column, for parts that have none of their own. Where there is no such part,
-                they come before the text of the last message.
+            of_column: for parts that have none of their own. Where there is no such part, they come
+                before the text of the last message.
 
         Raises:
             InvalidPrompt: an image cannot be read, or there are too many or too few.
@@ -90,27 +90,27 @@ class ImageReader:
         is_list = isinstance(messages, Sequence | np.ndarray) and not isinstance(messages, str)
         if not self._is_on or not is_list or not len(messages):
             return messages, []
-        left, found = list(given), list[bytes]()
-        changed = [self._without_images(message, left, found) for message in messages]
-        if left and len(left) < len(given):
-            raise InvalidPrompt(f"the row has {len(given)} images, and places for fewer")
+        left, images = list(of_column), list[bytes]()
+        changed = [self._without_images(message, left, images) for message in messages]
+        if left and len(left) < len(of_column):
+            raise InvalidPrompt(f"the row has {len(of_column)} images, and places for fewer")
         if left:
-            if found:
+            if images:
                 raise InvalidPrompt("the row has images in its messages and in its column")
-            changed[-1], found = _before_text(changed[-1], len(left)), left
-        return (_filled(changed, found), []) if self._is_endpoint else (changed, found)
+            changed[-1], images = _before_text(changed[-1], len(left)), left
+        return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
 
-    def put_in(self, found: Encoded, images: Images) -> Encoded:
+    def put_in(self, encoded: Encoded, images: Images) -> Encoded:
         """Return a prompt with images: in its payload, and as stand-ins among its tokens.
 
         Raises:
             InvalidPrompt: an image cannot be read, or the prompt can have none.
         """
         if not images:
-            return found
+            return encoded
         if self._is_endpoint:
             raise InvalidPrompt("an endpoint takes images in messages, and the row has a text")
-        ids, stand_ins = found.token_ids, [self._tokens.stand_ins(image) for image in images]
+        ids, stand_ins = encoded.token_ids, [self._tokens.stand_ins(image) for image in images]
         places = np.flatnonzero(np.isin(ids, self._tokens.placeholders))
         if len(places) == len(images):
             parts = np.split(ids, np.sort(np.concatenate([places, places + 1])))
@@ -119,8 +119,8 @@ class ImageReader:
         else:
             # nobody knows where they are: nothing is shared with rows of other images
             parts = [*stand_ins, ids]
-        payload = with_images(found.payload, ids, images)
-        return found._replace(
+        payload = with_images(encoded.payload, ids, images)
+        return encoded._replace(
             token_ids=np.concatenate(parts), payload=payload, num_images=len(images), asked_ids=ids
         )
 
@@ -129,8 +129,8 @@ class ImageReader:
         is_there = name is not None and name in table.column_names
         return name if self._config.images is None and is_there else self._config.images
 
-    def _without_images(self, message: Any, left: list[bytes], found: list[bytes]) -> Any:  # noqa: ANN401
-        """Return a message with bare parts; its images are added to `found`."""
+    def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
+        """Return a message with bare parts; its images are added to `images`."""
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, np.ndarray):
             content = content.tolist()
@@ -148,7 +148,7 @@ class ImageReader:
                 continue
             if source is None and not left:
                 raise InvalidPrompt("a part of the messages is an image, and the row has none")
-            found.append(left.pop(0) if source is None else self._files.read(source))
+            images.append(left.pop(0) if source is None else self._files.read(source))
             parts.append(dict(IMAGE_PART))
         return {**message, "content": parts}
 
@@ -253,10 +253,10 @@ class ImageTokens:
 
             def count(height: int, width: int) -> int:
                 sizes = [(height, width)]
-                told = processor._get_num_multimodal_tokens(
+                counts = processor._get_num_multimodal_tokens(
                     image_sizes=sizes, **self._processor_options
                 )
-                return int(told.num_image_tokens[0])
+                return int(counts.num_image_tokens[0])
 
             count(64, 64)
         except Exception as error:  # processors need packages of their own, and few can count

@@ -149,9 +149,9 @@ def _prompts(table: pa.Table) -> list[Prompt]:
 
 def _token_lists(prompts: Sequence[TokenIds | None]) -> pa.LargeListArray:
     lengths = [0 if ids is None else len(ids) for ids in prompts]
-    given = [ids for ids in prompts if ids is not None]
+    known = [ids for ids in prompts if ids is not None]
     return pa.LargeListArray.from_arrays(
         pa.array(np.cumsum([0, *lengths], dtype=np.int64)),
-        pa.array(np.concatenate([np.zeros(0, np.int32), *given])),
+        pa.array(np.concatenate([np.zeros(0, np.int32), *known])),
         mask=pa.array([ids is None for ids in prompts], pa.bool_()),
     )

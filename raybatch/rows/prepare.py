@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
@@ -15,10 +14,9 @@ from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.overrides import row_samplings
 from raybatch.rows.plan_columns import PlannedRows
-from raybatch.rows.prompt import Prompt, fit_prompt
+from raybatch.rows.prompt import POOLED, Prompt, fit_pooled, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
-from raybatch.rows.row_options import POOLED, fit_pooled
 from raybatch.rows.schema import describe_error
 
 
@@ -80,26 +78,28 @@ def prepare(
     for row, error in (refused or {}).items():
         prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
     rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
-    asked = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
-    copies = find_copies(rows, prompts, asked) if config.dedup else {}
-    asked = [sampling for row, sampling in zip(rows, asked, strict=True) if row not in copies]
+    fitting = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
+    copies = find_copies(rows, prompts, fitting) if config.dedup else {}
+    fitting = [sampling for row, sampling in zip(rows, fitting, strict=True) if row not in copies]
     rows = [row for row in rows if row not in copies]
-    distinct = list(dict.fromkeys(asked))
+    distinct = list(dict.fromkeys(fitting))
     index = {sampling: i for i, sampling in enumerate(distinct)}
+    request_ids = [row_ids[row] for row in rows]
+    seeds = [row_seed(s.seed, row_id) for s, row_id in zip(fitting, request_ids, strict=True)]
     return Prepared(
         row_ids=row_ids,
         prompts=prompts,
         rows=rows,
         copies=copies,
         samplings=distinct,
-        request_samplings=asked,
+        request_samplings=fitting,
         requests=request_table(
-            [row_ids[row] for row in rows],
+            request_ids,
             [ids for row in rows if (ids := prompts[row].token_ids) is not None],
-            seeds=_seeds(asked, [row_ids[row] for row in rows]),
-            sampling=np.array([index[s] for s in asked], np.int32),
+            seeds=np.array(seeds, np.uint64),
+            sampling=np.array([index[s] for s in fitting], np.int32),
             payloads=[prompts[row].payload for row in rows],
-            **({} if planned is None else _planned_columns(planned, rows, asked)),
+            **({} if planned is None else _planned_columns(planned, rows, fitting)),
         ),
     )
 
@@ -187,11 +187,6 @@ def _errors_before(
     return errors
 
 
-def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.uint64]:
-    seeds = [row_seed(s.seed, row_id) for s, row_id in zip(asked, row_ids, strict=True)]
-    return np.array(seeds, np.uint64)
-
-
 def _checked(
     prompt: Prompt, sampling: Sampling | str, config: StageConfig, max_model_len: int | None
 ) -> Prompt:
@@ -215,7 +210,7 @@ def _identify(
         return contents, list(prompts)
     ids, errors = column_row_ids(column_of(table, config.id_column))
     row_ids = [
-        content if found is None else found for found, content in zip(ids, contents, strict=True)
+        content if row_id is None else row_id for row_id, content in zip(ids, contents, strict=True)
     ]
     return row_ids, [
         prompt._replace(error=error) if error and not prompt.error else prompt

@@ -1,20 +1,21 @@
-"""Tools that a model may call: of the stage or of a row, for the chat template and for parsers."""
+"""Options that columns set for single rows and that travel in the payload of their requests.
+
+Tools and other options of the chat template, options of pooling, and the LoRA adapter.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from raybatch.backends.kinds import facts_of
 from raybatch.errors import ConfigError
 from raybatch.models.adapters import adapter_source, check_adapter
-from raybatch.records.payload import CHAT, DOCUMENT_AT, LORA, POOLING, add_payload
+from raybatch.records.payload import CHAT, LORA, POOLING, add_payload
 from raybatch.records.pooling import Pooling, pooling_of
-from raybatch.records.types import Sampling
 from raybatch.rows.batches import json_value, python_values
-from raybatch.rows.options import OnTooLong, StageConfig
+from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import describe_error
@@ -22,40 +23,41 @@ from raybatch.text.prompt_errors import InvalidPrompt
 
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"
-# of every row: a backend ends it with its one vector
-POOLED = Sampling(max_tokens=1)
 
 
-def row_columns(config: StageConfig) -> dict[str, str]:
+def template_columns(config: StageConfig) -> dict[str, str]:
     """Return the columns with options of the chat template, by what they hold."""
     columns = {"options": config.chat_template_kwargs_column, TOOLS: config.tools}
     return {name: column for name, column in columns.items() if isinstance(column, str)}
 
 
-def stage_options(config: StageConfig) -> dict[str, Any]:
+def stage_template_options(config: StageConfig) -> dict[str, Any]:
     """Return the options of the chat template that are tools of the stage."""
     return {} if config.tools is None or isinstance(config.tools, str) else {TOOLS: config.tools}
 
 
-def read_options(table: pa.Table, config: StageConfig) -> Sequence[Mapping[str, Any] | Exception]:
+def read_template_options(
+    table: pa.Table, config: StageConfig
+) -> Sequence[Mapping[str, Any] | Exception]:
     """Return the options of the chat template that come with each row, or what is wrong with them.
 
     Raises:
         ConfigError: a column is not there.
     """
-    found: list[dict[str, Any] | Exception] = [{} for _ in range(table.num_rows)]
-    for kind, column in row_columns(config).items():
+    options: list[dict[str, Any] | Exception] = [{} for _ in range(table.num_rows)]
+    for kind, column in template_columns(config).items():
+        parse = _parse_tools if kind == TOOLS else _parse_options
         for row, value in enumerate(python_values(column_of(table, column))):
-            options = found[row]
-            if isinstance(options, Exception):
+            of_row = options[row]
+            if isinstance(of_row, Exception):
                 continue
             try:
                 if isinstance(value, Exception):
                     raise value
-                options |= _parse_options(value) if kind == "options" else _parse_tools(value)
+                of_row |= parse(value)
             except Exception as error:  # a value that Ray has pickled may raise anything
-                found[row] = error
-    return found
+                options[row] = error
+    return options
 
 
 def chat_payload(options: Mapping[str, Any]) -> str:
@@ -71,7 +73,7 @@ def chat_payload(options: Mapping[str, Any]) -> str:
 
 
 def _parse_tools(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    tools = _value_of(value, "tools")
+    tools = _parse_json(value, "tools")
     if tools is None:
         return {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -80,7 +82,7 @@ def _parse_tools(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
 
 
 def _parse_options(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    options = _value_of(value, "options of the chat template")
+    options = _parse_json(value, "options of the chat template")
     if options is None:
         return {}
     if not isinstance(options, Mapping):
@@ -88,12 +90,12 @@ def _parse_options(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a ro
     return {name: option for name, option in options.items() if option is not None}
 
 
-def _value_of(value: object, what: str) -> Any:  # noqa: ANN401 - data of a row
+def _parse_json(value: object, what: str) -> Any:  # noqa: ANN401 - data of a row
     try:
-        found = json_value(value)
+        parsed = json_value(value)
     except ValueError as error:
         raise InvalidPrompt(f"{what} are no JSON: {error}") from error
-    return found if isinstance(value, str | bytes) else _without_nulls(found)
+    return parsed if isinstance(value, str | bytes) else _without_nulls(parsed)
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -108,70 +110,40 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
 def with_pooling(
     prompts: Sequence[Prompt], table: pa.Table, *, pooling: Pooling, column: str | None
 ) -> Sequence[Prompt]:
-    """Return the prompts of rows with their options; a bad value makes an error row.
+    """Return the prompts of rows with their options of pooling; a bad value makes an error row.
 
     Args:
+        prompts: of each row.
         table: the rows, read only.
+        pooling: options of the stage.
         column: of JSON texts or structs with options that win over them; None for none.
     """
     if column is None:
-        given = pooling.given()
-        if not given:
-            return prompts
-        return [_with(prompt, given) for prompt in prompts]
-    known: dict[str, Mapping[str, Any] | str] = {}
-    found = []
+        options = pooling.given()
+        return [_with_options(prompt, options) for prompt in prompts] if options else prompts
+    parsed: dict[str, Mapping[str, Any] | str] = {}
+    pooled = []
     for prompt, value in zip(prompts, python_values(column_of(table, column)), strict=True):
         key = repr(value)
-        if key not in known:
-            known[key] = _options(value, pooling, column)
-        found.append(_with(prompt, known[key]))
-    return found
+        if key not in parsed:
+            parsed[key] = _parse_pooling(value, pooling, column)
+        pooled.append(_with_options(prompt, parsed[key]))
+    return pooled
 
 
-def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -> Prompt:
-    """Return the prompt as it fits the context, which it may fill; cut or refused where it is long.
-
-    What the tokenizer puts around a text, and the query of a document, is never cut.
-    """
-    ids = prompt.token_ids
-    if max_len is None or ids is None or prompt.error or len(ids) <= max_len:
-        return prompt
-    border = json.loads(prompt.payload or "{}").get(DOCUMENT_AT, 0)
-    excess = len(ids) - border - max_len
-    start, stop = prompt.cuttable or (0, len(ids))
-    if max(excess, border - max_len) <= 0:
-        return prompt
-    if on_too_long == "drop":
-        return prompt._replace(is_filtered=True)
-    if on_too_long == "error" or border > max_len or stop - start <= excess:
-        longest = max(len(ids) - border, border)
-        way_out = "set on_too_long to cut or drop such rows, or cut them before"
-        if border > max_len:
-            way_out = "a query is never cut: shorten it, or leave the row out"
-        return prompt._replace(
-            error=f"PromptTooLong: {longest} prompt tokens in a context of {max_len}; {way_out}"
-        )
-    cut = slice(start, start + excess) if on_too_long == "truncate_left" else None
-    cut = cut or slice(stop - excess, stop)
-    # its bounds are not those of the prompt that is left
-    return prompt._replace(token_ids=np.delete(ids, cut), cuttable=None)
-
-
-def _options(value: object, pooling: Pooling, column: str) -> Mapping[str, Any] | str:
-    """Return the options of a row, or what is wrong with them."""
+def _parse_pooling(value: object, pooling: Pooling, column: str) -> Mapping[str, Any] | str:
+    """Return the options of a row, or the text of its error; without any it has the stage's."""
     try:
-        given = json_value(value)
-        # a row without options has those of the stage
-        given = {} if given is None else given
-        if not isinstance(given, Mapping):
+        options = json_value(value)
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):
             raise ConfigError(f"pooling options must be a JSON object, got {value!r}")
-        return pooling_of(given, default=pooling).given()
+        return pooling_of(options, default=pooling).given()
     except (ConfigError, ValueError) as error:
         return describe_error("InvalidPooling", f"column {column!r}: {error}")
 
 
-def _with(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:
+def _with_options(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:
     if prompt.error or not options:
         return prompt
     if isinstance(options, str):
@@ -195,31 +167,26 @@ class Adapters:
         if column is None:
             return prompts
         # what failed may be there for the next row batch
-        refused: dict[str, str] = {}
-        values = python_values(column_of(table, column))
+        errors: dict[str, str] = {}
+        names = python_values(column_of(table, column))
         return [
             prompt
-            if prompt.error or value in (None, "", self._config.model)
-            else self._with(prompt, value, refused)
-            for prompt, value in zip(prompts, values, strict=True)
+            if prompt.error or name in (None, "", self._config.model)
+            else self._with_adapter(prompt, name, errors)
+            for prompt, name in zip(prompts, names, strict=True)
         ]
 
-    def _with(self, prompt: Prompt, name: object, refused: dict[str, str]) -> Prompt:
+    def _with_adapter(self, prompt: Prompt, name: object, errors: dict[str, str]) -> Prompt:
         if not isinstance(name, str):
             error = describe_error("UnknownAdapter", f"a name must be a text, got {name!r:.100}")
             return prompt._replace(error=error)
-        if name not in self._sources and name not in refused:
-            self._find(name, refused)
-        if name in refused:
-            return prompt._replace(error=refused[name])
+        if name not in self._sources and name not in errors:
+            try:
+                source = adapter_source(name, self._config.lora_path)
+                check_adapter(source, max_rank=self._max_rank)
+                self._sources[name] = source
+            except ConfigError as error:
+                errors[name] = describe_error("UnknownAdapter", error)
+        if name in errors:
+            return prompt._replace(error=errors[name])
         return prompt._replace(payload=add_payload(prompt.payload, {LORA: self._sources[name]}))
-
-    def _find(self, name: str, refused: dict[str, str]) -> None:
-        """Note where an adapter lies, or in `refused` what is wrong with it."""
-        try:
-            source = adapter_source(name, self._config.lora_path)
-            check_adapter(source, max_rank=self._max_rank)
-        except ConfigError as error:
-            refused[name] = describe_error("UnknownAdapter", error)
-        else:
-            self._sources[name] = source

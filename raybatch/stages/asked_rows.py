@@ -1,4 +1,4 @@
-"""Row batches on their way through the pool: ready to be asked, and with results."""
+"""A row batch that is ready for the pool, and what it is with all results or some."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,26 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from raybatch.rows.finish import Answers
+from raybatch.rows.finish import AnsweredRows
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.stages.unit_watch import PlacedWatch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """Rows with their results.
-
-    Args:
-        table: the user's columns alone.
-        group_ids: prefix group of each row; None where nothing is planned.
-    """
-
-    table: pa.Table
-    row_ids: Sequence[str]
-    prompts: Sequence[Prompt]
-    group_ids: Sequence[int | None] | None
-    answers: Answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,23 +39,21 @@ class Asked:
         """How many special tokens the texts of each row held."""
         return [prompt.num_special for prompt in self.prepared.prompts]
 
-    def answered(self, results: pa.Table) -> Answered:
+    def answered(self, results: pa.Table) -> AnsweredRows:
         """Return all rows with the results of all requests."""
         prepared = self.prepared
-        return Answered(
+        return AnsweredRows(
             table=self.table,
             row_ids=prepared.row_ids,
             prompts=prepared.prompts,
             group_ids=self.group_ids,
-            answers=Answers(
-                rows=prepared.rows,
-                copies=prepared.copies,
-                samplings=prepared.request_samplings,
-                results=results,
-            ),
+            rows=prepared.rows,
+            copies=prepared.copies,
+            samplings=prepared.request_samplings,
+            results=results,
         )
 
-    def answered_so_far(self, results: pa.Table) -> tuple[list[int], Answered]:
+    def answered_so_far(self, results: pa.Table) -> tuple[list[int], AnsweredRows]:
         """Return the rows that some results are of, and their copies, as a smaller batch.
 
         Args:
@@ -88,15 +69,13 @@ class Asked:
         rows = sorted([*originals, *copies])
         place = {row: i for i, row in enumerate(rows)}
         field, numbers = results.schema.field(column), pa.array(renumbered.astype(np.int32))
-        return rows, Answered(
+        return rows, AnsweredRows(
             table=self.table.take(pa.array(rows, pa.int64())),
             row_ids=[prepared.row_ids[row] for row in rows],
             prompts=[prepared.prompts[row] for row in rows],
             group_ids=None if self.group_ids is None else [self.group_ids[row] for row in rows],
-            answers=Answers(
-                rows=[place[row] for row in originals],
-                copies={place[copy]: place[row] for copy, row in copies.items()},
-                samplings=[prepared.request_samplings[request] for request in requests],
-                results=results.set_column(column, field, numbers),
-            ),
+            rows=[place[row] for row in originals],
+            copies={place[copy]: place[row] for copy, row in copies.items()},
+            samplings=[prepared.request_samplings[request] for request in requests],
+            results=results.set_column(column, field, numbers),
         )

@@ -20,7 +20,7 @@ from raybatch.durable.journal import ROW
 from raybatch.errors import ReplicaError, RowError
 from raybatch.records.types import PoolStats
 from raybatch.rows.batches import to_table
-from raybatch.rows.finish import finish_rows
+from raybatch.rows.finish import AnsweredRows, finish_rows
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import take_off
 from raybatch.rows.prepare import prepare
@@ -28,7 +28,7 @@ from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
-from raybatch.stages.asked_rows import Answered, Asked
+from raybatch.stages.asked_rows import Asked
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.unit_watch import PlacedWatch
 
@@ -245,16 +245,8 @@ class StageFeeder:
             return self.config
         return replace(self.config, id_column=ROW_ID)
 
-    def _finish(self, answered: Answered) -> pa.Table:
-        finished = finish_rows(
-            answered.table,
-            row_ids=answered.row_ids,
-            prompts=answered.prompts,
-            answers=answered.answers,
-            tokenizer=self._tokenizer,
-            output=self.config.output,
-            group_ids=answered.group_ids,
-        )
+    def _finish(self, answered: AnsweredRows) -> pa.Table:
+        finished = finish_rows(answered, tokenizer=self._tokenizer, output=self.config.output)
         self._raise_first(answered.row_ids, self._errors_of(finished))
         return finished
 

@@ -11,7 +11,7 @@ from raybatch.planning.fingerprint import fingerprint, output_columns, output_sc
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.endpoint import EndpointTokenizer
-from raybatch.rows.finish import Answers, finish_rows
+from raybatch.rows.finish import AnsweredRows, finish_rows
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
 from raybatch.stages.llm_stage import LLMStage
@@ -23,7 +23,10 @@ PARSED = ParsedText(reasoning="hm", tool_calls=(CALL,), error="ValueError: no")
 
 
 def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS)):
-    answers = Answers(
+    answered = AnsweredRows(
+        table=pa.table({"text": ["a"]}),
+        row_ids=["0"],
+        prompts=[Prompt(np.zeros(1, np.int32))],
         rows=[0],
         copies={},
         samplings=[Sampling(n=num_samples)],
@@ -31,14 +34,8 @@ def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS)):
             [encode_completions([0] * len(completions), completions)], np.ones(1, np.int16)
         ),
     )
-    (row,) = finish_rows(
-        pa.table({"text": ["a"]}),
-        row_ids=["0"],
-        prompts=[Prompt(np.zeros(1, np.int32))],
-        answers=answers,
-        tokenizer=TOKENIZER,
-        output=OutputSchema(num_samples=num_samples, parsed=parsed),
-    ).to_pylist()
+    output = OutputSchema(num_samples=num_samples, parsed=parsed)
+    (row,) = finish_rows(answered, tokenizer=TOKENIZER, output=output).to_pylist()
     return row
 
 

@@ -9,8 +9,7 @@ import pytest
 from raybatch.backends.fake.answers import fake_vector
 from raybatch.errors import ConfigError
 from raybatch.rows.options import build_stage_config
-from raybatch.rows.prompt import Prompt
-from raybatch.rows.row_options import fit_pooled
+from raybatch.rows.prompt import Prompt, fit_pooled
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 from raybatch.text.pairs import read_pair
 from raybatch.text.tokenizer import Tokenizer
