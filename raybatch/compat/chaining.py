@@ -73,12 +73,12 @@ def _asked(
     """
     old = _prompts_in(before.column_names, prompt_columns)
     if not old:
-        given = {name for row in returned if row is not None for name in row}
-        return _prompts_in(given, prompt_columns)
+        names = {name for row in returned if row is not None for name in row}
+        return _prompts_in(names, prompt_columns)
     choices = {_choice(row, old, prompt_columns) for row in returned if row is not None}
     if len(choices) > 1:
-        told = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
-        raise ConfigError(f"preprocess returns {told}; return the same prompt for every row")
+        several = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
+        raise ConfigError(f"preprocess returns {several}; return the same prompt for every row")
     (asked,) = choices or {()}
     if choices and not asked:
         raise ConfigError(

@@ -75,10 +75,10 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
 
 def _texts(ids: Sequence[TokenIds | None], tokenizer: PromptTokenizer) -> list[str | None]:
     try:
-        found = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+        texts = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
     except Exception:  # a tokenizer may raise anything, and the ids alone say what was asked
         return [None] * len(ids)
-    return [None if one is None else next(found) for one in ids]
+    return [None if one is None else next(texts) for one in ids]
 
 
 class Processor:
@@ -228,13 +228,13 @@ def build_processor(
     )
 
 
-def _check_functions(**given: object) -> None:
-    for name, function in given.items():
+def _check_functions(**functions: object) -> None:
+    for name, function in functions.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
 
 
-def _check_mappings(**given: object) -> None:
-    for name, options in given.items():
+def _check_mappings(**mappings: object) -> None:
+    for name, options in mappings.items():
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")

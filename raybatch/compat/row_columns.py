@@ -43,13 +43,13 @@ def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
     Raises:
         ValueError: a value has no such form; names the column.
     """
-    found = {}
+    values = {}
     for name, value in row.items():
         try:
-            found[name] = convert(name, value)
+            values[name] = convert(name, value)
         except Exception as error:  # whatever PIL raises of a broken image, too
             raise ValueError(f"column {name!r}: {error}") from error
-    return found
+    return values
 
 
 def asked_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -180,8 +180,8 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
             return cast
     if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
         value = json_text(value)
-    found = _of_type(kind, [value])
-    return pa.nulls(1, kind) if found is None else found
+    array = _of_type(kind, [value])
+    return pa.nulls(1, kind) if array is None else array
 
 
 def _is_cut(kind: pa.DataType) -> bool:
@@ -198,7 +198,7 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
     if (kept := _of_type(like, values)) is not None:
         return kept
     try:
-        found = _inferred(values)
+        inferred = _inferred(values)
     except _NO_FORM as error:
         if name == _MESSAGES:  # contents of several kinds have no common Arrow type
             return pa.array([json_text(value) for value in values], pa.string())
@@ -206,8 +206,8 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
             f"the rows of one batch hold values of different types in {name!r}: {error!s:.500}"
         ) from error
     # numbers of NumPy, and whole numbers beside others, are the same in both
-    kept = _of_type(like, python_values(found))
-    return found if kept is None else kept
+    kept = _of_type(like, python_values(inferred))
+    return inferred if kept is None else kept
 
 
 def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
@@ -223,11 +223,11 @@ def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
 
 
 def _inferred(values: Sequence[Any]) -> Column:
-    found = pa.array(values)
+    array = pa.array(values)
     # the other way round, Arrow says it itself
-    if pa.types.is_date(found.type) and any(isinstance(v, datetime.datetime) for v in values):
+    if pa.types.is_date(array.type) and any(isinstance(v, datetime.datetime) for v in values):
         raise TypeError("a datetime after a date")
-    return found
+    return array
 
 
 def is_nested(value: object) -> bool:

@@ -145,7 +145,7 @@ class Preprocess:
         return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
 
     def _check_supported(self, table: pa.Table) -> None:
-        for name, told in _ASKING_COLUMNS.items():
+        for name, way_out in _ASKING_COLUMNS.items():
             if name not in table.column_names or name in self._supported:
                 continue
             column = table.column(name).drop_null()
@@ -153,8 +153,8 @@ class Preprocess:
                 continue
             if len(column):
                 raise ConfigError(
-                    f"the rows have a column {name!r}, which {told}. Otherwise drop it, or rename "
-                    "it if it is data of yours"
+                    f"the rows have a column {name!r}, which {way_out}. Otherwise drop it, or "
+                    "rename it if it is data of yours"
                 )
 
 
@@ -254,10 +254,10 @@ def _map_good(
     """Map the rows without an error; return None for the others, and the errors of all."""
     rows = python_rows(table)
     good = [i for i, error in enumerate(errors) if not error]
-    found, failures = _map_rows([rows[i] for i in good], function, kind)
+    mapped, failures = _map_rows([rows[i] for i in good], function, kind)
     returned: list[Row] = [None] * len(rows)
     all_errors = list(errors)
-    for i, row, failure in zip(good, found, failures, strict=True):
+    for i, row, failure in zip(good, mapped, failures, strict=True):
         returned[i], all_errors[i] = row, failure
     return returned, all_errors
 

@@ -126,9 +126,9 @@ def stage_of_cluster(
         return stage
     if start_ray is not None:
         start_ray()
-    found = stage.settled(connect=connect)
-    check_model(found.config, schema)
-    return found
+    decided = stage.settled(connect=connect)
+    check_model(decided.config, schema)
+    return decided
 
 
 def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
@@ -155,9 +155,9 @@ def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> list[JobPart]:
     for stored in plans:
         names = {name for name, *_ in stored.files}
         known |= names
-        own = slice(stored.first_unit, stored.first_unit + stored.num_units)
-        if not is_done[own].all():
-            rows_done = int(units.unit_rows[own][is_done[own]].sum())
+        units_of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
+        if not is_done[units_of_plan].all():
+            rows_done = int(units.unit_rows[units_of_plan][is_done[units_of_plan]].sum())
             again = _numbered(job, stored.number, stored.first_unit)
             parts.append(JobPart(job=_only(again, names), stored=stored, rows_done=rows_done))
     new = {name for name, *_ in job.files} - known

@@ -299,18 +299,18 @@ def _done(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _hit_rate(measured: float, units: UnitsSoFar | None) -> str:
-    said = f"{100 * measured:.0f} %"
+    text = f"{100 * measured:.0f} %"
     if units is None or units.planned_hit_rate is None:
-        return said
-    return f"{said} (plan {100 * units.planned_hit_rate:.0f} %)"
+        return text
+    return f"{text} (plan {100 * units.planned_hit_rate:.0f} %)"
 
 
 def _replicas(stats: PoolStats) -> str:
     missing = stats.num_replicas - stats.num_ready - stats.num_restarting - stats.num_given_up
-    said = f"{stats.num_ready} ready, {max(0, missing)} starting"
+    text = f"{stats.num_ready} ready, {max(0, missing)} starting"
     if stats.num_restarting:
-        said += f", {stats.num_restarting} restarting"
-    return said + (f", {stats.num_given_up} given up" if stats.num_given_up else "")
+        text += f", {stats.num_restarting} restarting"
+    return text + (f", {stats.num_given_up} given up" if stats.num_given_up else "")
 
 
 def _slowest(stats: PoolStats) -> list[tuple[str, str]]:

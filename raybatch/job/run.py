@@ -113,19 +113,19 @@ class JobRun:
                     break
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
-            found = audit(store, units)
-            if not found.is_clean:
+            counted = audit(store, units)
+            if not counted.is_clean:
                 recorder.incomplete()
-        if found.is_clean:
-            finish(store, units, found)
+        if counted.is_clean:
+            finish(store, units, counted)
             drop_journal_and_staging(store)
         elif recorder.limit is not None:
             logger.warning("stopped by %s; start the job again to go on", recorder.limit)
         else:
-            logger.error("the output in %s is not complete: %s", self.config.sink, found)
+            logger.error("the output in %s is not complete: %s", self.config.sink, counted)
         # what earlier runs took is not known here, nor what several plans foretell together
         is_all = is_new and len(parts) == 1
-        report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
+        report = self._report(plans, counted, before, planned if is_all else None, rows_resumed)
         return keep_report(report, self.config.sink)
 
     @property
@@ -187,18 +187,18 @@ class JobRun:
             stage.pool.stop(client=stage.client)
             recorder.stopping(reason)
 
-        asked = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
+        stop_signal = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
         try:
             with shown(progress, lambda: recorder.units) as show:
 
-                def tell(stats: PoolStats, num_rows: int) -> None:
+                def observe(stats: PoolStats, num_rows: int) -> None:
                     if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
                         end(reason)
                     recorder.observe(stats, cost=limits.cost)
                     show(stats, num_rows)
 
                 runner = self._runner(stage, schema, recorder)
-                with asked, watch_with(callback=tell) as watch:
+                with stop_signal, watch_with(callback=observe) as watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
                     return run_planned(replace(job, units=runner), part.stored)
@@ -206,7 +206,7 @@ class JobRun:
             # the pool was last asked a while ago
             num_seen = 0 if watch is None else watch.rows_done
             self._tell_interrupted(max(num_seen, recorder.rows_written))
-            if asked.has_come and not recorder.units.total:
+            if stop_signal.has_arrived and not recorder.units.total:
                 raise RunStopped(
                     "SIGTERM came before any row was at work; the same command begins again"
                 ) from None
@@ -262,7 +262,7 @@ class JobRun:
     def _report(
         self,
         plans: Sequence[StoredPlan],
-        found: Audit,
+        counted: Audit,
         before: PoolStats,
         planned: PlannedInput | LargePlan | None,
         rows_resumed: int,
@@ -274,11 +274,11 @@ class JobRun:
         # an idle pool that has stopped since counts from 0 again
         restarts = max(0, after.num_restarts - before.num_restarts)
         wall_s = ended_s - started_s
-        actual = actual_of(found.counts, before, after, num_restarts=restarts, wall_s=wall_s)
+        actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         history = read_history(store_of(self.config.sink))
         report = replace(
             # nothing is lost that the same job, started again, would write
-            counted_report(self.config.sink, plans, found, history, is_complete=False),
+            counted_report(self.config.sink, plans, counted, history, is_complete=False),
             source=redacted(self.config.source),
             model=redacted(self.config.stage.model),
             rows_resumed=rows_resumed,

@@ -57,11 +57,11 @@ class LimitWatch:
 
     @property
     def cost(self) -> float:
-        """What answers with prices of their own have cost so far."""
+        """What answers that have a price have cost so far."""
         return self._spent.cost
 
     def begin(self) -> None:
-        """Hear that another plan begins, whose rows are counted from 0."""
+        """Begin another plan, whose rows are counted from 0."""
         self._earlier = self._spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
@@ -116,13 +116,13 @@ class StopSignal:
         is_at_work: returns whether units may be at work.
 
     Attributes:
-        has_come: a signal has come.
+        has_arrived: whether a signal has.
     """
 
     def __init__(self, stop: Callable[[], None], is_at_work: Callable[[], bool]) -> None:
         self._stop = stop
         self._is_at_work = is_at_work
-        self.has_come = False
+        self.has_arrived = False
         self._is_over = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="raybatch-sigterm", daemon=True)
@@ -130,7 +130,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if self._is_handling:
-            # whoever is not told by Python has no handler to go back to
+            # a handler that was not set from Python is not known: the default one comes back
             self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._thread.start()
         return self
@@ -144,7 +144,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # the main thread may be anywhere, inside a lock of Ray too: nothing is called from here
-        is_first, self.has_come = not self.has_come, True
+        is_first, self.has_arrived = not self.has_arrived, True
         if not is_first or not self._is_at_work():
             raise KeyboardInterrupt
         self._wake.set()

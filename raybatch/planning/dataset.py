@@ -1,6 +1,6 @@
 """The rows of a source with a plan that lies below the sink, read piece by piece."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,25 +42,35 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bo
 
     # what travels to the tasks
     reader, wanted = _PieceReader.of(job, stored), ray.put(todo)
-
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        is_todo = ray.get(wanted)
-        for task in batch.to_pylist():
-            slices = range(task["start"], task["stop"])
-            yield from reader.read(slices, task["first_row"], is_todo)
-
-    pieces = pieces_of(job.source)
-    tasks = [
-        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
-        for slices, first_row in pieces
-    ]
-    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-    rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+    rows = ray_pieces(
+        job.source, lambda slices, first_row: reader.read(slices, first_row, ray.get(wanted))
+    )
     if not stored.is_reordered:
         return rows
     num_bytes = sum(part.num_bytes for part in job.source.slices)
-    starts = _block_starts(stored, todo, num_bytes, len(tasks))
+    starts = _block_starts(stored, todo, num_bytes, len(pieces_of(job.source)))
     return rows.sort(RANK, boundaries=rank_of(starts).tolist())
+
+
+def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]]) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of what is read of each piece of a source.
+
+    Args:
+        source: with at least one row.
+        read: takes the slices of a piece and the number of its first row; called in tasks of Ray.
+    """
+    import ray  # slow to load, and a local run does without
+
+    def read_tasks(batch: pa.Table) -> Iterator[pa.Table]:
+        for task in batch.to_pylist():
+            yield from read(range(task["start"], task["stop"]), task["first_row"])
+
+    tasks = [
+        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
+        for slices, first_row in pieces_of(source)
+    ]
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    return items.map_batches(read_tasks, batch_size=1, batch_format="pyarrow")
 
 
 def planned_tables(
@@ -157,7 +167,7 @@ def with_places(
     if stored.shards:
         firsts = [first for _, first in stored.shards]
         bounds = np.searchsorted(rows, [*firsts, stored.num_rows]).tolist()
-        said = pa.concat_tables(
+        planned = pa.concat_tables(
             read_shards(sink, stored, first, end).take(rows[start:stop] - first)
             for first, end, start, stop in zip(
                 firsts, [*firsts[1:], stored.num_rows], bounds[:-1], bounds[1:], strict=True
@@ -165,10 +175,10 @@ def with_places(
             if start < stop
         )
     else:
-        said = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
-    positions = said.column("pos").cast(pa.int64())
+        planned = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
+    positions = planned.column("pos").cast(pa.int64())
     place = finished.column_names.index(journal.POS)
-    units = said.column("unit").to_numpy().astype(np.int64)
+    units = planned.column("unit").to_numpy().astype(np.int64)
     return units, finished.set_column(place, journal.POS, positions)
 
 

@@ -268,7 +268,7 @@ def _stretches(summaries: Sequence[PartSummary]) -> Floats:
 def _get(refs: Sequence[_Ref]) -> list[Any]:
     """Return what tasks made; an error of this library is raised as it was."""
     try:
-        found: list[Any] = ray.get(list(refs))
+        results: list[Any] = ray.get(list(refs))
     except RayTaskError as error:
         raise own_cause(error) or error from None
-    return found
+    return results

@@ -91,8 +91,8 @@ def lint_layout(
     head, labels, tail = _split(pieces)
     advice = advise_layout(
         [
-            found.field(name, count_tokens(label))
-            for name, label, found in zip(fields, labels, values, strict=True)
+            of_field.field(name, count_tokens(label))
+            for name, label, of_field in zip(fields, labels, values, strict=True)
         ],
         head_tokens=count_tokens(head),
         tail_tokens=count_tokens(tail),
@@ -238,8 +238,8 @@ def _add(table: pa.Table, templates: Sequence[PromptTemplate], values: Sequence[
         texts = [texts for texts in row if texts is not None]
         if len(texts) == len(row):
             flat = [text for part in texts for text in part]
-            for found, text in zip(values, flat, strict=True):
-                found.add(text)
+            for of_field, text in zip(values, flat, strict=True):
+                of_field.add(text)
 
 
 class _Values:

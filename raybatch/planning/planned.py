@@ -275,7 +275,7 @@ class LargePlan:
 
 
 def planned_work(
-    keys: BlockKeys, expected_tokens: Floats, found: Arrangement, *, is_grouped: bool
+    keys: BlockKeys, expected_tokens: Floats, arrangement: Arrangement, *, is_grouped: bool
 ) -> WorkTotals:
     """Return the work of rows whose shared prefixes run once each; copies are no work.
 
@@ -283,7 +283,7 @@ def planned_work(
         expected_tokens: float64 [R], outputs to expect.
         is_grouped: rows run in groups; else each computes its whole prompt.
     """
-    groups = found.groups
+    groups = arrangement.groups
     rows = np.flatnonzero(groups.representative == np.arange(keys.num_rows))
     num_tokens, outputs = keys.num_tokens[rows], expected_tokens[rows]
     if not is_grouped:

@@ -44,7 +44,7 @@ def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
         >>> id_hashes(pa.chunked_array([["a", "b", "a"]]))[:, 0].argmin() in (0, 1)
         True
     """
-    found = [np.empty((0, 2), np.uint64)]
+    hashes = [np.empty((0, 2), np.uint64)]
     for chunk in ids.cast(pa.large_binary()).chunks:
         _, offsets, data = chunk.buffers()
         ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
@@ -53,8 +53,8 @@ def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
         places = np.arange(len(letters)) - np.repeat(starts, lengths)
         letters |= (places.astype(np.uint64) + np.uint64(1)) << np.uint64(8)
         sums = [_sums(mix64(letters * GOLDEN + salt), starts, lengths) for salt in _SALTS]
-        found.append(np.stack(sums, axis=1))
-    return np.concatenate(found)
+        hashes.append(np.stack(sums, axis=1))
+    return np.concatenate(hashes)
 
 
 def _sums(words: Uint64s, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Uint64s:
@@ -80,7 +80,7 @@ def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 class Repeated(NamedTuple):
-    """What was found among all ids.
+    """Ids that several rows have.
 
     Args:
         num_rows: that have the id of a row before them.
@@ -140,16 +140,18 @@ class RepeatedIds:
             path = self._path(number)
             if not path.exists():
                 continue
-            found = np.fromfile(path, np.uint64).reshape(-1, 3)
-            found = found[np.lexsort((found[:, 2], found[:, 1], found[:, 0]))]
-            is_next_same = (found[1:, :2] == found[:-1, :2]).all(axis=1)
+            hashes = np.fromfile(path, np.uint64).reshape(-1, 3)
+            hashes = hashes[np.lexsort((hashes[:, 2], hashes[:, 1], hashes[:, 0]))]
+            is_next_same = (hashes[1:, :2] == hashes[:-1, :2]).all(axis=1)
             starts = np.flatnonzero(is_next_same & ~np.append(False, is_next_same[:-1]))
             num_rows += int(is_next_same.sum())
             num_ids += len(starts)
-            examples = np.concatenate([examples, found[starts, :2][: num_examples - len(examples)]])
+            examples = np.concatenate(
+                [examples, hashes[starts, :2][: num_examples - len(examples)]]
+            )
             if len(starts):
-                first = starts[np.argmin(found[starts, 2])]
-                firsts.append((int(found[first, 2]), int(found[first + 1, 2])))
+                first = starts[np.argmin(hashes[starts, 2])]
+                firsts.append((int(hashes[first, 2]), int(hashes[first + 1, 2])))
         return Repeated(num_rows, num_ids, examples, min(firsts, default=None))
 
     def _spill(self) -> None:

@@ -59,12 +59,10 @@ def store_input_order(job: PlannedRun) -> StoredPlan:
 
 def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPlan:
     """Write such a plan of a source, and return the one that holds."""
-    rows = [
-        sum(part.num_rows for part in source.slices[slices.start : slices.stop])
-        for slices, _ in pieces_of(source)
-    ]
+    first_rows = [first_row for _, first_row in pieces_of(source)]
+    piece_rows = np.diff([*first_rows, source.num_rows]).tolist()
     # an input without rows has one part, so that readers find the columns
-    unit_rows = even_units(rows, subject.options) if rows else np.zeros(1, np.int64)
+    unit_rows = even_units(piece_rows, subject.options) if piece_rows else np.zeros(1, np.int64)
     name = subject.hash_of([], [])
     stored = subject.stored(
         hash=name,

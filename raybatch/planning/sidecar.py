@@ -153,9 +153,9 @@ def _expected(
     if is_wrong.any():
         place = int(np.argmax(is_wrong))
         row = prepared.rows[place]
-        row_id, given = prepared.row_ids[row], table.column(column)[row].as_py()
+        row_id, value = prepared.row_ids[row], table.column(column)[row].as_py()
         raise ConfigError(
-            f"plan.expected_tokens_column {column!r} is {given} in row {row_id!r}; give a "
+            f"plan.expected_tokens_column {column!r} is {value} in row {row_id!r}; give a "
             "number of tokens, or null where it is not known"
         )
     return expected_lengths(max_tokens, values * num_samples)

@@ -149,7 +149,7 @@ def gather(job: PlannedRun) -> GatheredRows:
 def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
     """Plan rows that are in memory."""
     sidecar = rows.sidecar
-    plan_of_asked, found = plan_rows(
+    plan_of_asked, arrangement = plan_rows(
         PlanRows(
             keys=sidecar.keys,
             expected_tokens=sidecar.expected_tokens,
@@ -167,7 +167,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
         unasked=sidecar.unasked,
         plan=plan_of_asked,
         whole=with_unasked(plan_of_asked, sidecar.is_asked, plan),
-        found=found,
+        found=arrangement,
         prompts=[p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None],
     )
 
@@ -210,13 +210,15 @@ def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -
         shard: what the plan says of all of them, in input order.
         chosen: int64 [n], rows in the order in which they run.
     """
-    said = shard.take(chosen)
+    planned = shard.take(chosen)
     columns = {
-        **place_columns(said.column("unit").to_numpy(), said.column("pos").to_numpy(), chosen),
+        **place_columns(
+            planned.column("unit").to_numpy(), planned.column("pos").to_numpy(), chosen
+        ),
         **plan_columns(
-            said.column("group_id").fill_null(-1).to_numpy(),
-            said.column("prefix_len").to_numpy(),
-            pc.cast(said.column("expected_len"), pa.float64()).to_numpy(),
+            planned.column("group_id").fill_null(-1).to_numpy(),
+            planned.column("prefix_len").to_numpy(),
+            pc.cast(planned.column("expected_len"), pa.float64()).to_numpy(),
         ),
         **prompt_columns([rows.prompts[row] for row in chosen.tolist()]),
     }

@@ -51,12 +51,12 @@ def _check_table(table: pa.Table, part: FileSlice, first_row: int) -> None:
     for name in table.column_names:
         column = table.column(name).unify_dictionaries()
         for value in python_values(pc.unique(column)):
-            if (said := _wrong_with(name, value)) is not None:
+            if (reason := _wrong_with(name, value)) is not None:
                 # where it is, is asked for once, of an error that ends the job
                 row = next(
                     i for i, one in enumerate(python_values(column)) if _wrong_with(name, one)
                 )
-                raise ConfigError(f"partition_by: {part.name}:{first_row + row}: {said}")
+                raise ConfigError(f"partition_by: {part.name}:{first_row + row}: {reason}")
 
 
 def _wrong_with(name: str, value: object) -> str | None:
@@ -84,14 +84,14 @@ def check_unique_ids(source: Source, column: str) -> None:
             if not num_nulls:
                 seen.add(_comparable(ids, column), first_row=row)
             row += len(ids)
-        found = seen.repeated()
+        repeated = seen.repeated()
     if num_nulls:
         raise ConfigError(f"id_column {column!r} is null in {num_nulls} rows of the source")
-    if found.first is not None:
+    if repeated.first is not None:
         raise ConfigError(
-            f"id_column {column!r} has {found.num_ids} ids on more than one row, for example "
-            f"{_told_repeated(source, column, *found.first)}; leave id_column out to use file and "
-            "position"
+            f"id_column {column!r} has {repeated.num_ids} ids on more than one row, for example "
+            f"{_show_repeated(source, column, *repeated.first)}; leave id_column out to use file "
+            "and position"
         )
 
 
@@ -113,7 +113,7 @@ def _comparable(ids: pa.ChunkedArray, column: str) -> pa.ChunkedArray:
         ) from error
 
 
-def _told_repeated(source: Source, column: str, first: int, second: int) -> str:
+def _show_repeated(source: Source, column: str, first: int, second: int) -> str:
     """Return an id and the two rows that have it."""
     row, value = 0, None
     for ids in _ids(source, column):

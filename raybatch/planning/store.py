@@ -71,16 +71,16 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
     name = plan_name(stored.number)
     with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
-        said = open_plan(store_of(sink), text.encode, name=name)
-    found = parse_plan(said, f"{sink.rstrip('/')}/{name}")
-    if (found.files, found.fingerprint) != (stored.files, stored.fingerprint):
+        written = open_plan(store_of(sink), text.encode, name=name)
+    holding = parse_plan(written, f"{sink.rstrip('/')}/{name}")
+    if (holding.files, holding.fingerprint) != (stored.files, stored.fingerprint):
         raise ConfigError(
             f"another run was faster to plan {sink}, and for other input files or options; run the "
             "job again"
         )
-    if found.hash != stored.hash:
+    if holding.hash != stored.hash:
         logger.info("another run was faster to plan %s; its plan is followed", sink)
-    return found
+    return holding
 
 
 def read_plan(sink: str, number: int = 1) -> StoredPlan:

@@ -64,7 +64,7 @@ class StoredPlan:
         return hash(self.hash)
 
 
-def parse_plan(said: bytes, path: str) -> StoredPlan:
+def parse_plan(data: bytes, path: str) -> StoredPlan:
     """Return what the file of a plan says.
 
     Args:
@@ -75,7 +75,7 @@ def parse_plan(said: bytes, path: str) -> StoredPlan:
     """
     way_out = "bring it back from a copy, or choose another folder"
     with told_as(f"{path} is not a plan of this version of raybatch; {way_out}"):
-        values = json.loads(said)
+        values = json.loads(data)
         version = values.get("version", _VERSION)
         if version != _VERSION:
             raise ConfigError(f"{path} has version {version}; this is {_VERSION}; {way_out}")
@@ -136,8 +136,8 @@ class PlanSubject:
         parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
-    def stored(self, **found: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
-        """Return what `plan.json` says of a plan, given the fields that were found by planning."""
-        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        own |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
-        return StoredPlan(**own, **found)
+    def stored(self, **planned: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
+        """Return what `plan.json` says of a plan, with the fields that planning decides."""
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
+        return StoredPlan(**fields, **planned)

@@ -1,4 +1,4 @@
-"""What finished rows came to: statuses, errors and tokens, counted once, when they are written."""
+"""Counts of finished rows: statuses, errors and tokens, taken once, when they are written."""
 
 import numpy as np
 import pyarrow as pa

@@ -218,8 +218,8 @@ class StageFeeder:
             return cls
         pool, choice = cls.pool.settled(began_with=began_with, connect=connect)
         config = replace(cls.config, backend=pool.spec.backend)
-        own = {"config": config, "pool": pool, "choice": choice}
-        return type(cls.__name__, (cls,), own)
+        attributes = {"config": config, "pool": pool, "choice": choice}
+        return type(cls.__name__, (cls,), attributes)
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":

@@ -1,4 +1,4 @@
-"""What a feeder tells its user once.
+"""Warnings that a feeder logs once.
 
 Ray forwards the log lines of its workers to the driver's terminal.
 """
@@ -82,11 +82,11 @@ class NoCpuHint:
             threading.Thread(target=self.look, name="raybatch-no-cpu-hint", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more: rows have come."""
+        """Look no more: rows have arrived."""
         self._has_rows.set()
 
     def look(self) -> None:
-        """Wait for rows, and say so where none come and no CPU is left."""
+        """Wait for rows, and warn where none arrive and no CPU is left."""
         for wait_s in self._waits_s:
             if self._has_rows.wait(wait_s):
                 return

@@ -25,13 +25,13 @@ from raybatch.stages.unit_writer import UnitReceipt, UnitWriter
 
 
 class RunObserver(Protocol):
-    """Is told what happens to the units of a run, while it happens."""
+    """Follows the units of a run."""
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
-        """Hear of the plan that runs next, and which units of the whole output are written."""
+        """Take the plan that runs next, and which units of the whole output are written."""
 
     def unit_done(self, receipt: UnitReceipt) -> None:
-        """Hear of a unit that is written."""
+        """Take the receipt of a unit that is written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class FeederRunner:
 
     Args:
         flush_every_s: finished rows of a unit that is not complete are kept so often.
-        observer: hears of the plan and of every unit that is written.
+        observer: of the plan and of every unit that is written.
         waves: rules by which rows are asked again.
         is_local: feeders are objects of this process; with Ray they are actors.
     """
@@ -101,13 +101,13 @@ class FeederRunner:
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
-        own = {
+        of_stage = {
             "config": stage.config,
             "pool": stage.pool,
             "client": stage.client,
             "waves": self.waves,
         }
-        return type(base.__name__, (base,), own | attributes)
+        return type(base.__name__, (base,), of_stage | attributes)
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:
         return UnitWriter(
@@ -123,7 +123,7 @@ class FeederRunner:
 def local_results(
     tables: Iterable[pa.Table], feeder: type[StageFeeder]
 ) -> Generator[pa.Table, None, None]:
-    """Yield what a feeder gives back for tables, as it comes; the first error ends the others."""
+    """Yield what a feeder returns for tables, as it comes; the first error ends the others."""
     left, answer = iter(tables), feeder()
     pending: set[asyncio.Task[pa.Table]] = set()
 

@@ -26,7 +26,7 @@ def test_the_first_signal_stops_the_run_and_lets_it_go_on_to_its_end():
     with run.signal:
         terminate()
         assert run.stopped.wait(30)
-    assert run.signal.has_come
+    assert run.signal.has_arrived
 
 
 def test_the_second_signal_ends_the_run():
@@ -42,7 +42,7 @@ def test_a_signal_before_any_row_is_at_work_ends_the_run():
     run = Run(is_at_work=False)
     with pytest.raises(KeyboardInterrupt), run.signal:
         terminate()
-    assert run.signal.has_come
+    assert run.signal.has_arrived
     assert not run.stopped.is_set()
 
 
@@ -50,7 +50,7 @@ def test_a_run_without_a_signal_is_not_stopped():
     run = Run()
     with run.signal:
         pass
-    assert (False, False) == (run.stopped.is_set(), run.signal.has_come)
+    assert (False, False) == (run.stopped.is_set(), run.signal.has_arrived)
 
 
 def test_what_handled_the_signal_before_handles_it_again():
