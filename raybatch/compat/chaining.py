@@ -34,7 +34,6 @@ def drop_leftovers(
     them again refuses them.
 
     Args:
-        table: after `preprocess`.
         returned: what `preprocess` returned for each row; None for a row with an error.
         prompt_columns: those that the stage asks, the first of them that is there; none where it
             asks pairs of query and document.

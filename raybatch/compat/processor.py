@@ -86,8 +86,6 @@ class Processor:
 
     Args:
         postprocess: of row batches, after it; None leaves them as they are.
-        preprocess_map_kwargs: of `map_batches` for preprocess.
-        postprocess_map_kwargs: of `map_batches` for postprocess.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""What a user's functions return of the rows of a batch, as columns of Arrow."""
+"""What a user's functions return of the rows of a batch, as columns of Arrow.
+
+A column that a function hands through stays as it is, so values are compared as Arrow holds them:
+1, 1.0 and True are three.
+"""
 
 import datetime
 import json

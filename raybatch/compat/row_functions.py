@@ -96,8 +96,6 @@ class Preprocess:
         model: of the stage, which the column `model` may name.
         prompt_columns: those that the stage asks, the first of them that is there; none where it
             asks pairs of query and document.
-        has_adapters: the column `model` may name adapters.
-        has_images: the column `multimodal_data` may have images.
     """
 
     def __init__(

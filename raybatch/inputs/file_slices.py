@@ -40,7 +40,6 @@ class FileSlice:
     """Consecutive rows of one file.
 
     Args:
-        path: with its protocol.
         name: relative to the root of the source; part of the row ids.
         row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file,
             because in a compressed one nothing can be found but from its beginning.
@@ -78,9 +77,6 @@ def scan_file(
     Args:
         row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
             tells only the size of encoded pages, where equal values may count once.
-        columns: that will be read; None reads all.
-        max_row_group_bytes: that a row group may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to, see `read_blocks`.
 
     Raises:
         BadFileError: what the file holds cannot be read.
@@ -184,9 +180,6 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
 
     Memory: of Parquet, one table and a buffer per column; of Arrow IPC, one record batch; of
     JSONL, one block of lines.
-
-    Args:
-        columns: to read, those that there are; None reads all.
 
     Raises:
         ConfigError: the file has become unreadable, or has other rows than it had.

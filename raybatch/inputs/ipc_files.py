@@ -94,7 +94,6 @@ def read_batches(
 
     Args:
         offset: where the first of them begins in a stream; 0 reads from the beginning.
-        columns: to read, those that there are; None reads all.
     """
     container = _IpcSource(file, path)
     schema = container.schema()

@@ -46,7 +46,6 @@ class JsonFile(NamedTuple):
     """What reading through a file tells.
 
     Args:
-        schema: that holds the values of all lines.
         num_bytes: of the rows in memory, of the chosen columns.
     """
 
@@ -69,7 +68,6 @@ def scan_json_lines(
 
     Args:
         columns: whose size is asked for; None takes all.
-        max_decompressed_bytes: see `read_blocks`.
 
     Raises:
         BadFileError: a line is not one JSON object, its values do not fit those of the lines

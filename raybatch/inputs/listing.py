@@ -30,7 +30,6 @@ class ListedFile(NamedTuple):
     """A file of a source.
 
     Args:
-        path: with its protocol.
         name: relative to the root of the source, as printable text; part of the row ids.
     """
 

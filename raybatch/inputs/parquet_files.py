@@ -132,7 +132,6 @@ def check_row_groups(
     """Raise ConfigError where decoding a row group would take more memory than is allowed.
 
     Args:
-        columns: that are read; None reads all.
         max_bytes: of what is read of one row group, decompressed.
     """
     for index in range(footer.num_row_groups):
@@ -175,9 +174,6 @@ def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
 
     The beginning of the first row group that has rows is decoded, and of that only the texts whose
     pages do not hold each value as it is.
-
-    Args:
-        columns: that will be read; None reads all.
 
     Raises:
         BadFileError: what the file holds cannot be read.

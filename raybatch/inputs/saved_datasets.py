@@ -27,9 +27,6 @@ def saved_datasets(
 ) -> dict[str, list[str]]:
     """Return the folders of saved datasets among some files, to their data files in order.
 
-    Args:
-        has_columns: the user names the columns to read.
-
     Raises:
         ConfigError: a folder of several splits, a dataset whose rows are not those of its files,
             or one that lacks a file.

@@ -36,7 +36,6 @@ def common_schema(
     """Return the schema of a source.
 
     Args:
-        files: of the source, at least one.
         columns: to read, in this order; None takes all.
         policy: "strict" wants one schema in all files, except that JSON has none; "cast" takes
             for each column the narrowest type that holds the values of all files exactly.

@@ -36,11 +36,7 @@ _PARTS_TRIED = 100
 
 
 class SkippedFile(NamedTuple):
-    """A file that is left out because it cannot be read.
-
-    Args:
-        name: relative to the root of the source.
-    """
+    """A file that is left out because it cannot be read."""
 
     name: str
     reason: str
@@ -52,8 +48,6 @@ class Source:
 
     Args:
         schema: of every file, as far as it is read.
-        slices: in the order of files and positions.
-        skipped: files that are left out, in order.
         is_projected: files may have columns that are not read.
     """
 
@@ -131,7 +125,6 @@ def scan_source(
     Args:
         source: a file, a folder (searched through; names with a leading "_" or "." are left out)
             or a glob, local or with a protocol that fsspec knows.
-        columns: to read; None reads all.
         schema_policy: "strict" refuses files whose schemas differ, "cast" widens types without
             loss.
         skip_bad_files: leave out files that cannot be read, instead of refusing the source.

@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
-    """Where a job runs.
-
-    Args:
-        is_local: without Ray.
-    """
+    """Where a job runs."""
 
     is_local: bool
     reason: str

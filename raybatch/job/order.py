@@ -44,11 +44,7 @@ def check_order(config: JobConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderedRun:
-    """A run with `output_order="input"`.
-
-    Args:
-        run: of the job, whose source has been read and checked, and whose sink is ready.
-    """
+    """A run with `output_order="input"`."""
 
     run: JobRun
 

@@ -61,8 +61,8 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     return plans
 
 
-def tell_what_holds(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
-    """Log the options of a plan that differ from those of the plans in use, which hold."""
+def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
+    """Warn of options of the plan that differ from those of the plans in use, which hold."""
     for stored in plans:
         names = {name for name, *_ in stored.files}
         now = asdict(fit_units(job.plan, job.source.only(names)))

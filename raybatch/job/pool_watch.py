@@ -18,11 +18,7 @@ _PROGRESS_EVERY_S = 1.0
 
 
 def is_working(stats: PoolStats, received_before: int = 0) -> bool:
-    """Return whether a ready engine has been handed rows.
-
-    Args:
-        received_before: prompt tokens that had come in before the run.
-    """
+    """Return whether a ready engine has been handed rows."""
     # rows without tokens never reach an engine
     return stats.num_ready > 0 and stats.prompt_tokens_received > received_before
 
@@ -80,7 +76,7 @@ class PoolWatch:
         self._is_done.set()
         self._thread.join()
         if kind is None:
-            self._tell(self._read_stats())
+            self._report(self._read_stats())
 
     def _poll(self) -> None:
         next_callback_s = 0.0
@@ -93,10 +89,10 @@ class PoolWatch:
             now_s = self._clock.elapsed_s()
             self._note(stats, now_s)
             if now_s >= next_callback_s:
-                self._tell(stats)
+                self._report(stats)
                 next_callback_s = now_s + _PROGRESS_EVERY_S
 
-    def _tell(self, stats: PoolStats) -> None:
+    def _report(self, stats: PoolStats) -> None:
         try:
             self._callback(stats, self._num_rows)
         except Exception as error:  # rows do not depend on who looks on, and limits are still kept

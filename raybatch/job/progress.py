@@ -34,7 +34,6 @@ class Snapshot:
     Args:
         time_s: any clock that only goes forward.
         rows_total: rows to be done in this run; None while it is not known.
-        units: how far the units of a job are; None where there are none.
     """
 
     time_s: float
@@ -48,18 +47,13 @@ class Progress:
     """The figures of the last snapshot and the rates since earlier ones.
 
     Args:
-        row_rate: rows per second in the recent window.
-        prompt_rate: prompt tokens per second in the recent window.
-        output_rate: generated tokens per second in the recent window.
         mean_prompt_rate: the same since a ready engine had rows, engine starts left out.
         cached_fraction: share of the prompt tokens done that came from the prefix cache.
         eta_s: seconds to the end, from remaining tokens; None while nothing is known.
     """
 
+    last: Snapshot
     elapsed_s: float
-    stats: PoolStats
-    rows_total: int | None
-    units: UnitsSoFar | None
     row_rate: float
     prompt_rate: float
     output_rate: float
@@ -75,15 +69,13 @@ def measure(history: Sequence[Snapshot]) -> Progress:
     start = _work_start(history)
     in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
     recent = max(start, in_window, key=lambda snapshot: snapshot.time_s)
-    prompt_rate, output_rate = _token_rates(recent, last)
-    mean_prompt_rate, mean_output_rate = _token_rates(start, last)
+    row_rate, prompt_rate, output_rate = _rates(recent, last)
+    _, mean_prompt_rate, mean_output_rate = _rates(start, last)
     stats = last.stats
     return Progress(
+        last=last,
         elapsed_s=last.time_s - first.time_s,
-        stats=stats,
-        rows_total=last.rows_total,
-        units=last.units,
-        row_rate=_row_rate(recent, last),
+        row_rate=row_rate,
         prompt_rate=prompt_rate,
         output_rate=output_rate,
         mean_prompt_rate=mean_prompt_rate,
@@ -156,7 +148,6 @@ class ProgressPrinter:
         if self._live is not None:
             self._draw(self._live)
             return
-        now_s = self._history[-1].time_s
         if self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
             self._write_line()
 
@@ -226,18 +217,15 @@ def _work_start(history: Sequence[Snapshot]) -> Snapshot:
     return history[max(0, next(working, len(history)) - 1)]
 
 
-def _token_rates(start: Snapshot, end: Snapshot) -> tuple[float, float]:
+def _rates(start: Snapshot, end: Snapshot) -> tuple[float, float, float]:
+    """Return rows, prompt tokens and generated tokens per second between two snapshots."""
     seconds = end.time_s - start.time_s
     if seconds <= 0:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
+    rows = end.stats.rows_done - start.stats.rows_done
     prompt = end.stats.prompt_tokens_done - start.stats.prompt_tokens_done
     output = end.stats.generated_tokens - start.stats.generated_tokens
-    return max(0, prompt) / seconds, max(0, output) / seconds
-
-
-def _row_rate(start: Snapshot, end: Snapshot) -> float:
-    seconds = end.time_s - start.time_s
-    return max(0, end.stats.rows_done - start.stats.rows_done) / seconds if seconds > 0 else 0.0
+    return max(0, rows) / seconds, max(0, prompt) / seconds, max(0, output) / seconds
 
 
 def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
@@ -263,7 +251,7 @@ def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | No
 
 
 def _cells(progress: Progress) -> list[tuple[str, str]]:
-    stats, units = progress.stats, progress.units
+    stats, units = progress.last.stats, progress.last.units
     replicas = stats.replicas
     kv_used = max((r.kv_used_fraction for r in replicas), default=0.0)
     return [
@@ -286,9 +274,10 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
 
 def _done(progress: Progress) -> list[tuple[str, str]]:
     """Rows and units; those of earlier runs count as done."""
-    stats, units = progress.stats, progress.units
+    stats, units = progress.last.stats, progress.last.units
     resumed = 0 if units is None else units.rows_resumed
-    total = "?" if progress.rows_total is None else str(progress.rows_total + resumed)
+    rows_total = progress.last.rows_total
+    total = "?" if rows_total is None else str(rows_total + resumed)
     cells = [("rows", f"{stats.rows_done + resumed}/{total}")]
     if units is not None and units.total:
         at_work = f" ({stats.num_open_units} at work)" if stats.num_open_units else ""

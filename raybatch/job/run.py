@@ -24,9 +24,9 @@ from raybatch.job.parts import (
     JobPart,
     is_complete,
     is_whole,
+    log_options_in_use,
     parts_to_run,
     plans_of,
-    tell_what_holds,
 )
 from raybatch.job.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter, shown
@@ -90,9 +90,9 @@ class JobRun:
     def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
         """Generate and write every row that is not written yet, and count what is there."""
         store = store_of(self.config.sink)
-        job, schema = self.described(), self._schema
+        job = self.described()
         plans = plans_of(job, may_grow=self.config.extend)
-        tell_what_holds(job, plans)
+        log_options_in_use(job, plans)
         is_new = not plans
         if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
@@ -108,7 +108,7 @@ class JobRun:
         limits = LimitWatch(self.config.limits, before, ending=self.ending)
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
-                planned = self._execute(part, schema, progress, recorder, limits)
+                planned = self._execute(part, progress, recorder, limits)
                 if not is_complete(part):  # a limit or a signal has ended it, and so the run
                     break
             plans = read_plans(self.config.sink)
@@ -166,7 +166,6 @@ class JobRun:
     def _execute(
         self,
         part: JobPart,
-        schema: pa.Schema,
         progress: ProgressCallback | ProgressPrinter | None,
         recorder: RunRecorder,
         limits: LimitWatch,
@@ -174,13 +173,10 @@ class JobRun:
         """Run the rows; return their plan, None where there is none in memory."""
         job = part.job
         if not job.source.num_rows:
-            self._runner(self.stage, schema, recorder).write_nothing(store_input_order(job))
+            self._runner(self.stage, recorder).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
-        num_rows = job.source.num_rows - part.rows_done
-        watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
-
         limits.begin()
 
         def end(reason: str) -> None:
@@ -197,15 +193,17 @@ class JobRun:
                     recorder.observe(stats, cost=limits.cost)
                     show(stats, num_rows)
 
-                runner = self._runner(stage, schema, recorder)
-                with stop_signal, watch_with(callback=observe) as watch:
+                runner = self._runner(stage, recorder)
+                num_rows = job.source.num_rows - part.rows_done
+                watch = PoolWatch(stage.stats, num_rows, observe, self.clock)
+                with stop_signal, watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
                     return run_planned(replace(job, units=runner), part.stored)
         except KeyboardInterrupt:
             # the pool was last asked a while ago
             num_seen = 0 if watch is None else watch.rows_done
-            self._tell_interrupted(max(num_seen, recorder.rows_written))
+            self._log_interrupted(max(num_seen, recorder.rows_written))
             if stop_signal.has_arrived and not recorder.units.total:
                 raise RunStopped(
                     "SIGTERM came before any row was at work; the same command begins again"
@@ -221,13 +219,11 @@ class JobRun:
             rows_failed=recorder.rows_failed,
         )
 
-    def _runner(
-        self, stage: type[StageFeeder], schema: pa.Schema, recorder: RunRecorder
-    ) -> FeederRunner:
+    def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(
             stage=stage,
             sink=self.config.sink,
-            schema=schema,
+            schema=self._schema,
             attempt=recorder.run_id,
             flush_every_s=self.config.flush_every_s,
             observer=recorder,
@@ -250,7 +246,7 @@ class JobRun:
         )
         return rows_done
 
-    def _tell_interrupted(self, rows_done: int) -> None:
+    def _log_interrupted(self, rows_done: int) -> None:
         logger.warning(
             "interrupted: %d of %d rows were done in this run; start the job again to go on, what "
             "is complete in %s is not done again",

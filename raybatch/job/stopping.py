@@ -22,7 +22,6 @@ class WavesSoFar:
 
     Args:
         again: state of the pool, counted for rows that were asked again.
-        rows_written: by this run, in units that are complete.
     """
 
     again: PoolStats
@@ -34,7 +33,6 @@ class LimitWatch:
     """Compares what a run has spent with its limits, over all plans that it runs.
 
     Args:
-        before: state of the pool when the run began.
         ending: asked beside the limits; a text that it returns ends the run as a limit does.
 
     Attributes:
@@ -113,7 +111,6 @@ class StopSignal:
 
     Args:
         stop: lets no further unit start; called in a thread of its own.
-        is_at_work: returns whether units may be at work.
 
     Attributes:
         has_arrived: whether a signal has.

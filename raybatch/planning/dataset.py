@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.durable import journal
 from raybatch.inputs.source import Source
@@ -35,7 +34,6 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bo
     """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
 
     Args:
-        stored: what `plan.json` says.
         todo: bool [units], rows of the others are left out.
     """
     import ray  # slow to load, and a local run does without
@@ -79,10 +77,6 @@ def planned_tables(
     """Yield the rows of a plan in tables of whole units, read as they are asked for.
 
     A plan in another order than that of the input is held in memory as a whole.
-
-    Args:
-        stored: what `plan.json` says.
-        todo: bool [units], rows of the others are left out.
     """
     reader = _PieceReader.of(job, stored)
     pieces = (reader.read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
@@ -132,9 +126,8 @@ class _PieceReader:
             return
         for table in self.source.read(slices, row_id_column=self.row_id_column):
             here = slice(place, place + table.num_rows)
-            planned = _with_plan(
-                as_movable(table), shard.slice(place, table.num_rows), first_row + place
-            )
+            rows = np.arange(first_row + place, first_row + place + table.num_rows)
+            planned = with_plan(as_movable(table), shard.slice(place, table.num_rows), rows)
             place += table.num_rows
             yield planned.filter(is_wanted[here])
 
@@ -184,27 +177,23 @@ def with_places(
 
 def without_groups(table: pa.Table) -> pa.Table:
     """Return rows that know their numbers with the columns of a plan that says nothing yet."""
-    nothing = np.zeros(table.num_rows, np.int32)
-    alone, unknown = np.full(table.num_rows, -1), np.full(table.num_rows, np.nan)
-    rank = {RANK: pa.array(np.zeros(table.num_rows, np.int64))}
-    return with_columns(table, rank | plan_columns(alone, nothing, unknown))
+    zeros = pa.array(np.zeros(table.num_rows, np.int32))
+    alone, unknown = (pa.nulls(table.num_rows, kind) for kind in (pa.int64(), pa.int32()))
+    rank = {RANK: zeros.cast(pa.int64())}
+    return with_columns(table, rank | plan_columns(alone, zeros, unknown))
 
 
-def _with_plan(table: pa.Table, shard: pa.Table, first_row: int) -> pa.Table:
-    expected = pc.cast(shard.column("expected_len"), pa.float64()).to_numpy()
-    columns = {
-        **place_columns(
-            shard.column("unit").to_numpy(),
-            shard.column("pos").to_numpy(),
-            np.arange(first_row, first_row + table.num_rows),
-        ),
-        **plan_columns(
-            shard.column("group_id").fill_null(-1).to_numpy(),
-            shard.column("prefix_len").to_numpy(),
-            expected,
-        ),
-    }
-    return with_columns(table, columns)
+def with_plan(table: pa.Table, shard: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """Return rows with the columns of a plan.
+
+    Args:
+        table: the rows.
+        shard: what the plan says of them.
+        rows: int64 [R], their numbers in the source.
+    """
+    unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))
+    of_plan = (shard.column(name) for name in ("group_id", "prefix_len", "expected_len"))
+    return with_columns(table, place_columns(unit, pos, rows) | plan_columns(*of_plan))
 
 
 def pieces_of(source: Source) -> list[tuple[range, int]]:

@@ -58,9 +58,6 @@ _Ref = Any  # Ray has no types
 def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
     """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
 
-    Args:
-        stored: the plan that lies below the sink, which is followed; None where there is none.
-
     Returns:
         The plan, or None where one was there already.
 

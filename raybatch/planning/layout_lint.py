@@ -37,7 +37,6 @@ class LayoutHint:
     """A better order of the fields.
 
     Args:
-        advice: the order in use and the best one.
         crosses_messages: a field gets into another message than the one it stands in.
     """
 

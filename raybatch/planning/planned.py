@@ -1,4 +1,4 @@
-"""Records of planning: a source with its plan, and a run that is to follow one."""
+"""Records of planning: a run with its source and plan, and what tasks of a large plan exchange."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -33,7 +33,6 @@ class Sidecar:
             result, and rows whose results differ by chance.
         asked: int64 [A], positions of these rows among all rows described.
         max_tokens: int64 [A], longest output over all samples.
-        expected_tokens: float64 [A], output to expect over all samples.
         adapters: uint64 [A], what the adapter of each of these rows is known by; 0 for none.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
     """

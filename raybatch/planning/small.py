@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import UnitPlan, row_sums
-from raybatch.planning.dataset import with_places
+from raybatch.planning.dataset import with_places, with_plan
 from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
@@ -27,12 +26,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
-from raybatch.rows.plan_columns import (
-    place_columns,
-    plan_columns,
-    prompt_columns,
-    with_columns,
-)
+from raybatch.rows.plan_columns import prompt_columns, with_columns
 from raybatch.rows.prepare import Prepared, prepare
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
@@ -91,9 +85,6 @@ class GatheredRows:
 
 def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     """Plan a source in this process, write the plan, generate the rows, and return the plan.
-
-    Args:
-        stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -210,22 +201,11 @@ def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -
         shard: what the plan says of all of them, in input order.
         chosen: int64 [n], rows in the order in which they run.
     """
-    planned = shard.take(chosen)
-    columns = {
-        **place_columns(
-            planned.column("unit").to_numpy(), planned.column("pos").to_numpy(), chosen
-        ),
-        **plan_columns(
-            planned.column("group_id").fill_null(-1).to_numpy(),
-            planned.column("prefix_len").to_numpy(),
-            pc.cast(planned.column("expected_len"), pa.float64()).to_numpy(),
-        ),
-        **prompt_columns([rows.prompts[row] for row in chosen.tolist()]),
-    }
+    prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
     # neighbours are not copied
     is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
     table = rows.table.slice(chosen[0], len(chosen)) if is_slice else rows.table.take(chosen)
-    return with_columns(table, columns)
+    return with_columns(with_plan(table, shard.take(chosen), chosen), prompts)
 
 
 def _after_probe(

@@ -1,4 +1,4 @@
-"""Looks whether the values of a source can be names of folders, before any row is generated."""
+"""Checks of columns of a source before any row is generated: unique ids, names of folders."""
 
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
@@ -26,7 +26,6 @@ def check_partition_values(source: Source, columns: Sequence[str]) -> None:
     Memory: a table of a source file at a time.
 
     Args:
-        source: every row of it is looked at.
         columns: by which the output is laid out, each of a type that `check_partitions` takes.
     """
     schema = pa.schema([source.schema.field(name) for name in columns])

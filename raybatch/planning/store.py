@@ -60,9 +60,6 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
 
     `plan.json` comes last. Where another driver was faster, its plan is returned.
 
-    Args:
-        stored: what `plan.json` will say.
-
     Raises:
         ConfigError: the folder cannot be written.
     """

@@ -1,4 +1,4 @@
-"""What `plan.json` says, as a record; a file that says something else is refused by field."""
+"""What `plan.json` says, as a record, and what makes it; another file is refused by field."""
 
 import dataclasses
 import hashlib
@@ -67,9 +67,6 @@ class StoredPlan:
 def parse_plan(data: bytes, path: str) -> StoredPlan:
     """Return what the file of a plan says.
 
-    Args:
-        path: of it, for people.
-
     Raises:
         ConfigError: it is no plan, or one of another version.
     """
@@ -102,17 +99,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSubject:
-    """What a plan is of, whoever makes it; the fields are those of `StoredPlan`.
-
-    Args:
-        files: name, rows and digest of each file of the source, in order.
-        source: folder that the names of the files are relative to.
-        partition_by: columns of the source by which the output is laid out.
-        number: of the plan among those of the output.
-        first_unit: number in the output of its first unit.
-        partition_types: of the columns `partition_by`, as Arrow names them.
-        skipped: name and reason of files of the source that were left out.
-    """
+    """What a plan is of, whoever makes it; `StoredPlan` says what the fields are."""
 
     options: PlanConfig
     files: Sequence[InputFile]

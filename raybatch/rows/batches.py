@@ -1,4 +1,4 @@
-"""Row batches as Ray Data hands them over, turned into Arrow tables and into Python values.
+"""Row batches as Arrow tables: made of what Ray Data hands over, measured, and as Python values.
 
 Arrow loses nothing. pandas keeps everything that Ray's Arrow-backed columns keep. A numpy batch has
 lost some things before a stage sees it: integers and booleans with nulls have become floats or

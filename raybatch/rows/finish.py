@@ -50,7 +50,6 @@ class AnsweredRows:
         group_ids: prefix group of each row; None where nothing is planned.
         rows: position of each request's row among these.
         copies: row to the earlier row whose result it takes.
-        samplings: of each request.
         results: of the pool, in the order of requests and samples.
     """
 

@@ -1,4 +1,7 @@
-"""Images among the values that a user's function returns, as values that Arrow and JSON hold."""
+"""Files of images: read from what rows hold, and made of images that a user's function returns.
+
+Nothing is fetched.
+"""
 
 import base64
 import binascii

@@ -207,11 +207,7 @@ def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data o
 
 
 class ImageTokens:
-    """What a model makes of images, as far as its files tell.
-
-    Args:
-        processor_options: of the model's processor, vLLM's `mm_processor_kwargs`.
-    """
+    """What a model makes of images, as far as its files tell."""
 
     def __init__(
         self, model: str, *, vocab_size: int, processor_options: Mapping[str, Any]

@@ -1,4 +1,7 @@
-"""The sampling options of each row: the stage's own, with what the row's columns replace."""
+"""The sampling options of each row: those of the stage, with what columns of the row replace.
+
+Names are those of vLLM's `SamplingParams`; options without effect are dropped, others refused.
+"""
 
 import dataclasses
 import logging
@@ -70,7 +73,6 @@ def row_samplings(
         sampling_column: a column of JSON texts or structs with several options at once. Arrow
             structs turn absent options into null and ints into floats: null is the default and a
             whole number is an int, therefore.
-        fixed: options that no row may set for itself.
     """
     if not overrides and sampling_column is None:
         return [sampling] * table.num_rows

@@ -58,18 +58,18 @@ def check_names(schema: pa.Schema) -> None:
 
 
 def plan_columns(
-    group_ids: npt.NDArray[np.int64],
-    prefix_lens: npt.NDArray[np.int32],
-    expected_lens: npt.NDArray[np.float64],
-) -> dict[str, pa.Array]:
-    """Return columns of a plan; a negative group and an expected length of NaN become null."""
-    is_known = ~np.isnan(expected_lens)
-    whole = np.where(is_known, np.ceil(np.nan_to_num(expected_lens)), 0).astype(np.int32)
-    return {
-        _GROUP: pa.array(group_ids, mask=group_ids < 0),
-        _PREFIX_LEN: pa.array(prefix_lens, pa.int32()),
-        _EXPECTED: pa.array(whole, mask=~is_known),
-    }
+    group_ids: pa.ChunkedArray | pa.Array,
+    prefix_lens: pa.ChunkedArray | pa.Array,
+    expected_lens: pa.ChunkedArray | pa.Array,
+) -> dict[str, pa.ChunkedArray | pa.Array]:
+    """Return the columns of a plan.
+
+    Args:
+        group_ids: int64, null for a row that is alone.
+        prefix_lens: int32.
+        expected_lens: int32, null where nothing is known.
+    """
+    return {_GROUP: group_ids, _PREFIX_LEN: prefix_lens, _EXPECTED: expected_lens}
 
 
 def place_columns(

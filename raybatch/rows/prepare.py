@@ -1,4 +1,4 @@
-"""From a row batch to what the pool is asked: ids, prompts, options and the request table."""
+"""From a row batch to the requests of the pool: row ids, prompts, options, copies and seeds."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,6 @@ class Prepared:
     """A row batch, ready for the pool.
 
     Args:
-        prompts: of every row, errors included.
         rows: position in the row batch of each request.
         copies: rows that are not asked because an earlier one is identical, to that one.
         samplings: the different options, which the request table points into.
@@ -57,7 +56,6 @@ def prepare(
         table: read only.
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
-        planned: what the plan of a job says of the rows.
         changes: sampling options that win over all others.
         refused: rows that are not to be asked, each with its error.
 
@@ -126,9 +124,6 @@ def find_copies(
     """Return the rows whose result is that of an earlier row, to that row.
 
     Only where neither chance nor the row's id takes part in the result.
-
-    Args:
-        samplings: of each of `rows`.
     """
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}

@@ -113,9 +113,6 @@ def with_pooling(
     """Return the prompts of rows with their options of pooling; a bad value makes an error row.
 
     Args:
-        prompts: of each row.
-        table: the rows, read only.
-        pooling: options of the stage.
         column: of JSON texts or structs with options that win over them; None for none.
     """
     if column is None:

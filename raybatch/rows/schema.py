@@ -55,7 +55,6 @@ class OutputSchema:
 
     Args:
         num_samples: samples per row; above 1 the columns of a sample become lists.
-        has_logprobs: add the column `logprobs`.
         prefix: put before every name, for a second stage over the same rows.
         task: of the stage; where nothing is generated, the columns of generated text make room for
             the numbers.

@@ -16,10 +16,7 @@ class Asked:
     """A row batch that is ready for the pool.
 
     Args:
-        table: the user's columns alone.
-        prepared: of the same rows.
         group_ids: prefix group of each row; None where nothing is planned.
-        client: under which the pool counts the rows.
         watch: of the requests; None where the rows are of no unit.
     """
 

@@ -50,7 +50,6 @@ class StageFeeder:
     and those of `raybatch.rows.schema`.
 
     Attributes:
-        client: name under which its rows are counted.
         choice: why the backend is what it is; None where the user named it, or nobody decided yet.
     """
 
@@ -107,7 +106,6 @@ class StageFeeder:
         Args:
             table: may carry the columns of a plan.
             changes: of the sampling options, where the rows are asked once more.
-            watch: of these rows.
         """
         if self._failure is not None:
             raise self._failure
@@ -149,7 +147,6 @@ class StageFeeder:
         """Return prepared rows with their answers.
 
         Args:
-            asked: the rows.
             name: of the call in the pool, see `PoolHandle.generate`.
         """
         prepared, results = asked.prepared, RESULT_SCHEMA.empty_table()

@@ -45,7 +45,6 @@ class PlacedRows:
     """Planned rows that are asked for together, and how far they are.
 
     Args:
-        table: the rows.
         places: columns of the journal, position in the unit and number in the source.
         name: of the call in the pool, the same for whoever answers these rows after a process died.
         watch: of the rows; None where they are of no unit.
@@ -75,7 +74,6 @@ class PlacedRows:
         """Read the places from the columns of the plan.
 
         Args:
-            table: the rows.
             unit: that they are of, where they are of one.
             name: where the rows are some of a call that has a name.
         """

@@ -39,9 +39,6 @@ class FeederRunner:
     """Runs planned rows through the feeders of a stage; see `planned.UnitRunner`.
 
     Args:
-        flush_every_s: finished rows of a unit that is not complete are kept so often.
-        observer: of the plan and of every unit that is written.
-        waves: rules by which rows are asked again.
         is_local: feeders are objects of this process; with Ray they are actors.
     """
 
