@@ -28,8 +28,8 @@ from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
-from raybatch.stages.asked_rows import Asked
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
+from raybatch.stages.prepared_batch import PreparedBatch
 from raybatch.stages.unit_watch import PlacedWatch
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
@@ -100,12 +100,12 @@ class StageFeeder:
         *,
         changes: Mapping[str, Any] | None = None,
         watch: PlacedWatch | None = None,
-    ) -> Asked:
+    ) -> PreparedBatch:
         """Render, tokenize and check rows.
 
         Args:
             table: may carry the columns of a plan.
-            changes: of the sampling options, where the rows are asked once more.
+            changes: of the sampling options, where the rows are retried.
         """
         if self._failure is not None:
             raise self._failure
@@ -126,43 +126,43 @@ class StageFeeder:
             changes=changes,
             refused=None if watch is None else watch.given_up(),
         )
-        asked = Asked(
+        batch = PreparedBatch(
             table=table,
             prepared=prepared,
             group_ids=None if planned is None else planned.group_ids,
-            # rows that are asked again are no further rows of the run
-            client=self.client if changes is None else again_client(self.client),
+            # retried rows are no further rows of the run
+            client=self.client if changes is None else retry_client(self.client),
             watch=None if watch is None else watch.take(prepared.rows),
         )
-        self._raise_first(prepared.row_ids, asked.prompt_errors)
-        self._all_failed_alarm.see(asked.prompt_errors)
+        self._raise_first(prepared.row_ids, batch.prompt_errors)
+        self._all_failed_alarm.see(batch.prompt_errors)
         await self.pool.note_outside(
             table.num_rows - len(prepared.rows),
-            _error_classes(asked.prompt_errors),
-            client=asked.client,
+            _error_classes(batch.prompt_errors),
+            client=batch.client,
         )
-        return asked
+        return batch
 
-    async def _answer(self, asked: Asked, *, name: str = "") -> pa.Table:
+    async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
         """Return prepared rows with their answers.
 
         Args:
             name: of the call in the pool, see `PoolHandle.generate`.
         """
-        prepared, results = asked.prepared, RESULT_SCHEMA.empty_table()
+        prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
         if prepared.rows:
             results = await self.pool.generate(
                 prepared.requests,
                 prepared.samplings,
-                client=asked.client,
+                client=batch.client,
                 name=name,
-                watch=asked.watch,
+                watch=batch.watch,
             )
-        finished = await asyncio.to_thread(self._finish, asked.answered(results))
+        finished = await asyncio.to_thread(self._finish, batch.with_all(results))
         # the others are counted by the engines, or were before
-        counted = [*asked.prompt_errors, *results.column("error").to_pylist()]
+        counted = [*batch.prompt_errors, *results.column("error").to_pylist()]
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
-        await self.pool.note_outside(0, errors, client=asked.client)
+        await self.pool.note_outside(0, errors, client=batch.client)
         return finished
 
     @classmethod
@@ -196,9 +196,9 @@ class StageFeeder:
         """Return the state of the pool and what it did for this stage; jobs count by themselves.
 
         Args:
-            again: count rows that waves have asked again, and no others.
+            again: count rows that waves have retried, and no others.
         """
-        return cls.pool.stats(again_client(cls.client) if again else cls.client)
+        return cls.pool.stats(retry_client(cls.client) if again else cls.client)
 
     @classmethod
     def settled(cls, *, began_with: str | None = None, connect: bool = True) -> "type[StageFeeder]":
@@ -268,8 +268,8 @@ def _num_feeders(config: StageConfig) -> int:
     return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
 
 
-def again_client(client: str) -> str:
-    """Return the name under which rows of a client that waves ask again are counted."""
+def retry_client(client: str) -> str:
+    """Return the name under which rows that waves retry for a client are counted."""
     return f"{client}-again"
 
 

@@ -25,14 +25,14 @@ from raybatch.planning.tally import row_statuses
 from raybatch.rows.batches import to_table
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.asked_rows import Asked
-from raybatch.stages.feeder import StageFeeder, again_client, end_calls
+from raybatch.stages.feeder import StageFeeder, end_calls, retry_client
+from raybatch.stages.prepared_batch import PreparedBatch
 from raybatch.stages.unit_watch import PlacedWatch, UnitWatch
 from raybatch.stages.unit_writer import RECEIPT_SCHEMA, SPECIAL, UnitReceipt, UnitWriter
 
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
-# rows of a unit that are asked for together: finished ones can be kept before the unit is complete
+# rows of one call of the pool: finished ones can be kept before the unit is complete
 _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class PlacedRows:
-    """Planned rows that are asked for together, and how far they are.
+    """Planned rows of one call of the pool, and how far they are.
 
     Args:
         places: columns of the journal, position in the unit and number in the source.
@@ -50,7 +50,7 @@ class PlacedRows:
         watch: of the rows; None where they are of no unit.
 
     Attributes:
-        asked: the rows as the pool was asked for them; None while they are being prepared.
+        batch: the rows as the pool has them; None while they are being prepared.
         num_seen: results that `PlacedFeeder` has looked at before the call ends.
     """
 
@@ -66,7 +66,7 @@ class PlacedRows:
         self.places = places
         self.name = name
         self.watch = watch
-        self.asked: Asked | None = None
+        self.batch: PreparedBatch | None = None
         self.num_seen = 0
 
     @classmethod
@@ -85,11 +85,11 @@ class PlacedRows:
         return cls(table, columns, name=name, watch=watch)
 
     def given_up(self) -> Set[int]:
-        """Return the rows that are not asked any more."""
+        """Return the rows that are not tried any more."""
         return frozenset() if self.watch is None else self.watch.given_up().keys()
 
     def name_in_wave(self, number: int) -> str:
-        """Return the name of the call that asks some of these rows again."""
+        """Return the name of the call that retries some of these rows."""
         return f"{self.name}-{number}"
 
 
@@ -97,7 +97,7 @@ class PlacedFeeder(StageFeeder):
     """A stage that says where finished rows belong, as the journal does.
 
     Attributes:
-        waves: rules by which rows are asked again, one after the other.
+        waves: rules by which rows are retried, one after the other.
     """
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
@@ -111,46 +111,46 @@ class PlacedFeeder(StageFeeder):
             return finished
 
     async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
-        # what was too much for engines in earlier runs is asked in no wave of this one
+        # no wave retries what was too much for engines in earlier runs
         given_up = rows.given_up()
-        rows.asked = asked = await self._prepare(rows.table, watch=rows.watch)
-        finished = await self._answer(asked, name=rows.name)
+        rows.batch = batch = await self._prepare(rows.table, watch=rows.watch)
+        finished = await self._answer(batch, name=rows.name)
         for number, wave in enumerate(self.waves):
             name = rows.name_in_wave(number)
-            finished = await self._ask_again(rows.table, finished, wave, name, given_up)
-        return with_columns(finished, _journal_columns(rows, asked))
+            finished = await self._retry(rows.table, finished, wave, name, given_up)
+        return with_columns(finished, _journal_columns(rows, batch))
 
-    def _forget(self, asked: Sequence[PlacedRows]) -> None:
-        """Let the pool forget rows that need not be asked for again."""
-        self.pool.forget([rows.name for rows in asked], client=self.client)
+    def _forget(self, calls: Sequence[PlacedRows]) -> None:
+        """Let the pool forget rows that no later feeder will ask for."""
+        self.pool.forget([rows.name for rows in calls], client=self.client)
         for number in range(len(self.waves)):
-            names = [rows.name_in_wave(number) for rows in asked]
-            self.pool.forget(names, client=again_client(self.client))
+            names = [rows.name_in_wave(number) for rows in calls]
+            self.pool.forget(names, client=retry_client(self.client))
 
     async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
         """Return the finished ones of rows that are being answered, each once.
 
         Returns:
-            The rows; None where there are none. Those that a wave would ask again are left out.
+            The rows; None where there are none. Those that a wave would retry are left out.
         """
-        asked = rows.asked
-        if asked is None or not asked.prepared.rows:
+        batch = rows.batch
+        if batch is None or not batch.prepared.rows:
             return None
         results, rows.num_seen = await self.pool.so_far(
-            client=self.client, name=rows.name, num_seen=rows.num_seen, watch=asked.watch
+            client=self.client, name=rows.name, num_seen=rows.num_seen, watch=batch.watch
         )
         if not results.num_rows:
             return None
-        positions, answered = asked.answered_so_far(results)
+        positions, answered = batch.with_some(results)
         finished = await asyncio.to_thread(self._finish, answered)
         statuses = row_statuses(finished, self.config.output)
         again = {status for wave in self.waves for status in wave.on}
         is_final = pa.array([status not in again for status in statuses], pa.bool_())
-        columns = _journal_columns(rows, asked)
+        columns = _journal_columns(rows, batch)
         chosen = {name: column.take(pa.array(positions)) for name, column in columns.items()}
         return with_columns(finished, chosen).filter(is_final)
 
-    async def _ask_again(
+    async def _retry(
         self, table: pa.Table, finished: pa.Table, wave: WaveConfig, name: str, given_up: Set[int]
     ) -> pa.Table:
         """Return finished rows where those that the rule is for have a new result.
@@ -162,8 +162,8 @@ class PlacedFeeder(StageFeeder):
         chosen = np.array(wanted, np.int64)
         if not len(chosen):
             return finished
-        asked = await self._prepare(table.take(chosen), changes=wave.sampling)
-        again = await self._answer(asked, name=name)
+        batch = await self._prepare(table.take(chosen), changes=wave.sampling)
+        again = await self._answer(batch, name=name)
         column = self.config.output_prefix + "attempts"
         place = again.column_names.index(column)
         before = finished.column(column).take(chosen)
@@ -180,9 +180,11 @@ class PlacedFeeder(StageFeeder):
         return pa.concat_tables([finished, again]).take(source)
 
 
-def _journal_columns(rows: PlacedRows, asked: Asked) -> dict[str, pa.Array | pa.ChunkedArray]:
+def _journal_columns(
+    rows: PlacedRows, batch: PreparedBatch
+) -> dict[str, pa.Array | pa.ChunkedArray]:
     """Return the columns that finished rows have in the journal beside those of the output."""
-    return {**rows.places, SPECIAL: pa.array(asked.num_special, pa.int64())}
+    return {**rows.places, SPECIAL: pa.array(batch.num_special, pa.int64())}
 
 
 class UnitFeeder(PlacedFeeder):
@@ -240,8 +242,8 @@ class UnitFeeder(PlacedFeeder):
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
             watch = await asyncio.to_thread(UnitWatch.read, self.writer, unit)
-            asked = await self._to_ask(rows, known, watch)
-            finished = await self._finish_unit(watch, asked, known)
+            calls = await self._open_calls(rows, known, watch)
+            finished = await self._finish_unit(watch, calls, known)
             if finished is not None:
                 reach("after_rows", unit=unit)
                 receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
@@ -249,15 +251,17 @@ class UnitFeeder(PlacedFeeder):
             state = "left" if receipt is None else "written"
             self.pool.note_unit(number, state, client=self.client)
         # what was not finished is cancelled, and what was is in the journal
-        self._forget(asked)
+        self._forget(calls)
         return receipt
 
-    async def _to_ask(self, rows: pa.Table, known: pa.Table, watch: UnitWatch) -> list[PlacedRows]:
+    async def _open_calls(
+        self, rows: pa.Table, known: pa.Table, watch: UnitWatch
+    ) -> list[PlacedRows]:
         """Return the calls of a unit without rows that are in the journal.
 
-        A call whose rows the pool still has from a feeder that died is asked for as it was then.
+        A call that the pool still has from a feeder that died is made again as it was.
         """
-        asked = []
+        open_calls = []
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
             left = _unknown(call, known)
@@ -266,8 +270,8 @@ class UnitFeeder(PlacedFeeder):
             is_whole = left.num_rows == call.num_rows or await self.pool.has_named(
                 client=self.client, name=placed.name
             )
-            asked.append(placed if is_whole else PlacedRows.of(left, watch, name=placed.name))
-        return asked
+            open_calls.append(placed if is_whole else PlacedRows.of(left, watch, name=placed.name))
+        return open_calls
 
     async def _has_to_stop(self) -> bool:
         if not self._is_stopped:
@@ -275,7 +279,7 @@ class UnitFeeder(PlacedFeeder):
         return self._is_stopped
 
     async def _finish_unit(
-        self, watch: UnitWatch, asked: Sequence[PlacedRows], known: pa.Table
+        self, watch: UnitWatch, calls: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
         """Generate the rows of a unit; what there is of them is kept from time to time.
 
@@ -285,7 +289,7 @@ class UnitFeeder(PlacedFeeder):
         before = frozenset(known.column(POS).to_pylist())
         finished, kept, kept_s = [known], set(before), time.monotonic()
         wake_s = min(_WAKE_S, self.flush_every_s)
-        pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in asked}
+        pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in calls}
         try:
             while pending:
                 done, _ = await asyncio.wait(

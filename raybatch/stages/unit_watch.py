@@ -67,7 +67,7 @@ class PlacedWatch:
         return self.unit.at(self.positions[np.asarray(rows, np.intp)])
 
     def given_up(self) -> dict[int, str]:
-        """Return the rows that are not asked any more, each with its error."""
+        """Return the rows that are not tried any more, each with its error."""
         known = self.unit.strikes
         places = enumerate(self.positions.tolist())
         return {row: crash_error(known.crashes[p]) for row, p in places if p in known.given_up}

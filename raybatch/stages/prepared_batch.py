@@ -1,4 +1,4 @@
-"""A row batch that is ready for the pool, and what it is with all results or some."""
+"""A row batch that is ready for the pool; with all of its results, or some, it can be finished."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from raybatch.stages.unit_watch import PlacedWatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PreparedBatch:
     """A row batch that is ready for the pool.
 
     Args:
@@ -28,7 +28,7 @@ class Asked:
 
     @property
     def prompt_errors(self) -> list[str]:
-        """Why each row is not asked, "" for no error."""
+        """Why each row is no request, "" for no error."""
         return [prompt.error for prompt in self.prepared.prompts]
 
     @property
@@ -36,7 +36,7 @@ class Asked:
         """How many special tokens the texts of each row held."""
         return [prompt.num_special for prompt in self.prepared.prompts]
 
-    def answered(self, results: pa.Table) -> AnsweredRows:
+    def with_all(self, results: pa.Table) -> AnsweredRows:
         """Return all rows with the results of all requests."""
         prepared = self.prepared
         return AnsweredRows(
@@ -50,7 +50,7 @@ class Asked:
             results=results,
         )
 
-    def answered_so_far(self, results: pa.Table) -> tuple[list[int], AnsweredRows]:
+    def with_some(self, results: pa.Table) -> tuple[list[int], AnsweredRows]:
         """Return the rows that some results are of, and their copies, as a smaller batch.
 
         Args:
