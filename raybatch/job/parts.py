@@ -158,19 +158,18 @@ def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> list[JobPart]:
         units_of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
         if not is_done[units_of_plan].all():
             rows_done = int(units.unit_rows[units_of_plan][is_done[units_of_plan]].sum())
-            again = _numbered(job, stored.number, stored.first_unit)
-            parts.append(JobPart(job=_only(again, names), stored=stored, rows_done=rows_done))
+            of_plan = _part_of(job, names, stored.number, stored.first_unit)
+            parts.append(JobPart(job=of_plan, stored=stored, rows_done=rows_done))
     new = {name for name, *_ in job.files} - known
     if new or not plans:
-        added = _numbered(job, len(plans) + 1, sum(stored.num_units for stored in plans))
-        parts.append(JobPart(job=_only(added, new), stored=None, rows_done=0))
+        num_units = sum(stored.num_units for stored in plans)
+        added = _part_of(job, new, len(plans) + 1, num_units)
+        parts.append(JobPart(job=added, stored=None, rows_done=0))
     return parts
 
 
-def _numbered(job: PlannedRun, number: int, first_unit: int) -> PlannedRun:
-    return replace(job, number=number, first_unit=first_unit)
-
-
-def _only(job: PlannedRun, names: Set[str]) -> PlannedRun:
+def _part_of(job: PlannedRun, names: Set[str], number: int, first_unit: int) -> PlannedRun:
+    """Return what a plan of some of the files is about."""
     files = tuple(file for file in job.files if file[0] in names)
-    return replace(job, source=job.source.only(names), files=files)
+    source = job.source.only(names)
+    return replace(job, source=source, files=files, number=number, first_unit=first_unit)

@@ -90,9 +90,11 @@ class StageFeeder:
         """
         self._no_cpu_hint.stop()
         with message_kept():
-            table = to_table(batch)
-            with self._hint.holding(table.num_rows):
-                return await self._answer(await self._prepare(table))
+            return await self._map(to_table(batch))
+
+    async def _map(self, table: pa.Table) -> pa.Table:
+        with self._hint.holding(table.num_rows):
+            return await self._answer(await self._prepare(table))
 
     async def _prepare(
         self,

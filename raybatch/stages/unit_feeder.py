@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.ray_errors import message_kept
 from raybatch.config import WaveConfig
 from raybatch.durable import journal
 from raybatch.durable.fault_points import reach
@@ -22,7 +21,6 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
-from raybatch.rows.batches import to_table
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
 from raybatch.stages.feeder import StageFeeder, end_calls, retry_client
@@ -102,13 +100,11 @@ class PlacedFeeder(StageFeeder):
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
 
-    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
-        self._no_cpu_hint.stop()
-        with message_kept():
-            rows = PlacedRows.of(to_table(batch))
-            finished = await self._answer_placed(rows)
-            self._forget([rows])
-            return finished
+    async def _map(self, table: pa.Table) -> pa.Table:
+        rows = PlacedRows.of(table)
+        finished = await self._answer_placed(rows)
+        self._forget([rows])
+        return finished
 
     async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
         # no wave retries what was too much for engines in earlier runs
@@ -202,24 +198,21 @@ class UnitFeeder(PlacedFeeder):
         self._slots = asyncio.Semaphore(_UNITS_IN_FLIGHT)
         self._is_stopped = False
 
-    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
+    async def _map(self, table: pa.Table) -> pa.Table:
         """Answer the units of a block, write them, and return a receipt for each.
 
         Raises:
             ConfigError: the sink cannot be written.
             RowError: a row failed and the stage has on_error="raise".
         """
-        self._no_cpu_hint.stop()
-        with message_kept():
-            table = to_table(batch).sort_by(RANK)
-            units, _ = places(table)
-            starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
-            runs = [
-                self._run(int(units[start]), table.slice(start, stop - start))
-                for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
-            ]
-            receipts = [receipt for receipt in await _all_of(runs) if receipt is not None]
-        rows = [asdict(receipt) for receipt in receipts]
+        table = table.sort_by(RANK)
+        units, _ = places(table)
+        starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
+        runs = [
+            self._run(int(units[start]), table.slice(start, stop - start))
+            for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
+        ]
+        rows = [asdict(receipt) for receipt in await _all_of(runs) if receipt is not None]
         return pa.Table.from_pylist(rows, schema=RECEIPT_SCHEMA)
 
     async def _run(self, unit: int, rows: pa.Table) -> UnitReceipt | None:
@@ -308,26 +301,15 @@ class UnitFeeder(PlacedFeeder):
                     return None
         except ReplicaError:
             # no engine is left, and what is finished may have cost money
-            await self._keep_rest(watch.unit, finished, pending, kept, before)
+            over = [call for call in pending if call.done() and call.exception() is None]
+            finished += [_without(call.result(), before) for call in over]
+            left = [rows for call, rows in pending.items() if call not in over]
+            await self._keep(watch.unit, finished, left, kept)
             raise
         finally:
             for call in pending:
                 call.cancel()
         return self.writer.joined(finished)
-
-    async def _keep_rest(
-        self,
-        unit: int,
-        finished: Sequence[pa.Table],
-        pending: Mapping[asyncio.Task[pa.Table], PlacedRows],
-        kept: Set[int],
-        before: Set[int],
-    ) -> None:
-        """Write to the journal what is finished of a unit whose calls fail."""
-        over = [call for call in pending if call.done() and call.exception() is None]
-        tables = [*finished, *(_without(call.result(), before) for call in over)]
-        left = [rows for call, rows in pending.items() if call not in over]
-        await self._keep(unit, tables, left, kept)
 
     async def _keep(
         self,
