@@ -14,7 +14,7 @@ POOLING_COLUMN = "pooling_params"
 ADAPTER_COLUMN = "model"
 # of images, as ray.data.llm calls it
 MEDIA_COLUMN = "multimodal_data"
-# what a processor asked, in tokens
+# the prompts of a processor, in tokens
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 # in the order in which they are looked for unless a processor says another
 PROMPT_COLUMNS = ("messages", "tokenized_prompt", "prompt")
@@ -28,7 +28,7 @@ def drop_leftovers(
     *,
     prompt_columns: Sequence[str] = PROMPT_COLUMNS,
 ) -> pa.Table:
-    """Drop the columns of an earlier processor: its outputs, and inputs that are not asked again.
+    """Drop the columns of an earlier processor: its outputs, and inputs that are not used again.
 
     Outputs that have the names of data (numbers, and what parsers find) stay; a stage that writes
     them again refuses them.

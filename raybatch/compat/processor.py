@@ -41,7 +41,7 @@ _OPTIONAL_COLUMNS = {
 
 
 class ProcessorFeeder(StageFeeder):
-    """Adds the prompts that were asked to the answered rows."""
+    """Adds their prompts to the answered rows."""
 
     def _check_columns(self, schema: pa.Schema) -> None:
         if PROMPT_IDS_COLUMN in schema.names:
@@ -76,7 +76,7 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
 def _texts(ids: Sequence[TokenIds | None], tokenizer: PromptTokenizer) -> list[str | None]:
     try:
         texts = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
-    except Exception:  # a tokenizer may raise anything, and the ids alone say what was asked
+    except Exception:  # a tokenizer may raise anything, and the ids alone are the prompt
         return [None] * len(ids)
     return [None if one is None else next(texts) for one in ids]
 

@@ -17,7 +17,7 @@ _MAX_ROWS = (1 << 31) - 1
 class BadFileError(ConfigError):
     """What a file holds is cut, broken or of another kind; `skip_bad_files` leaves it out.
 
-    That a file cannot be opened (rights, network) says nothing of what it holds, and is none.
+    A file that cannot be opened (rights, network) is another error: its content is not known.
 
     Args:
         reason: without the name of the file.
@@ -36,8 +36,8 @@ def content_of(path: str) -> Iterator[None]:
     """Turn what the parser of a file's bytes raises into a BadFileError.
 
     Args:
-        path: with its protocol. Nothing is to be read from its file system here: what that raises
-            is no fault of the content.
+        path: with its protocol. Parse bytes here, and read nothing from the file system: what that
+            raises is no fault of the content.
     """
     try:
         yield

@@ -86,7 +86,7 @@ def _chunks(path: str, block_bytes: int, max_bytes: int | None) -> Iterator[byte
             return
         stream = _Decompressed(file, codec, path, max_bytes)
         data = stream.read(block_bytes)
-        # who made a file to fill memories is told before its many rows are parsed
+        # a file made to fill the memory is refused before its many rows are parsed
         if len(data) > MAX_GROWTH * file.tell():
             while stream.read(block_bytes):
                 pass

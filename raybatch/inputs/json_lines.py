@@ -99,7 +99,7 @@ def read_json_lines(
     """Yield the rows of one file; a text that looks like a date stays the text that it is.
 
     Args:
-        schema: that the scan found; None where the file is one block.
+        schema: of the scan; None where the file is one block.
 
     Raises:
         BadFileError: the file is not what it was when it was scanned.
@@ -107,7 +107,7 @@ def read_json_lines(
     Memory: a block.
     """
     num_lines = 0
-    # how far a file may grow was checked by the scan; who reads counts the rows
+    # the scan has checked how far a file grows, and `read_slice` counts the rows
     for data in read_blocks(path, block_bytes=block_bytes, max_decompressed_bytes=sys.maxsize):
         table = _table_of(path, data, num_lines, schema or pa.schema([]), is_known=bool(schema))
         num_lines += _num_lines(data)
@@ -283,7 +283,7 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
 
 
 def changed_number(table: pa.Table, data: bytes) -> int | None:
-    """Return a whole number that is another one in its column, None where there is none.
+    """Return a whole number that its column holds as another one; None where none is.
 
     Arrow makes one column of float64 of whole numbers and fractions. Lines are looked at only where
     a value is beyond the whole numbers that float64 has all of.

@@ -112,7 +112,7 @@ class _NoData(io.RawIOBase):
 
 
 def check_chunks(footer: pq.FileMetaData, path: str) -> None:
-    """Raise BadFileError where the footer is broken in what it says of a column of a row group.
+    """Raise BadFileError where the footer is broken in the metadata of a column of a row group.
 
     `RowGroupMetaData.column` ends the process there (pyarrow 26), while a reader, which looks at
     every column before it reads the first byte, raises.
@@ -154,7 +154,7 @@ def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
 def chunks_of(
     group: pq.RowGroupMetaData, columns: Sequence[str] | None
 ) -> Iterator[pq.ColumnChunkMetaData]:
-    """Yield what the footer says of some columns of a row group; None takes all."""
+    """Yield the metadata of some columns of a row group; None takes all."""
     # a name with a dot is that of a column, or leads into one
     roots = None if columns is None else {name.partition(".")[0] for name in columns}
     for index in range(group.num_columns):

@@ -90,7 +90,7 @@ def _data_files(state: dict[str, Any], path: str, known: set[str]) -> list[str]:
 
 
 def _read_json(fs: fsspec.AbstractFileSystem, path: str) -> object:
-    """Return what a JSON file says; None if it is none."""
+    """Return the content of a JSON file; None if it is no JSON."""
     try:
         return json.loads(fs.cat_file(path))
     except ValueError:

@@ -119,7 +119,7 @@ def scan_source(
 ) -> Source:
     """List the files of `source` and read their footers, and a few rows of a few Parquet files.
 
-    The rows tell what takes more memory than the file says; files of which none was read count as
+    The rows show what takes more memory than in the file; files of which none was read count as
     large as the largest of the others.
 
     Args:
@@ -207,7 +207,7 @@ def check_outside(sink: str, source: str) -> None:
         path = path.rstrip("/")
     if sink_fs != root.fs or not (root.is_glob or is_folder):
         return
-    # what a link is named says nothing about where it leads
+    # a link may lead anywhere, whatever its name
     real, real_root = real_path(root.fs, path), root.without_links()
     named = ((root, path), (real_root, real), *((root, n) for n in names_by_links(root, real)))
     if any(_is_read(where, name) for where, name in named):

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WavesSoFar:
-    """What rows that are asked again have cost, and how rows ended that no wave asks any more.
+    """What retried rows have cost, and how rows ended that no wave retries any more.
 
     Args:
-        again: state of the pool, counted for rows that were asked again.
+        again: state of the pool, counted for retried rows.
     """
 
     again: PoolStats
@@ -33,7 +33,7 @@ class LimitWatch:
     """Compares what a run has spent with its limits, over all plans that it runs.
 
     Args:
-        ending: asked beside the limits; a text that it returns ends the run as a limit does.
+        ending: called beside the limits; a text that it returns ends the run as a limit does.
 
     Attributes:
         reason: why the run is being stopped; None while it is not.

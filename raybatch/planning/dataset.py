@@ -105,7 +105,7 @@ def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PieceReader:
-    """Reads rows of a source with what a plan says of them."""
+    """Reads rows of a source with the columns of their plan."""
 
     source: Source
     sink: str
@@ -176,7 +176,7 @@ def with_places(
 
 
 def without_groups(table: pa.Table) -> pa.Table:
-    """Return rows that know their numbers with the columns of a plan that says nothing yet."""
+    """Return rows that know their numbers with the columns of an empty plan."""
     zeros = pa.array(np.zeros(table.num_rows, np.int32))
     alone, unknown = (pa.nulls(table.num_rows, kind) for kind in (pa.int64(), pa.int32()))
     rank = {RANK: zeros.cast(pa.int64())}
@@ -188,7 +188,7 @@ def with_plan(table: pa.Table, shard: pa.Table, rows: npt.NDArray[np.int64]) -> 
 
     Args:
         table: the rows.
-        shard: what the plan says of them.
+        shard: of the plan, about these rows.
         rows: int64 [R], their numbers in the source.
     """
     unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))

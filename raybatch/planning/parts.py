@@ -39,7 +39,7 @@ from raybatch.prefix.plan import (
 from raybatch.prefix.profile import profile_rows
 from raybatch.prefix.split import cut_units
 
-# what a summary of a part says of the values by which its entries are ordered
+# values in the summary of a part, of those by which its entries are ordered
 _NUM_VALUES = 256
 # boxes that are drawn of the prefix tree, of all parts together and of one at least
 _MAX_BOXES, _MIN_BOXES = 600, 20
@@ -119,7 +119,7 @@ def _ordered(
 def forecast(
     job: ArrangeJob, is_reordered: bool, size: CacheSize, max_rows: int, *pieces: pa.Table
 ) -> tuple[OrderForecast, ...]:
-    """Return what orders of one part compute; that of the input is told by `input_hits`.
+    """Return what orders of one part compute; `input_hits` does that of the input.
 
     Args:
         job: options, and rows of the whole source.
@@ -150,7 +150,7 @@ def rank(
     first_group: int,
     piece_rows: Ints,
 ) -> Any:  # noqa: ANN401 - one object is no list
-    """Return what the plan says of the part's rows, a table for each piece of the source.
+    """Return the plan of the part's rows, a table for each piece of the source.
 
     Args:
         first_units: number of the first unit of each stretch.

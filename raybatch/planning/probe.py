@@ -18,7 +18,7 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 logger = logging.getLogger(__name__)
 
-# more rows tell nothing new about means
+# more rows change no mean
 _MAX_ROWS = 20_000
 
 Int64s = npt.NDArray[np.int64]

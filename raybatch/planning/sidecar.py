@@ -20,7 +20,7 @@ from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
 from raybatch.rows.prompt import POOLED
 from raybatch.rows.schema import error_class
 
-# why a row is not asked that is left out on purpose; error classes begin with a capital
+# stands among classes of errors, which begin with a capital, for rows left out on purpose
 FILTERED = "filtered"
 
 

@@ -166,7 +166,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
 def store_plan(
     job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
 ) -> StoredPlan:
-    """Write a plan below the sink, once; return what `plan.json` says, whoever has written it.
+    """Write a plan below the sink, once; return the plan that holds, whoever has written it.
 
     Args:
         expected: float64 [rows of the source], output to expect; NaN where nothing is known.
@@ -195,10 +195,10 @@ def store_plan(
 
 
 def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
-    """Return some rows with their prompts, their places and what the plan says of them.
+    """Return some rows with their prompts and the columns of their plan.
 
     Args:
-        shard: what the plan says of all of them, in input order.
+        shard: of all of them, in input order.
         chosen: int64 [n], rows in the order in which they run.
     """
     prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])

@@ -51,7 +51,7 @@ def _check_table(table: pa.Table, part: FileSlice, first_row: int) -> None:
         column = table.column(name).unify_dictionaries()
         for value in python_values(pc.unique(column)):
             if (reason := _wrong_with(name, value)) is not None:
-                # where it is, is asked for once, of an error that ends the job
+                # looked for once, as this error ends the job
                 row = next(
                     i for i, one in enumerate(python_values(column)) if _wrong_with(name, one)
                 )
@@ -70,7 +70,7 @@ def _wrong_with(name: str, value: object) -> str | None:
 
 
 def check_unique_ids(source: Source, column: str) -> None:
-    """Raise ConfigError that names the first id that is repeated, or says that some are null.
+    """Raise ConfigError that names the first repeated id, or the number of null ones.
 
     Memory: flat; 24 bytes a row in the folder for temporary files.
     """

@@ -81,7 +81,7 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
 
 
 def read_plan(sink: str, number: int = 1) -> StoredPlan:
-    """Return what `plan.json` below the sink says, or a later plan of that number.
+    """Return the plan below the sink, or a later one of that number.
 
     Raises:
         ConfigError: there is none, or it is not one of this version.
@@ -127,7 +127,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
 
 
 def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
-    """Return what the plan says of rows `start` to `stop` of the source, in input order."""
+    """Return the shard of rows `start` to `stop` of the source, in input order."""
     if not stored.shards:
         return rows_in_stretches(read_units(sink, stored).unit_rows, np.arange(start, stop))
     firsts = [first for _, first in stored.shards] + [stored.num_rows]

@@ -65,7 +65,7 @@ class StoredPlan:
 
 
 def parse_plan(data: bytes, path: str) -> StoredPlan:
-    """Return what the file of a plan says.
+    """Return the plan of a file.
 
     Raises:
         ConfigError: it is no plan, or one of another version.

@@ -70,7 +70,7 @@ def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
 
 
 def json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
-    """Return what a cell of JSON text, or of values, says; None for null and for an empty text.
+    """Return the value of a cell that holds JSON text, or values; None for null or an empty text.
 
     Args:
         value: as `python_values` returns it.

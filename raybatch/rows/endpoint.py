@@ -97,7 +97,7 @@ class EndpointTokenizer:
 
 
 def check_endpoint(config: StageConfig) -> None:
-    """Raise ConfigError where a stage asks of an endpoint what it cannot do."""
+    """Raise ConfigError where a stage has an option that no endpoint can follow."""
     if not facts_of(config.backend).is_endpoint:
         return
     options = openai_options(config.backend.options)

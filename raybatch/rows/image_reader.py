@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 IMAGE_PART: Mapping[str, Any] = {"type": "image"}
 _KINDS = ("image", "image_url", "image_pil")
 Images = Sequence[bytes]
-# where nothing says how many tokens an image takes; too few, so that no row is refused for it
+# where the tokens of an image are unknown; too few, so that no row is refused for it
 _UNKNOWN_TOKENS = 16
 # different tokens among stand-ins
 _STAND_INS = 1 << 14
@@ -117,7 +117,7 @@ class ImageReader:
             # every second part is a placeholder
             parts[1::2] = stand_ins
         else:
-            # nobody knows where they are: nothing is shared with rows of other images
+            # their places are unknown: nothing is shared with rows of other images
             parts = [*stand_ins, ids]
         payload = with_images(encoded.payload, ids, images)
         return encoded._replace(
@@ -241,7 +241,7 @@ class ImageTokens:
 
     @cached_property
     def _num_tokens(self) -> Callable[[int, int], int]:
-        """What says how many tokens an image of a size takes: the processor of the model."""
+        """A function from the size of an image to its tokens: the processor of the model."""
         try:
             from transformers import AutoProcessor
 

@@ -1,6 +1,6 @@
 """The columns by which the plan of a job travels with its rows, as far as the feeders.
 
-They are put on beside the user's columns and taken off by whoever reads them; none is written.
+They are added to the user's columns and taken off by their reader; none is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ _PAYLOAD = f"{_MARK}payload"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRows:
-    """What a plan says of the rows of a batch.
+    """The part of a plan that is about the rows of a batch.
 
     Args:
         group_ids: prefix group of each row, None for a row that is alone.

@@ -26,7 +26,7 @@ class Prepared:
 
     Args:
         rows: position in the row batch of each request.
-        copies: rows that are not asked because an earlier one is identical, to that one.
+        copies: rows that are no requests because an earlier one is identical, to that one.
         samplings: the different options, which the request table points into.
     """
 
@@ -57,7 +57,7 @@ def prepare(
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
         changes: sampling options that win over all others.
-        refused: rows that are not to be asked, each with its error.
+        refused: rows that are no requests, each with its error.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
@@ -105,7 +105,7 @@ def prepare(
 def _planned_columns(
     planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
 ) -> dict[str, Any]:
-    """Return what the plan says of each row that is asked, as `request_table` takes it."""
+    """Return the plan of each request, as `request_table` takes it."""
     totals = [planned.expected_lens[row] for row in rows]
     return {
         "group_ids": [planned.group_ids[row] for row in rows],
@@ -159,7 +159,7 @@ def _read(
     if input_errors is None:
         return reader.read(table)
     if all(input_errors):
-        # nothing says which columns the rows would have had
+        # the columns that the rows would have had are unknown
         return [Prompt(None, error) for error in input_errors]
     good = [table.slice(row, 1) for row, error in enumerate(input_errors) if not error]
     prompts = iter(reader.read(table if len(good) == table.num_rows else pa.concat_tables(good)))
@@ -215,7 +215,7 @@ def _identify(
 
 def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
     """Bound the output by the context, so that every backend ends such a row as "length"."""
-    assert isinstance(sampling, Sampling), "a row with bad options is not asked"
+    assert isinstance(sampling, Sampling), "a row with bad options is no request"
     if max_model_len is None or prompt.token_ids is None or sampling is POOLED:
         return sampling
     room = max_model_len - len(prompt.token_ids)
@@ -249,7 +249,7 @@ def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]
 
 
 def content_row_ids(prompts: Sequence[TokenIds | None], errors: Sequence[str]) -> list[str]:
-    """Return ids made of what is asked: a hash of the prompt, and a count of its repetitions.
+    """Return ids made of the content: a hash of the prompt, and a count of its repetitions.
 
     They do not depend on order, layout or cluster size, except that the count starts again in
     every row batch: equal prompts in two batches have one id. `id_column` gives unique ids.

@@ -22,15 +22,13 @@ class Prompt(NamedTuple):
     """The prompt of one row, or why there is none.
 
     Args:
-        token_ids: int32; also given where the prompt is too long.
+        token_ids: int32; also there where the prompt is too long.
         error: "" or "Type: message".
         is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
         num_special: special tokens of the model in the texts of the row.
-        payload: what the backend is sent beside the ids, or in their place, JSON; None sends the
-            ids alone.
+        payload: JSON for the backend, with the ids or in their place; None sends the ids alone.
         cuttable: tokens that may be cut where the prompt is too long, from and to; None cuts any.
-        asked_ids: that an engine is given where stand-ins for images are among the ids; None gives
-            those.
+        asked_ids: the ids that an engine gets where `token_ids` has stand-ins for images.
     """
 
     token_ids: TokenIds | None
@@ -76,7 +74,7 @@ def fit_prompt(
 
 
 def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -> Prompt:
-    """Return the prompt as it fits the context, which it may fill; cut or refused where it is long.
+    """Return the prompt of a pooled row as it fits the context, which it may fill; cut or refused.
 
     What the tokenizer puts around a text, and the query of a document, is never cut.
     """
@@ -118,7 +116,17 @@ def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[
         try:
             if isinstance(value, Exception):
                 raise InvalidPrompt(str(value))
-            prompts.append(Prompt(**make(value)._asdict()))
+            encoded = make(value)
+            prompts.append(
+                Prompt(
+                    encoded.token_ids,
+                    num_special=encoded.num_special,
+                    payload=encoded.payload,
+                    cuttable=encoded.cuttable,
+                    num_images=encoded.num_images,
+                    asked_ids=encoded.asked_ids,
+                )
+            )
         except PromptError as error:
             prompts.append(Prompt(None, error_text(error)))
         except ConfigError:

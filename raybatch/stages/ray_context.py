@@ -26,10 +26,10 @@ def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
 
 
 def start_ray() -> None:
-    """Start or join Ray and keep what it says in its log files.
+    """Start or join Ray and keep its messages in its log files.
 
     What Ray and Ray Data say about every execution would drown the progress of the job; an error
-    that ends the job is told once, by who runs it.
+    that ends the job is reported once, by the caller.
     """
     if not ray.is_initialized():
         ray.init(logging_level=logging.ERROR)

@@ -92,7 +92,7 @@ class PlacedRows:
 
 
 class PlacedFeeder(StageFeeder):
-    """A stage that says where finished rows belong, as the journal does.
+    """A stage that adds to finished rows where they belong, as the journal does.
 
     Attributes:
         waves: rules by which rows are retried, one after the other.

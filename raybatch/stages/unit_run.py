@@ -142,7 +142,7 @@ def local_results(
             await end_calls(pending, error)
         return [call.result() for call in done if call.exception() is None], error
 
-    # the caller's thread may have a loop that runs, as in a notebook, and is to hear of Ctrl-C
+    # the caller's thread may run a loop, as in a notebook, and has to get Ctrl-C
     with closing(LocalLoop("raybatch-feeder")) as loop:
         while True:
             results, error = loop.begin(turn()).result()

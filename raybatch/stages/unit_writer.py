@@ -41,7 +41,7 @@ SPECIAL = "__rb_special"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReceipt:
-    """A unit that is written, as the driver hears of it.
+    """A unit that is written, as its receipt travels to the driver.
 
     Args:
         won: this attempt wrote it; False where another one had.
@@ -97,7 +97,7 @@ class UnitWriter:
     """What a feeder needs to write units; travels to it.
 
     Args:
-        store: of the sink; what it can was asked once, where the run began.
+        store: of the sink, probed once, where the run began.
         output: the columns of the stage; None where nothing is known of the columns.
         attempt: name of the run, for people alone.
     """
@@ -248,7 +248,7 @@ def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
-    """Return the schema of every part: that of whoever asks first."""
+    """Return the schema of every part: that of the first caller."""
     store.create(SCHEMA, schema.serialize().to_pybytes())
     return pa.ipc.read_schema(pa.BufferReader(store.read(SCHEMA)))
 
