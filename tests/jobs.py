@@ -9,10 +9,10 @@ from typing import Any
 from raybatch.durable.sink import prepare_sink
 from raybatch.job.executor import Executor
 from raybatch.job.job import Job
+from raybatch.job.pool_watch import RunClock
 from raybatch.job.run import JobRun
 from raybatch.planning.run import store_input_order
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.pool_watch import RunClock
 
 __all__ = ["LARGE", "Hold", "executor_for", "local_job", "press_ctrl_c", "store_plan"]
 

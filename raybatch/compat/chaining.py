@@ -14,7 +14,7 @@ POOLING_COLUMN = "pooling_params"
 ADAPTER_COLUMN = "model"
 # of images, as ray.data.llm calls it
 MEDIA_COLUMN = "multimodal_data"
-# what a processor asked, in tokens
+# the prompts of a processor, in tokens
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 # in the order in which they are looked for unless a processor says another
 PROMPT_COLUMNS = ("messages", "tokenized_prompt", "prompt")
@@ -28,14 +28,12 @@ def drop_leftovers(
     *,
     prompt_columns: Sequence[str] = PROMPT_COLUMNS,
 ) -> pa.Table:
-    """Drop the columns of an earlier processor: its outputs, and inputs that are not asked again.
+    """Drop the columns of an earlier processor: its outputs, and inputs that are not used again.
 
     Outputs that have the names of data (numbers, and what parsers find) stay; a stage that writes
     them again refuses them.
 
     Args:
-        table: after `preprocess`.
-        before: the same rows before it.
         returned: what `preprocess` returned for each row; None for a row with an error.
         prompt_columns: those that the stage asks, the first of them that is there; none where it
             asks pairs of query and document.
@@ -74,12 +72,12 @@ def _asked(
     """
     old = _prompts_in(before.column_names, prompt_columns)
     if not old:
-        given = {name for row in returned if row is not None for name in row}
-        return _prompts_in(given, prompt_columns)
+        names = {name for row in returned if row is not None for name in row}
+        return _prompts_in(names, prompt_columns)
     choices = {_choice(row, old, prompt_columns) for row in returned if row is not None}
     if len(choices) > 1:
-        told = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
-        raise ConfigError(f"preprocess returns {told}; return the same prompt for every row")
+        several = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
+        raise ConfigError(f"preprocess returns {several}; return the same prompt for every row")
     (asked,) = choices or {()}
     if choices and not asked:
         raise ConfigError(

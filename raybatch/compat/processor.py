@@ -1,19 +1,30 @@
 """`build_processor`: the shape and the names of ray.data.llm over a stage of this library."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raybatch.compat.chaining import ADAPTER_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
-from raybatch.compat.feeder import ProcessorFeeder
+import pyarrow as pa
+
+from raybatch.backends.registry import type_of
+from raybatch.compat.chaining import (
+    ADAPTER_COLUMN,
+    POOLING_COLUMN,
+    PROMPT_IDS_COLUMN,
+    SAMPLING_COLUMN,
+)
 from raybatch.compat.options import (
     ProcessorConfig,
     stage_config,
 )
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
+from raybatch.records.types import TokenIds
+from raybatch.rows.finish import AnsweredRows
+from raybatch.rows.prompt import Prompt
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
+from raybatch.text.prompt_tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +40,52 @@ _OPTIONAL_COLUMNS = {
 }
 
 
+class ProcessorFeeder(StageFeeder):
+    """Adds their prompts to the answered rows."""
+
+    def _check_columns(self, schema: pa.Schema) -> None:
+        if PROMPT_IDS_COLUMN in schema.names:
+            raise ConfigError(
+                f"the input already has a column {PROMPT_IDS_COLUMN!r}, which the processor "
+                "writes; rename it"
+            )
+        super()._check_columns(schema)
+
+    def _finish(self, answered: AnsweredRows) -> pa.Table:
+        prompts = answered.prompts
+        if type_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
+            prompts = [p if p.payload is None else Prompt(None) for p in prompts]
+        return add_prompts(super()._finish(answered), prompts, self._tokenizer)
+
+
+def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTokenizer) -> pa.Table:
+    """Return the table with `prompt_token_ids`, and their text where it has no column `prompt`.
+
+    Args:
+        table: of answered rows; read only.
+        prompts: of its rows; one that failed before it had tokens is null in both columns. Images
+            are in them as their chat template marks their places.
+    """
+    ids = [p.token_ids if p.asked_ids is None else p.asked_ids for p in prompts]
+    table = table.append_column(PROMPT_IDS_COLUMN, pa.array(ids, pa.list_(pa.int32())))
+    if "prompt" in table.column_names:
+        return table
+    return table.append_column("prompt", pa.array(_texts(ids, tokenizer), pa.string()))
+
+
+def _texts(ids: Sequence[TokenIds | None], tokenizer: PromptTokenizer) -> list[str | None]:
+    try:
+        texts = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+    except Exception:  # a tokenizer may raise anything, and the ids alone are the prompt
+        return [None] * len(ids)
+    return [None if one is None else next(texts) for one in ids]
+
+
 class Processor:
     """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`.
 
     Args:
-        config: as the user gave it.
-        stage: that answers the rows.
-        preprocess: of row batches, before it.
         postprocess: of row batches, after it; None leaves them as they are.
-        preprocess_map_kwargs: of `map_batches` for preprocess.
-        postprocess_map_kwargs: of `map_batches` for postprocess.
     """
 
     def __init__(
@@ -134,8 +181,6 @@ def build_processor(
         preprocess: a function of the row (a dict) whose result is merged into the row.
         postprocess: a function of the answered row whose result replaces it; not called for rows
             with an error, which keep their columns and `__inference_error__`.
-        preprocess_map_kwargs: such as num_cpus, memory and compute.
-        postprocess_map_kwargs: the same for postprocess.
         builder_kwargs: only `chat_template_kwargs`.
 
     Raises:
@@ -181,13 +226,13 @@ def build_processor(
     )
 
 
-def _check_functions(**given: object) -> None:
-    for name, function in given.items():
+def _check_functions(**functions: object) -> None:
+    for name, function in functions.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
 
 
-def _check_mappings(**given: object) -> None:
-    for name, options in given.items():
+def _check_mappings(**mappings: object) -> None:
+    for name, options in mappings.items():
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")

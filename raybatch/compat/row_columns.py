@@ -1,7 +1,12 @@
-"""What a user's functions return of the rows of a batch, as columns of Arrow."""
+"""What a user's functions return of the rows of a batch, as columns of Arrow.
+
+A column that a function hands through stays as it is, so values are compared as Arrow holds them:
+1, 1.0 and True are three.
+"""
 
 import datetime
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -10,10 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.compat.chaining import MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
-from raybatch.compat.same_values import is_same
 from raybatch.errors import ConfigError
 from raybatch.rows.batches import python_values
-from raybatch.rows.images.values import MEDIA_TYPE, data_url, media, plain
+from raybatch.rows.image_files import MEDIA_TYPE, data_url, media, plain
 
 # what a function has made of a row; None where it has failed
 Row = Mapping[str, Any] | None
@@ -31,6 +35,10 @@ _TYPES: Mapping[str, pa.DataType] = {
 }
 # what Arrow raises of values that are not of a type
 _NO_FORM = (pa.ArrowException, OverflowError, TypeError, ValueError)
+# bool is an int and a datetime is a date for Python: what is special comes first
+_KINDS = (bool, int, float, str, bytes, datetime.datetime, datetime.date)
+# whose comparison says all, where their types are the same
+_PLAIN = frozenset({*_KINDS, type(None)})
 
 
 def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
@@ -39,13 +47,13 @@ def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
     Raises:
         ValueError: a value has no such form; names the column.
     """
-    found = {}
+    values = {}
     for name, value in row.items():
         try:
-            found[name] = convert(name, value)
+            values[name] = convert(name, value)
         except Exception as error:  # whatever PIL raises of a broken image, too
             raise ValueError(f"column {name!r}: {error}") from error
-    return found
+    return values
 
 
 def asked_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -81,7 +89,6 @@ def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
     """Return the columns of the rows that replace those of a table; a failed one keeps its values.
 
     Args:
-        table: the rows before.
         returned: what replaces each; at least one is there.
     """
     columns = {}
@@ -96,13 +103,7 @@ def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
 def replace_failed(
     table: pa.Table, imagined: Mapping[str, Any], example: Mapping[str, Any]
 ) -> dict[str, Column]:
-    """Return the columns of rows that have all failed, in the types that good ones would have.
-
-    Args:
-        table: the rows before.
-        imagined: a good row.
-        example: what replaces that.
-    """
+    """Return the columns of rows that have all failed, in the types that good ones would have."""
     columns = {}
     for name, value in example.items():
         columns[name] = column = _column(name, table)
@@ -183,8 +184,8 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
             return cast
     if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
         value = json_text(value)
-    found = _of_type(kind, [value])
-    return pa.nulls(1, kind) if found is None else found
+    array = _of_type(kind, [value])
+    return pa.nulls(1, kind) if array is None else array
 
 
 def _is_cut(kind: pa.DataType) -> bool:
@@ -201,7 +202,7 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
     if (kept := _of_type(like, values)) is not None:
         return kept
     try:
-        found = _inferred(values)
+        inferred = _inferred(values)
     except _NO_FORM as error:
         if name == _MESSAGES:  # contents of several kinds have no common Arrow type
             return pa.array([json_text(value) for value in values], pa.string())
@@ -209,8 +210,8 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
             f"the rows of one batch hold values of different types in {name!r}: {error!s:.500}"
         ) from error
     # numbers of NumPy, and whole numbers beside others, are the same in both
-    kept = _of_type(like, python_values(found))
-    return found if kept is None else kept
+    kept = _of_type(like, python_values(inferred))
+    return inferred if kept is None else kept
 
 
 def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
@@ -226,8 +227,84 @@ def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
 
 
 def _inferred(values: Sequence[Any]) -> Column:
-    found = pa.array(values)
+    array = pa.array(values)
     # the other way round, Arrow says it itself
-    if pa.types.is_date(found.type) and any(isinstance(v, datetime.datetime) for v in values):
+    if pa.types.is_date(array.type) and any(isinstance(v, datetime.datetime) for v in values):
         raise TypeError("a datetime after a date")
-    return found
+    return array
+
+
+def is_nested(value: object) -> bool:
+    """Return whether a value is one that a function can change in place."""
+    return isinstance(value, list | Mapping)
+
+
+def copied(value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return a value with copies of the lists and mappings in it; all else is shared."""
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        # token ids and texts are many, and need no look each
+        is_flat = _PLAIN.issuperset(set(map(type, value)))
+        return value.copy() if is_flat else [copied(item) for item in value]
+    return value
+
+
+def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
+    """Return whether a value is what Arrow holds, of the same kinds at every depth.
+
+    Tuples count as lists, NaN as NaN, a subclass as its base, and a mapping as the pairs of an
+    Arrow map; a key that is not there counts as None.
+
+    Args:
+        held: as read from Arrow. Keys that only this has must be None.
+    """
+    if value is None or held is None or value is held:
+        return value is held
+    if isinstance(value, Mapping):
+        if isinstance(held, Mapping):
+            return _has_same_items(value, held)
+        return isinstance(held, list) and is_same(list(value.items()), held)
+    if isinstance(value, list | tuple):
+        return isinstance(held, list | tuple) and _are_same(value, held)
+    if isinstance(value, np.ndarray) or isinstance(held, np.ndarray):
+        return _is_same_array(value, held)
+    if _kind(value) is not _kind(held):
+        return False
+    try:
+        return bool(value == held) or bool(value != value and held != held)
+    except (ValueError, RuntimeError):  # a comparison that is no truth value
+        return False
+
+
+def _has_same_items(value: Mapping[Any, Any], held: Mapping[Any, Any]) -> bool:
+    if any(held[key] is not None for key in held.keys() - value.keys()):
+        return False
+    return all(key in held and is_same(item, held[key]) for key, item in value.items())
+
+
+def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
+    if len(values) != len(held):
+        return False
+    # long lists of tokens are compared without a look at each
+    if all(map(operator.is_, values, held)):
+        return True
+    types = set(map(type, values))
+    is_plain = len(types) == 1 and _PLAIN.issuperset(types) and types == set(map(type, held))
+    if is_plain and type(values) is type(held) and values == held:
+        return True
+    return all(map(is_same, values, held))
+
+
+def _is_same_array(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
+    if not isinstance(value, np.ndarray) or not isinstance(held, np.ndarray):
+        return False
+    if value.dtype != held.dtype or value.shape != held.shape:
+        return False
+    if value.dtype == object:
+        return _are_same(value.tolist(), held.tolist())
+    return bool(np.array_equal(value, held, equal_nan=value.dtype.kind in "fc"))
+
+
+def _kind(value: object) -> type:
+    return next((kind for kind in _KINDS if isinstance(value, kind)), type(value))

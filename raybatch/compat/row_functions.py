@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.compat.answered_row import AnsweredRow
 from raybatch.compat.chaining import (
     ADAPTER_COLUMN,
     MEDIA_COLUMN,
@@ -22,12 +21,14 @@ from raybatch.compat.row_columns import (
     Row,
     asked_value,
     converted,
+    copied,
+    is_nested,
+    is_same,
     merge,
     plain_value,
     replace,
     replace_failed,
 )
-from raybatch.compat.same_values import copied, is_nested, is_same
 from raybatch.errors import ConfigError, error_text
 from raybatch.records.types import UNBOUNDED_TOKENS, Task
 from raybatch.rows.batches import python_rows, python_values
@@ -66,6 +67,16 @@ _EXAMPLE_ANSWER: Mapping[str, Any] = {
     "finish_reason": "stop",
     ERROR_COLUMN: "",
 }
+_GONE: Mapping[str, str] = {
+    "batch_uuid": "rows do not run in batches; row_id names a row",
+    "generated_text": "the task makes numbers, in embeddings or score",
+    "embeddings": "vectors are made by the tasks embed and classify; a score is in score",
+    "metrics": "times of single requests are not kept; those of engines are in Ray's metrics",
+    "params": "the row's own options are in sampling_params",
+    "prompt_logprobs": "log probabilities of prompts are not computed",
+    "request_id": "row_id names a row, in every run alike",
+    "time_taken_llm": "times of single requests are not kept",
+}
 
 
 class Preprocess:
@@ -85,9 +96,6 @@ class Preprocess:
         model: of the stage, which the column `model` may name.
         prompt_columns: those that the stage asks, the first of them that is there; none where it
             asks pairs of query and document.
-        task: of the stage.
-        has_adapters: the column `model` may name adapters.
-        has_images: the column `multimodal_data` may have images.
     """
 
     def __init__(
@@ -135,7 +143,7 @@ class Preprocess:
         return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
 
     def _check_supported(self, table: pa.Table) -> None:
-        for name, told in _ASKING_COLUMNS.items():
+        for name, way_out in _ASKING_COLUMNS.items():
             if name not in table.column_names or name in self._supported:
                 continue
             column = table.column(name).drop_null()
@@ -143,8 +151,8 @@ class Preprocess:
                 continue
             if len(column):
                 raise ConfigError(
-                    f"the rows have a column {name!r}, which {told}. Otherwise drop it, or rename "
-                    "it if it is data of yours"
+                    f"the rows have a column {name!r}, which {way_out}. Otherwise drop it, or "
+                    "rename it if it is data of yours"
                 )
 
 
@@ -226,7 +234,6 @@ def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa:
     """Say "no bound" of the output in a number, where None would be "not said" further on.
 
     Args:
-        row: what a function has made.
         held: sampling options of the row before it. A struct of Arrow has all keys in all rows, so
             that a None among all of them may only mean "not there".
     """
@@ -245,10 +252,10 @@ def _map_good(
     """Map the rows without an error; return None for the others, and the errors of all."""
     rows = python_rows(table)
     good = [i for i, error in enumerate(errors) if not error]
-    found, failures = _map_rows([rows[i] for i in good], function, kind)
+    mapped, failures = _map_rows([rows[i] for i in good], function, kind)
     returned: list[Row] = [None] * len(rows)
     all_errors = list(errors)
-    for i, row, failure in zip(good, found, failures, strict=True):
+    for i, row, failure in zip(good, mapped, failures, strict=True):
         returned[i], all_errors[i] = row, failure
     return returned, all_errors
 
@@ -291,3 +298,11 @@ def _check_encodable(value: object) -> None:
     elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
         for item in value:
             _check_encodable(item)
+
+
+class AnsweredRow(dict[str, Any]):
+    """A row as a dict; asked for a column that only ray.data.llm has, it says what is there."""
+
+    def __missing__(self, name: str) -> Any:  # noqa: ANN401
+        reason = _GONE.get(name)
+        raise KeyError(name if reason is None else f"no column {name!r}: {reason}")

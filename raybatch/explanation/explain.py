@@ -28,12 +28,10 @@ from raybatch.explanation.build import (
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
 from raybatch.explanation.time import TimeEstimate
-from raybatch.planning.checks.layout_lint import lint_source, told_of_templates
-from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.records import LargePlan
+from raybatch.planning.layout_lint import lint_source, told_of_templates
+from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun, planned_work
 from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
-from raybatch.planning.work import planned_work
 from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.estimate import estimate, money
 from raybatch.policy.cost.work import WorkTotals, merge_work

@@ -44,7 +44,6 @@ def check_types(schema: pa.Schema, path: str) -> None:
 
     Args:
         schema: as a reader gives it, or of `inert` bytes.
-        path: of the file.
     """
     for column, name in refused_types(schema):
         raise ConfigError(

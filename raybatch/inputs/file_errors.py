@@ -1,15 +1,23 @@
-"""What is wrong with a source file, told so that names cannot forge lines of a log."""
+"""Errors of source files and limits of their sizes; names in messages cannot forge log lines."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from raybatch.errors import ConfigError, RaybatchError, error_text
+
+# a piece that takes no more is read however small it is in the file
+HARMLESS_BYTES = 64 << 20
+# more than codecs make of texts that repeat one document
+_MAX_RATIO = 1 << 15
+_MAX_ROWS = (1 << 31) - 1
 
 
 class BadFileError(ConfigError):
     """What a file holds is cut, broken or of another kind; `skip_bad_files` leaves it out.
 
-    That a file cannot be opened (rights, network) says nothing of what it holds, and is none.
+    A file that cannot be opened (rights, network) is another error: its content is not known.
 
     Args:
         reason: without the name of the file.
@@ -28,8 +36,8 @@ def content_of(path: str) -> Iterator[None]:
     """Turn what the parser of a file's bytes raises into a BadFileError.
 
     Args:
-        path: with its protocol. Nothing is to be read from its file system here: what that raises
-            is no fault of the content.
+        path: with its protocol. Parse bytes here, and read nothing from the file system: what that
+            raises is no fault of the content.
     """
     try:
         yield
@@ -61,3 +69,40 @@ def safe_text(name: str) -> str:
     return "".join(
         c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in name
     )
+
+
+def size_of(file: Any, path: str) -> int:  # noqa: ANN401
+    """Return the number of bytes of an open file; raise BadFileError if there are none."""
+    size: int = file.seek(0, io.SEEK_END)
+    if not size:
+        raise unreadable(path, "it is empty (0 bytes)")
+    return size
+
+
+def check_num_rows(num_rows: int, where: str) -> None:
+    """Raise ConfigError if a piece has more rows than Arrow can number."""
+    if not 0 <= num_rows <= _MAX_ROWS:
+        raise ConfigError(
+            f"{where} says that it has {num_rows} rows; write the file again with smaller ones"
+        )
+
+
+def check_size(num_bytes: int, stored: int | None, where: str, *, max_bytes: int) -> None:
+    """Raise ConfigError where a piece is too large, or grows out of next to nothing.
+
+    Args:
+        num_bytes: decompressed, as the file says.
+        stored: in the file; None where it is not known.
+    """
+    if num_bytes > max_bytes:
+        raise ConfigError(
+            f"{where} takes {num_bytes:,} bytes in memory, and max_row_group_bytes is "
+            f"{max_bytes:,}; write the file again with smaller row groups, name the columns that "
+            "are needed (columns), or raise max_row_group_bytes"
+        )
+    if stored is not None and num_bytes > max(HARMLESS_BYTES, stored * _MAX_RATIO):
+        raise ConfigError(
+            f"{where} would grow from {stored:,} bytes to {num_bytes:,}, more than {_MAX_RATIO:,} "
+            "times, like a file made to fill the memory; write it again with another compression, "
+            "or leave it out"
+        )

@@ -40,12 +40,10 @@ class FileSlice:
     """Consecutive rows of one file.
 
     Args:
-        path: with its protocol.
         name: relative to the root of the source; part of the row ids.
         row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file,
             because in a compressed one nothing can be found but from its beginning.
         first_row: position in the file of the slice's first row.
-        num_rows: of the slice.
         num_bytes: about what its rows take in memory; of a Parquet file an estimate.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
         schema: of a JSONL file that is read in several blocks.
@@ -77,12 +75,8 @@ def scan_file(
     """Return the schema and the slices of one file; neighbours among small row groups share one.
 
     Args:
-        file: to look into.
         row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
             tells only the size of encoded pages, where equal values may count once.
-        columns: that will be read; None reads all.
-        max_row_group_bytes: that a row group may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to, see `read_blocks`.
 
     Raises:
         BadFileError: what the file holds cannot be read.
@@ -91,12 +85,12 @@ def scan_file(
     path = file.path
     with told_as(f"source file {safe_text(path)} cannot be opened"):
         if path.lower().endswith(JSON_SUFFIXES):
-            found = scan_json_lines(
+            lines = scan_json_lines(
                 path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
             )
-            schema = found.schema if found.num_blocks > 1 else None
-            (whole,) = _slices(file, [None], [Size(found.num_rows, found.num_bytes)])
-            return found.schema, [replace(whole, schema=schema)]
+            (whole,) = _slices(file, [None], [Size(lines.num_rows, lines.num_bytes)])
+            schema = lines.schema if lines.num_blocks > 1 else None
+            return lines.schema, [replace(whole, schema=schema)]
         with fsspec.open(path, "rb") as opened:
             if path.lower().endswith(IPC_SUFFIXES):
                 return _scan_ipc(opened, file, max_row_group_bytes)
@@ -123,17 +117,14 @@ def _scan_ipc(
     file: ListedFile,
     max_batch_bytes: int,
 ) -> tuple[pa.Schema, list[FileSlice]]:
-    found = open_ipc(opened, file.path, max_batch_bytes=max_batch_bytes)
-    sizes = list(map(Size, found.num_rows, found.num_bytes))
-    packed = [range(len(sizes))] if found.is_whole else pack(sizes, _SLICE_LIMIT)
+    ipc = open_ipc(opened, file.path, max_batch_bytes=max_batch_bytes)
+    sizes = list(map(Size, ipc.num_rows, ipc.num_bytes))
+    packed = [range(len(sizes))] if ipc.is_whole else list(pack(sizes, _SLICE_LIMIT))
     slices = list(_slices(file, packed, sizes))
-    if found.offsets is None:
-        return found.schema, slices
-    starts = [part.row_groups.start for part in slices if part.row_groups is not None]
-    return found.schema, [
-        replace(part, offset=found.offsets[start])
-        for part, start in zip(slices, starts, strict=True)
-    ]
+    if ipc.offsets is not None:
+        starts = [ipc.offsets[batches.start] for batches in packed]
+        slices = [replace(s, offset=at) for s, at in zip(slices, starts, strict=True)]
+    return ipc.schema, slices
 
 
 def _slices(
@@ -190,10 +181,6 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
     Memory: of Parquet, one table and a buffer per column; of Arrow IPC, one record batch; of
     JSONL, one block of lines.
 
-    Args:
-        part: of a file.
-        columns: to read, those that there are; None reads all.
-
     Raises:
         ConfigError: the file has become unreadable, or has other rows than it had.
     """
@@ -217,7 +204,9 @@ def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table
     max_rows = min(ROWS_PER_TABLE, max(1, _TABLE_BYTES * part.num_rows // (part.num_bytes + 1)))
     if part.row_groups is None:
         for rows in read_json_lines(part.path, part.schema):
-            yield from _cut(_chosen(rows, columns), max_rows)
+            if columns is not None:
+                rows = rows.select([name for name in columns if name in rows.column_names])
+            yield from _cut(rows, max_rows)
         return
     with fsspec.open(part.path, "rb") as file:
         if part.path.lower().endswith(IPC_SUFFIXES):
@@ -232,12 +221,6 @@ def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table
             max_rows, row_groups=list(part.row_groups), columns=names, use_threads=False
         ):
             yield pa.Table.from_batches([batch])
-
-
-def _chosen(rows: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-    if columns is None:
-        return rows
-    return rows.select([name for name in columns if name in rows.column_names])
 
 
 def _cut(rows: pa.Table, max_rows: int) -> Iterator[pa.Table]:

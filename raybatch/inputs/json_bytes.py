@@ -10,8 +10,7 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, error_text
-from raybatch.inputs.file_errors import safe_text, unreadable
-from raybatch.inputs.size_limits import size_of
+from raybatch.inputs.file_errors import safe_text, size_of, unreadable
 
 # what one parse takes: large enough that its threads have work, small beside a row batch
 BLOCK_BYTES = 16 << 20
@@ -38,7 +37,6 @@ def read_blocks(
 
     Args:
         path: with its protocol; what its name ends in says how it is compressed.
-        block_bytes: that are read at once.
         max_line_bytes: of a line of a compressed file.
         max_decompressed_bytes: that a compressed file may grow to; None allows 1 GiB, and larger
             files a hundred times their size.
@@ -88,7 +86,7 @@ def _chunks(path: str, block_bytes: int, max_bytes: int | None) -> Iterator[byte
             return
         stream = _Decompressed(file, codec, path, max_bytes)
         data = stream.read(block_bytes)
-        # who made a file to fill memories is told before its many rows are parsed
+        # a file made to fill the memory is refused before its many rows are parsed
         if len(data) > MAX_GROWTH * file.tell():
             while stream.read(block_bytes):
                 pass
@@ -145,16 +143,12 @@ class _Decompressed:
         self._num_bytes += len(data)
         limit = self._max_bytes or max(LEAST_ALLOWED_BYTES, MAX_GROWTH * self._num_stored)
         if self._num_bytes > limit:
-            is_default = self._max_bytes is None
-            raise _too_large(self._path, self._num_stored, limit, is_default=is_default)
+            rule = f"{LEAST_ALLOWED_BYTES:,} bytes, or {MAX_GROWTH} times its size if that is more"
+            by_default = f" by default ({rule})" if self._max_bytes is None else ""
+            raise ConfigError(
+                f"source file {safe_text(self._path)} has {self._num_stored:,} bytes and grows to "
+                f"more than {limit:,} when it is decompressed, which is what "
+                f"max_decompressed_bytes allows{by_default}; leave it out, or, if you know where "
+                "it comes from, raise max_decompressed_bytes or decompress it"
+            )
         return data
-
-
-def _too_large(path: str, num_stored: int, limit: int, *, is_default: bool) -> ConfigError:
-    rule = f"{LEAST_ALLOWED_BYTES:,} bytes, or {MAX_GROWTH} times its size if that is more"
-    return ConfigError(
-        f"source file {safe_text(path)} has {num_stored:,} bytes and grows to more than {limit:,} "
-        f"when it is decompressed, which is what max_decompressed_bytes allows"
-        f"{f' by default ({rule})' if is_default else ''}; leave it out, or, if "
-        "you know where it comes from, raise max_decompressed_bytes or decompress it"
-    )

@@ -1,5 +1,6 @@
 """JSON lines as Arrow tables; a broken line is an error that names the file and the line."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json as paj
 
 from raybatch.inputs.arrow_types import MAX_DEPTH
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.json_bytes import BLOCK_BYTES, read_blocks
-from raybatch.inputs.json_numbers import changed_number
 
 # what Arrow takes at most as one block
 _MAX_BLOCK_BYTES = (1 << 31) - 1
@@ -20,6 +21,8 @@ _LINE = re.compile(rb"[^\r\n]+")
 _BLANKS = b" \t"
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _OPENING, _CLOSING = list(b"[{"), list(b"]}")
+# float64 has every whole number up to here
+_EXACT = 2.0**53
 
 
 class _SeveralObjectsError(ValueError):
@@ -43,10 +46,7 @@ class JsonFile(NamedTuple):
     """What reading through a file tells.
 
     Args:
-        schema: that holds the values of all lines.
-        num_rows: lines that are not blank.
         num_bytes: of the rows in memory, of the chosen columns.
-        num_blocks: in which the file was read.
     """
 
     schema: pa.Schema
@@ -67,10 +67,7 @@ def scan_json_lines(
     A line is a row, except that blank lines are none. A file without a row has no columns.
 
     Args:
-        path: with its protocol.
         columns: whose size is asked for; None takes all.
-        block_bytes: that are read at once.
-        max_decompressed_bytes: see `read_blocks`.
 
     Raises:
         BadFileError: a line is not one JSON object, its values do not fit those of the lines
@@ -82,18 +79,18 @@ def scan_json_lines(
     blocks = read_blocks(
         path, block_bytes=block_bytes, max_decompressed_bytes=max_decompressed_bytes
     )
-    found, num_lines = JsonFile(pa.schema([]), 0, 0, 0), 0
+    file, num_lines = JsonFile(pa.schema([]), 0, 0, 0), 0
     for data in blocks:
-        table = _table_of(path, data, num_lines, found.schema)
+        table = _table_of(path, data, num_lines, file.schema)
         num_lines += _num_lines(data)
         chosen = [n for n in table.column_names if columns is None or n in columns]
-        found = JsonFile(
-            _both(found.schema, table.schema),
-            found.num_rows + table.num_rows,
-            found.num_bytes + table.select(chosen).nbytes,
-            found.num_blocks + 1,
+        file = JsonFile(
+            _both(file.schema, table.schema),
+            file.num_rows + table.num_rows,
+            file.num_bytes + table.select(chosen).nbytes,
+            file.num_blocks + 1,
         )
-    return found
+    return file
 
 
 def read_json_lines(
@@ -102,9 +99,7 @@ def read_json_lines(
     """Yield the rows of one file; a text that looks like a date stays the text that it is.
 
     Args:
-        path: with its protocol.
-        schema: that the scan found; None where the file is one block.
-        block_bytes: that are read at once.
+        schema: of the scan; None where the file is one block.
 
     Raises:
         BadFileError: the file is not what it was when it was scanned.
@@ -112,7 +107,7 @@ def read_json_lines(
     Memory: a block.
     """
     num_lines = 0
-    # how far a file may grow was checked by the scan; who reads counts the rows
+    # the scan has checked how far a file grows, and `read_slice` counts the rows
     for data in read_blocks(path, block_bytes=block_bytes, max_decompressed_bytes=sys.maxsize):
         table = _table_of(path, data, num_lines, schema or pa.schema([]), is_known=bool(schema))
         num_lines += _num_lines(data)
@@ -126,9 +121,6 @@ def _table_of(
     """Return the rows of a block.
 
     Args:
-        path: for messages.
-        data: whole lines.
-        num_lines: of the blocks before.
         schema: of the blocks before, or of the whole file.
         is_known: it is of the whole file, and no type is left to find.
     """
@@ -167,12 +159,13 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
         line = match.group().strip(_BLANKS)
         if not line:
             continue
+        reason = None
         if not (line.startswith(b"{") and line.endswith(b"}")):
-            number = num_before + len(data[: match.start()].splitlines()) + 1
-            raise _broken(path, number, match.group(), "no JSON object")
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
-            number = num_before + len(data[: match.start()].splitlines()) + 1
+            reason = "no JSON object"
+        elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
             reason = f"nested deeper than {MAX_DEPTH} levels"
+        if reason is not None:
+            number = num_before + _num_lines(data[: match.start()]) + 1
             raise _broken(path, number, match.group(), reason)
         num_lines += 1
     return num_lines
@@ -257,11 +250,11 @@ def _explained(
     good, bad = 0, len(lines)
     while bad - good > 1:
         middle = (good + bad) // 2
-        found = _failure_of(lines[:middle], schema)
-        if found is None:
+        failure = _failure_of(lines[:middle], schema)
+        if failure is None:
             good = middle
         else:
-            bad, cause = middle, found
+            bad, cause = middle, failure
     # the number of a row that Arrow names is that of a block
     reason = str(cause).splitlines()[0].partition(" in row ")[0]
     return _broken(path, num_before + bad, lines[bad - 1], reason)
@@ -287,3 +280,56 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
         "whose values have the types of the lines before: mend or remove the line",
         where,
     )
+
+
+def changed_number(table: pa.Table, data: bytes) -> int | None:
+    """Return a whole number that its column holds as another one; None where none is.
+
+    Arrow makes one column of float64 of whole numbers and fractions. Lines are looked at only where
+    a value is beyond the whole numbers that float64 has all of.
+
+    Args:
+        data: the lines that it made it of.
+    """
+    kinds = {f.name: f.type for f in table.schema if _has_large(table.column(f.name))}
+    if not kinds:
+        return None
+    for line in data.splitlines():
+        try:
+            row: dict[str, Any] = json.loads(line.decode("utf-8", "replace"), strict=False)
+        except ValueError:  # blank, or what Arrow alone takes for JSON
+            continue
+        for name, kind in kinds.items():
+            if (number := _changed(row.get(name), kind)) is not None:
+                return number
+    return None
+
+
+def _has_large(column: pa.ChunkedArray) -> bool:
+    kind = column.type
+    if pa.types.is_floating(kind):
+        values = column.drop_null().to_numpy()
+        return bool((np.abs(values) >= _EXACT).any())
+    if pa.types.is_list(kind):
+        return _has_large(pc.list_flatten(column))
+    if pa.types.is_struct(kind):
+        return any(_has_large(pc.struct_field(column, [i])) for i in range(kind.num_fields))
+    return False
+
+
+def _changed(value: Any, kind: pa.DataType) -> int | None:  # noqa: ANN401 - of JSON
+    inner: list[int | None] = []
+    if pa.types.is_floating(kind):
+        return value if isinstance(value, int) and not _is_exact(value) else None
+    if pa.types.is_list(kind) and value is not None:
+        inner = [_changed(item, kind.value_type) for item in value]
+    elif pa.types.is_struct(kind) and value is not None:
+        inner = [_changed(value.get(field.name), field.type) for field in kind]
+    return next((number for number in inner if number is not None), None)
+
+
+def _is_exact(number: int) -> bool:
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False

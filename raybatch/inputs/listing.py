@@ -30,7 +30,6 @@ class ListedFile(NamedTuple):
     """A file of a source.
 
     Args:
-        path: with its protocol.
         name: relative to the root of the source, as printable text; part of the row ids.
     """
 
@@ -42,7 +41,6 @@ class Root(NamedTuple):
     """Where a source lies.
 
     Args:
-        fs: its file system.
         path: without the protocol.
         is_glob: it is a pattern, and no file or folder of that name.
     """
@@ -130,9 +128,9 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
         for index, path in enumerate(data_files):
             places[root.name_of(f"{folder}/{index:09d}")] = path
     if not places:
-        told = ", which was read as a pattern because there is no such file or folder,"
+        why = ", which was read as a pattern because there is no such file or folder,"
         raise ConfigError(
-            f"source {source!r}{told if root.is_glob else ''} holds no file that ends in "
+            f"source {source!r}{why if root.is_glob else ''} holds no file that ends in "
             f"{', '.join(suffixes)}"
         )
     return [_listed(root, path) for _, path in sorted(places.items())]
@@ -142,7 +140,6 @@ def names_by_links(root: Root, path: str) -> Iterator[str]:
     """Yield the names below a local source by which links in it lead to a folder.
 
     Args:
-        root: of a source.
         path: of the folder, without links.
     """
     if not isinstance(root.fs, LocalFileSystem) or (root.is_glob and "**" not in root.path):
@@ -177,10 +174,10 @@ def _matching(root: Root) -> list[str]:
     """Return the files that a glob matches, and those in folders that it matches."""
     if isinstance(root.fs, LocalFileSystem) and "**" in root.path:
         return root.matching(_files_below(root.fs, root.folder))
-    found: set[str] = set()
+    paths: set[str] = set()
     for path, info in root.fs.glob(root.path, detail=True).items():
-        found.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
-    return sorted(found)
+        paths.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
+    return sorted(paths)
 
 
 def _files_below(fs: fsspec.AbstractFileSystem, folder: str) -> list[str]:
@@ -193,7 +190,6 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
     """Yield the files below a local folder; one that cannot be listed is an error.
 
     Args:
-        folder: to search through.
         above: real paths of the folder and of those that it was reached through.
     """
     with os.scandir(folder) as entries:

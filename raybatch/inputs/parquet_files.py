@@ -1,29 +1,50 @@
-"""Parquet files: what a footer tells, checked before anything in the file is decoded."""
+"""Parquet files: the footer, checked before anything is decoded, and the memory that a row takes.
+
+A footer tells the size of encoded pages: a text that thousands of rows have in common counts once
+there, in a dictionary, and thousands of times in memory. So a few rows of a few files are decoded.
+"""
 
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raybatch.durable.storage import told_as
 from raybatch.errors import error_text
 from raybatch.inputs.arrow_types import check_types, inert_schema
-from raybatch.inputs.file_errors import content_of, safe_text, unreadable
-from raybatch.inputs.size_limits import HARMLESS_BYTES, check_num_rows, check_size, size_of
+from raybatch.inputs.file_errors import (
+    HARMLESS_BYTES,
+    check_num_rows,
+    check_size,
+    content_of,
+    safe_text,
+    size_of,
+    unreadable,
+)
 
 _MAGIC = b"PAR1"
 _SCHEMA_KEY = b"ARROW:schema"
 _HIDDEN_KEY = b"ARROW-schema"
 _TAIL_BYTES = 8
+_File = TypeVar("_File")
+
+# files that are opened once more, and rows that are decoded of each
+_MAX_FILES = 8
+_MAX_ROWS = 64
+_READ_BUFFER_BYTES = 1 << 20
+# a value takes what it has in the pages, or a page tells how many levels and nulls there are
+_VERBATIM = {"PLAIN", "RLE", "BIT_PACKED"}
+# what a value takes where a dictionary may hold it
+_WIDTHS = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
 def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFile:  # noqa: ANN401
     """Open a file whose footer is whole and whose types are allowed.
 
     Args:
-        file: open for reading bytes.
-        path: for messages.
         buffer_size: of a column, in bytes.
 
     Raises:
@@ -91,7 +112,7 @@ class _NoData(io.RawIOBase):
 
 
 def check_chunks(footer: pq.FileMetaData, path: str) -> None:
-    """Raise BadFileError where the footer is broken in what it says of a column of a row group.
+    """Raise BadFileError where the footer is broken in the metadata of a column of a row group.
 
     `RowGroupMetaData.column` ends the process there (pyarrow 26), while a reader, which looks at
     every column before it reads the first byte, raises.
@@ -111,9 +132,6 @@ def check_row_groups(
     """Raise ConfigError where decoding a row group would take more memory than is allowed.
 
     Args:
-        footer: of the file.
-        path: for messages.
-        columns: that are read; None reads all.
         max_bytes: of what is read of one row group, decompressed.
     """
     for index in range(footer.num_row_groups):
@@ -136,10 +154,76 @@ def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
 def chunks_of(
     group: pq.RowGroupMetaData, columns: Sequence[str] | None
 ) -> Iterator[pq.ColumnChunkMetaData]:
-    """Yield what the footer says of some columns of a row group; None takes all."""
+    """Yield the metadata of some columns of a row group; None takes all."""
     # a name with a dot is that of a column, or leads into one
     roots = None if columns is None else {name.partition(".")[0] for name in columns}
     for index in range(group.num_columns):
         chunk = group.column(index)
         if roots is None or chunk.path_in_schema.partition(".")[0] in roots:
             yield chunk
+
+
+def sampled(files: Sequence[_File]) -> list[_File]:
+    """Return a few of many files, evenly spread."""
+    num_files = min(_MAX_FILES, len(files))
+    return [files[i * len(files) // num_files] for i in range(num_files)]
+
+
+def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
+    """Return what a row of a Parquet file takes in memory, in bytes.
+
+    The beginning of the first row group that has rows is decoded, and of that only the texts whose
+    pages do not hold each value as it is.
+
+    Raises:
+        BadFileError: what the file holds cannot be read.
+        ConfigError: the file cannot be opened, or is not safe to read.
+    """
+    with (
+        told_as(f"source file {safe_text(path)} cannot be opened"),
+        fsspec.open(path, "rb") as file,
+    ):
+        try:
+            parquet = open_parquet(file, path, buffer_size=_READ_BUFFER_BYTES)
+            check_chunks(parquet.metadata, path)
+            return _row_bytes(parquet, columns)
+        except (pa.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # of the file system, not of the decoder
+            raise unreadable(path, error_text(error)) from error
+
+
+def _row_bytes(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> float:
+    footer = parquet.metadata
+    counts: list[int] = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
+    filled = next((index for index, count in enumerate(counts) if count), None)
+    if filled is None:
+        return 0.0
+    num_bytes: int = 0
+    texts: list[str] = []
+    for chunk in chunks_of(footer.row_group(filled), columns):
+        width = _WIDTHS.get(chunk.physical_type, 0)
+        if chunk.physical_type == "BYTE_ARRAY" and not _VERBATIM.issuperset(chunk.encodings):
+            texts.append(chunk.path_in_schema)
+        else:
+            num_bytes += max(chunk.total_uncompressed_size, chunk.num_values * width)
+    return num_bytes / counts[filled] + _decoded_row_bytes(parquet, filled, texts)
+
+
+def _decoded_row_bytes(parquet: pq.ParquetFile, row_group: int, columns: list[str]) -> float:
+    if not columns:
+        return 0.0
+    batches = parquet.iter_batches(
+        _MAX_ROWS, row_groups=[row_group], columns=columns, use_threads=False
+    )
+    rows = pa.Table.from_batches([next(batches)])
+    num_rows: int = rows.num_rows
+    return sum(map(_num_bytes, rows.columns)) / max(1, num_rows)
+
+
+def _num_bytes(column: pa.ChunkedArray) -> int:
+    # prompts are made of the texts, not of the dictionary
+    is_dictionary = pa.types.is_dictionary(column.type)
+    values = column.cast(column.type.value_type) if is_dictionary else column
+    num_bytes: int = values.nbytes
+    return num_bytes

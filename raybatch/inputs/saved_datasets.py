@@ -27,11 +27,6 @@ def saved_datasets(
 ) -> dict[str, list[str]]:
     """Return the folders of saved datasets among some files, to their data files in order.
 
-    Args:
-        fs: holds the files.
-        paths: of all files of a source.
-        has_columns: the user names the columns to read.
-
     Raises:
         ConfigError: a folder of several splits, a dataset whose rows are not those of its files,
             or one that lacks a file.
@@ -40,7 +35,7 @@ def saved_datasets(
     for path in sorted(known):
         if posixpath.basename(path) == _DICT:
             _refuse_splits(fs, path)
-    found = {}
+    datasets = {}
     for path in sorted(known):
         folder = posixpath.dirname(path)
         if posixpath.basename(path) != _STATE or f"{folder}/{_INFO}" not in known:
@@ -48,8 +43,8 @@ def saved_datasets(
         state = _read_json(fs, path)
         if isinstance(state, dict) and "_data_files" in state:
             _check_rows(state, path, has_columns)
-            found[folder] = _data_files(state, path, known)
-    return found
+            datasets[folder] = _data_files(state, path, known)
+    return datasets
 
 
 def _refuse_splits(fs: fsspec.AbstractFileSystem, path: str) -> None:
@@ -95,7 +90,7 @@ def _data_files(state: dict[str, Any], path: str, known: set[str]) -> list[str]:
 
 
 def _read_json(fs: fsspec.AbstractFileSystem, path: str) -> object:
-    """Return what a JSON file says; None if it is none."""
+    """Return the content of a JSON file; None if it is no JSON."""
     try:
         return json.loads(fs.cat_file(path))
     except ValueError:

@@ -1,8 +1,9 @@
 """One schema for all files of a source, and tables brought into it without loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
@@ -12,12 +13,12 @@ from raybatch.inputs.listing import JSON_SUFFIXES
 SchemaPolicy = Literal["strict", "cast"]
 POLICIES = get_args(SchemaPolicy)
 
-_MAX_FILES_TOLD = 5
-_SIGNED = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
-_UNSIGNED = (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
-_FLOATS = (pa.float16(), pa.float32(), pa.float64())
-# bits of the whole numbers that each type of float holds exactly
-_EXACT_BITS = (11, 24, 53)
+_MAX_FILES_SHOWN = 5
+# the narrowest first, whole numbers before fractions
+_NUMBERS = (
+    *(pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64()),
+    *(pa.int64(), pa.float16(), pa.float32(), pa.float64()),
+)
 _TEXTS = (pa.string(), pa.string_view(), pa.large_string())
 _BYTES = (pa.binary(), pa.binary_view(), pa.large_binary())
 
@@ -35,7 +36,6 @@ def common_schema(
     """Return the schema of a source.
 
     Args:
-        files: of the source, at least one.
         columns: to read, in this order; None takes all.
         policy: "strict" wants one schema in all files, except that JSON has none; "cast" takes
             for each column the narrowest type that holds the values of all files exactly.
@@ -116,34 +116,34 @@ def _same(files: Sequence[FileSchema]) -> pa.Schema:
     others = [file for file in files if not file.schema.equals(first.schema)]
     if not others:
         return first.schema
-    told = [
+    differences = [
         f"{safe_text(file.path)} has another schema than {safe_text(first.path)}: "
         f"{_difference(first.schema, file.schema)}"
-        for file in others[:_MAX_FILES_TOLD]
+        for file in others[:_MAX_FILES_SHOWN]
     ]
-    if len(others) > len(told):
-        told.append(f"and {len(others) - len(told)} files more")
+    if len(others) > len(differences):
+        differences.append(f"and {len(others) - len(differences)} files more")
     raise ConfigError(
-        f"{'; '.join(told)}. Set schema_policy: cast where types differ only in width or columns "
-        "are missing, name the columns to read (columns), or write the files again"
+        f"{'; '.join(differences)}. Set schema_policy: cast where types differ only in width or "
+        "columns are missing, name the columns to read (columns), or write the files again"
     )
 
 
 def _difference(first: pa.Schema, other: pa.Schema) -> str:
-    ours, theirs = ({_told(field) for field in schema} for schema in (first, other))
+    ours, theirs = ({_field_text(field) for field in schema} for schema in (first, other))
     return ", ".join(sorted(ours ^ theirs)) or "the columns have another order"
 
 
-def _told(field: pa.Field) -> str:
+def _field_text(field: pa.Field) -> str:
     return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
 
 
 def _widened_schema(files: Sequence[FileSchema]) -> pa.Schema:
     # a column to its field so far, and the file where it was first seen
-    found: dict[str, tuple[pa.Field, str]] = {}
+    merged: dict[str, tuple[pa.Field, str]] = {}
     for file in files:
         for field in file.schema:
-            known, path = found.setdefault(field.name, (field, file.path))
+            known, path = merged.setdefault(field.name, (field, file.path))
             kind = widened(known.type, field.type)
             if kind is None:
                 raise ConfigError(
@@ -152,10 +152,10 @@ def _widened_schema(files: Sequence[FileSchema]) -> pa.Schema:
                     "them again, or leave the column out (columns)"
                 )
             both = known.with_type(kind).with_nullable(known.nullable or field.nullable)
-            found[field.name] = both, path
+            merged[field.name] = both, path
     fields = [
         field if all(name in file.schema.names for file in files) else field.with_nullable(True)
-        for name, (field, _) in found.items()
+        for name, (field, _) in merged.items()
     ]
     return pa.schema(fields, files[0].schema.metadata)
 
@@ -182,33 +182,17 @@ def widened(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return _widened_struct(one, other)
     if _is_list(one) and _is_list(other):
         return _widened_list(one, other)
-    return next(_numbers_of(one, other), None)
-
-
-def _numbers_of(one: pa.DataType, other: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield the types of numbers that hold every value of both, the narrowest one first."""
-    for kind in (*sorted(_SIGNED + _UNSIGNED, key=_bit_width), *_FLOATS):
-        if _holds(kind, one) and _holds(kind, other):
-            yield kind
-
-
-def _bit_width(kind: pa.DataType) -> int:
-    return int(kind.bit_width)
+    return next((kind for kind in _NUMBERS if _holds(kind, one) and _holds(kind, other)), None)
 
 
 def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
-    if kind.equals(other):
-        return True
-    if other in _FLOATS:
-        return kind in _FLOATS and bool(kind.bit_width >= other.bit_width)
-    if other not in _SIGNED + _UNSIGNED:
+    """Return whether a type of numbers holds every value of another one exactly."""
+    if other not in _NUMBERS:
         return False
-    bits: int = other.bit_width - (other in _SIGNED)
-    if kind in _FLOATS:
-        return bits <= _EXACT_BITS[_FLOATS.index(kind)]
-    if kind in _UNSIGNED:
-        return bool(other in _UNSIGNED and bits <= kind.bit_width)
-    return bool(bits <= kind.bit_width - 1)
+    # NumPy takes float64 for wide enough, which has not all whole numbers beyond 2**53
+    is_inexact = other.bit_width == 64 and pa.types.is_integer(other) and pa.types.is_floating(kind)
+    is_safe = np.can_cast(other.to_pandas_dtype(), kind.to_pandas_dtype(), "safe")
+    return bool(is_safe and not is_inexact)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import fsspec
 import pyarrow as pa
@@ -15,7 +15,6 @@ from raybatch.durable.storage import real_path, told_as
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.file_slices import (
-    ROWS_PER_TABLE,
     FileSlice,
     Size,
     joined,
@@ -24,7 +23,7 @@ from raybatch.inputs.file_slices import (
     scan_file,
 )
 from raybatch.inputs.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
-from raybatch.inputs.row_sizes import row_bytes_of, sampled
+from raybatch.inputs.parquet_files import row_bytes_of, sampled
 from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 
 logger = logging.getLogger(__name__)
@@ -37,12 +36,7 @@ _PARTS_TRIED = 100
 
 
 class SkippedFile(NamedTuple):
-    """A file that is left out because it cannot be read.
-
-    Args:
-        name: relative to the root of the source.
-        reason: what is wrong with it.
-    """
+    """A file that is left out because it cannot be read."""
 
     name: str
     reason: str
@@ -54,9 +48,6 @@ class Source:
 
     Args:
         schema: of every file, as far as it is read.
-        slices: in the order of files and positions.
-        num_rows: of all of them.
-        skipped: files that are left out, in order.
         is_projected: files may have columns that are not read.
     """
 
@@ -98,7 +89,6 @@ class Source:
         """Yield the rows of some neighbouring slices, a small table at a time.
 
         Args:
-            task: positions of the slices.
             row_id_column: holds "<file>:<position>"; None adds none.
         """
         columns = self.schema.names if self.is_projected else None
@@ -117,24 +107,6 @@ class Source:
         with told_as(f"source file {safe_text(part.path)} does not fit the other files"):
             return in_common_schema(rows, self.schema)
 
-    def dataset(self, *, row_id_column: str | None) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the rows as a Ray dataset, with "<file>:<position>" in a column if asked.
-
-        A slice is decoded once, by one task that hands over small blocks while it reads: what is
-        in one block is fed through one call of a feeder.
-        """
-        import ray  # slow to load, and a local run does without
-
-        def read(batch: pa.Table) -> Iterator[pa.Table]:
-            for task in batch.to_pylist():
-                slices = range(task["start"], task["stop"])
-                yield from self.read(slices, row_id_column=row_id_column)
-
-        tasks = [{"start": task.start, "stop": task.stop} for task in self.tasks()]
-        items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-        blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
-        return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
-
 
 def scan_source(
     source: str,
@@ -147,13 +119,12 @@ def scan_source(
 ) -> Source:
     """List the files of `source` and read their footers, and a few rows of a few Parquet files.
 
-    The rows tell what takes more memory than the file says; files of which none was read count as
+    The rows show what takes more memory than in the file; files of which none was read count as
     large as the largest of the others.
 
     Args:
         source: a file, a folder (searched through; names with a leading "_" or "." are left out)
             or a glob, local or with a protocol that fsspec knows.
-        columns: to read; None reads all.
         schema_policy: "strict" refuses files whose schemas differ, "cast" widens types without
             loss.
         skip_bad_files: leave out files that cannot be read, instead of refusing the source.
@@ -203,11 +174,11 @@ def _row_bytes(
     noted: Callable[[ListedFile], AbstractContextManager[None]],
 ) -> dict[ListedFile, float]:
     """Return what a row takes in memory in a few of the files, those of Parquet."""
-    found: dict[ListedFile, float] = {}
+    row_bytes: dict[ListedFile, float] = {}
     for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
         with noted(file):
-            found[file] = row_bytes_of(file.path, columns=columns)
-    return found
+            row_bytes[file] = row_bytes_of(file.path, columns=columns)
+    return row_bytes
 
 
 @contextmanager
@@ -236,7 +207,7 @@ def check_outside(sink: str, source: str) -> None:
         path = path.rstrip("/")
     if sink_fs != root.fs or not (root.is_glob or is_folder):
         return
-    # what a link is named says nothing about where it leads
+    # a link may lead anywhere, whatever its name
     real, real_root = real_path(root.fs, path), root.without_links()
     named = ((root, path), (real_root, real), *((root, n) for n in names_by_links(root, real)))
     if any(_is_read(where, name) for where, name in named):

@@ -30,14 +30,14 @@ from raybatch.durable.storage import store_of, told_as
 from raybatch.errors import CommitError, ConfigError
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source, check_outside, scan_source
-from raybatch.planning.dataset import pieces_of
+from raybatch.planning.dataset import ray_pieces
 from raybatch.planning.fingerprint import check_same, input_files
-from raybatch.planning.movable import as_movable
 from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
-from raybatch.planning.store import PlanSubject, read_plan
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import read_plan
+from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.report.history.recorder import new_run_id
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID
 from raybatch.stages.ray_context import settle_context
@@ -97,17 +97,21 @@ def _check_names(schema: pa.Schema) -> None:
         raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
 
 
-def _open(source: Source, sink: str, plan: PlanConfig, said: Mapping[str, str]) -> StoredPlan:
+def _open(
+    source: Source, sink: str, plan: PlanConfig, fingerprint: Mapping[str, str]
+) -> StoredPlan:
     files = input_files(source)
     if store_of(sink).size(PLAN) is None:
-        subject = PlanSubject(options=plan, files=files, fingerprint=said, source=source.root)
+        subject = PlanSubject(
+            options=plan, files=files, fingerprint=fingerprint, source=source.root
+        )
         return store_stretches(source, sink, subject)
     stored = read_plan(sink)
     check_same(
         sink,
         stored=stored.fingerprint,
         stored_files=stored.files,
-        now=said,
+        now=fingerprint,
         files=files,
         can_extend=False,
     )
@@ -118,28 +122,21 @@ def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:
     row_id_column = None if ROW_ID in source.schema.names else ROW_ID
     units, wanted = ray.put(unit_rows), ray.put(todo)
 
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
+    def read(slices: range, first_row: int) -> Iterator[pa.Table]:
         sizes, is_todo = ray.get(units), ray.get(wanted)
-        for task in batch.to_pylist():
-            slices, row = range(task["start"], task["stop"]), task["first_row"]
-            for table in source.read(slices, row_id_column=row_id_column):
-                said = rows_in_stretches(sizes, np.arange(row, row + table.num_rows))
-                unit = said.column("unit").to_numpy()
-                columns = {
-                    UNIT: pa.array(unit, pa.int64()),
-                    POS: said.column("pos").cast(pa.int64()),
-                    ROW: pa.array(np.arange(row, row + table.num_rows)),
-                }
-                row += table.num_rows
-                yield with_columns(as_movable(table), columns).filter(pa.array(is_todo[unit]))
+        for table in source.read(slices, row_id_column=row_id_column):
+            rows = np.arange(first_row, first_row + table.num_rows)
+            first_row += table.num_rows
+            planned = rows_in_stretches(sizes, rows)
+            unit = planned.column("unit").to_numpy()
+            columns = {
+                UNIT: pa.array(unit, pa.int64()),
+                POS: planned.column("pos").cast(pa.int64()),
+                ROW: pa.array(rows),
+            }
+            yield with_columns(as_movable(table), columns).filter(pa.array(is_todo[unit]))
 
-    tasks = [
-        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
-        for slices, first_row in pieces_of(source)
-    ]
-    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-    blocks = items.map_batches(read, batch_size=1, batch_format="pyarrow")
-    return blocks.repartition(target_num_rows_per_block=ROWS_PER_TABLE)
+    return ray_pieces(source, read).repartition(target_num_rows_per_block=ROWS_PER_TABLE)
 
 
 def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
@@ -188,15 +185,15 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
             _write(dataset, UnitSink(sink, stored, schema))
         else:
             _write_no_rows(sink, stored, schema)
-        found = audit(store, plan)
-        if not found.is_clean:
+        result = audit(store, plan)
+        if not result.is_clean:
             raise CommitError(
-                f"{found}. Every row that was read has to be written once: mark rows in a column "
+                f"{result}. Every row that was read has to be written once: mark rows in a column "
                 "instead of dropping them, and give one row back for each"
             )
-        finish(store, plan, found)
+        finish(store, plan, result)
         drop_journal_and_staging(store)
-    return found
+    return result
 
 
 def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
@@ -211,12 +208,13 @@ def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
         if pair[0] is None or pair[1] is None or not pair[0].equals(pair[1])
     )
     raise ConfigError(
-        f"schema: column {place} is {_told(here)}, and {_told(there)} in the output that was begun "
-        f"in {sink}; leave schema out, or begin again with read_parquet(..., overwrite=True)"
+        f"schema: column {place} is {_field_text(here)}, and {_field_text(there)} in the output "
+        f"that was begun in {sink}; leave schema out, or begin again with read_parquet(..., "
+        "overwrite=True)"
     )
 
 
-def _told(field: pa.Field | None) -> str:
+def _field_text(field: pa.Field | None) -> str:
     if field is None:
         return "none"
     return repr(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}")
@@ -254,8 +252,6 @@ class UnitSink(Datasink):  # type: ignore[misc]
     """Writes rows that know their places, unit by unit; rows of open units go to the journal.
 
     Args:
-        sink: of the pipeline.
-        stored: the plan that holds.
         schema: of every part; None takes that of the first rows.
     """
 
@@ -282,10 +278,10 @@ class UnitSink(Datasink):  # type: ignore[misc]
     def _deliver(self, table: pa.Table, *, attempt: str) -> None:
         unit = table.column(UNIT).to_numpy()
         rows = table.drop_columns([UNIT])
-        own = pa.schema([f for f in rows.schema if f.name not in _PLACES])
+        user_schema = pa.schema([f for f in rows.schema if f.name not in _PLACES])
         rows = as_movable(rows)
         with told_as(f"sink {self._sink!r} cannot be used"):
-            schema = self._schema or settle_schema(store_of(self._sink), own)
+            schema = self._schema or settle_schema(store_of(self._sink), user_schema)
         writer = _writer(self._sink, self._stored, schema, attempt=attempt)
         for number in np.unique(unit).tolist():
             with told_as(f"sink {self._sink!r} cannot be read"):

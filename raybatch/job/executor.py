@@ -27,13 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
-    """Where a job runs.
-
-    Args:
-        is_local: without Ray.
-        reason: why.
-        num_engines: where it is.
-    """
+    """Where a job runs."""
 
     is_local: bool
     reason: str
@@ -55,12 +49,6 @@ def is_connected(environment: Mapping[str, str] = os.environ) -> bool:
 
 def choose(asked: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
     """Return where a job runs.
-
-    Args:
-        asked: the option.
-        spec: of the pool.
-        source: of the job.
-        plan: options of its plan.
 
     Raises:
         ConfigError: it is to run without Ray and has options that only Ray can follow.
@@ -103,12 +91,7 @@ def _local(spec: PoolSpec, source: Source, reason: str) -> Executor:
 
 
 def with_pool(stage: type[StageFeeder], executor: Executor) -> type[StageFeeder]:
-    """Return the stage with a pool that runs where the executor is.
-
-    Args:
-        stage: of the job.
-        executor: that was chosen.
-    """
+    """Return the stage with a pool that runs where the executor is."""
     if not executor.is_local:
         return stage
     spec = stage.pool.spec

@@ -17,13 +17,13 @@ from raybatch.job.config import JobConfig, job_config, read_job_file, without_ef
 from raybatch.job.executor import choose, with_pool
 from raybatch.job.order import OrderedRun, check_order
 from raybatch.job.parts import settled_stage, stage_of_cluster
+from raybatch.job.pool_watch import ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun, planned_run
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
-from raybatch.planning.checks.layout_lint import without_columns
-from raybatch.planning.checks.partition_values import check_partition_values
-from raybatch.planning.checks.unique_ids import check_unique_ids
+from raybatch.planning.layout_lint import without_columns
 from raybatch.planning.sidecar import check_expected
+from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.report import RunReport
 from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import check_names
@@ -31,7 +31,6 @@ from raybatch.rows.prompt_inputs import check_inputs
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
-from raybatch.stages.pool_watch import ProgressCallback, RunClock
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from raybatch.durable.storage import store_of, told_as
 from raybatch.errors import ConfigError, shell_path
 from raybatch.job.config import JobConfig
 from raybatch.job.parts import is_whole, plans_of
+from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun
 from raybatch.outputs.ordered import restore_order
@@ -21,7 +22,6 @@ from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.planning.stored import StoredPlan
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
-from raybatch.stages.pool_watch import ProgressCallback
 
 
 def check_order(config: JobConfig) -> None:
@@ -44,11 +44,7 @@ def check_order(config: JobConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderedRun:
-    """A run with `output_order="input"`.
-
-    Args:
-        run: of the job, whose source has been read and checked, and whose sink is ready.
-    """
+    """A run with `output_order="input"`."""
 
     run: JobRun
 

@@ -41,7 +41,6 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     """Return the plans that lie below the sink of a job.
 
     Args:
-        job: with all of its files.
         may_grow: files that are in no plan are fine.
 
     Raises:
@@ -62,8 +61,8 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     return plans
 
 
-def tell_what_holds(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
-    """Log the options of a plan that differ from those of the plans in use, which hold."""
+def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
+    """Warn of options of the plan that differ from those of the plans in use, which hold."""
     for stored in plans:
         names = {name for name, *_ in stored.files}
         now = asdict(fit_units(job.plan, job.source.only(names)))
@@ -97,7 +96,6 @@ def settled_stage(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageF
     """Return a stage with a backend that is decided, where no cluster has to start for that.
 
     Args:
-        stage: with the pool of the job.
         sinks: outputs that it goes on with; the first that was begun says with which backend.
     """
     if stage.config.backend.is_decided:
@@ -119,8 +117,6 @@ def stage_of_cluster(
 
     Args:
         stage: one that is decided is returned as it is.
-        schema: of its rows.
-        start_ray: is called before Ray is used.
         connect: to a cluster; else options alone decide.
 
     Raises:
@@ -130,9 +126,9 @@ def stage_of_cluster(
         return stage
     if start_ray is not None:
         start_ray()
-    found = stage.settled(connect=connect)
-    check_model(found.config, schema)
-    return found
+    decided = stage.settled(connect=connect)
+    check_model(decided.config, schema)
+    return decided
 
 
 def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
@@ -159,22 +155,21 @@ def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> list[JobPart]:
     for stored in plans:
         names = {name for name, *_ in stored.files}
         known |= names
-        own = slice(stored.first_unit, stored.first_unit + stored.num_units)
-        if not is_done[own].all():
-            rows_done = int(units.unit_rows[own][is_done[own]].sum())
-            again = _numbered(job, stored.number, stored.first_unit)
-            parts.append(JobPart(job=_only(again, names), stored=stored, rows_done=rows_done))
+        units_of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
+        if not is_done[units_of_plan].all():
+            rows_done = int(units.unit_rows[units_of_plan][is_done[units_of_plan]].sum())
+            of_plan = _part_of(job, names, stored.number, stored.first_unit)
+            parts.append(JobPart(job=of_plan, stored=stored, rows_done=rows_done))
     new = {name for name, *_ in job.files} - known
     if new or not plans:
-        added = _numbered(job, len(plans) + 1, sum(stored.num_units for stored in plans))
-        parts.append(JobPart(job=_only(added, new), stored=None, rows_done=0))
+        num_units = sum(stored.num_units for stored in plans)
+        added = _part_of(job, new, len(plans) + 1, num_units)
+        parts.append(JobPart(job=added, stored=None, rows_done=0))
     return parts
 
 
-def _numbered(job: PlannedRun, number: int, first_unit: int) -> PlannedRun:
-    return replace(job, number=number, first_unit=first_unit)
-
-
-def _only(job: PlannedRun, names: Set[str]) -> PlannedRun:
+def _part_of(job: PlannedRun, names: Set[str], number: int, first_unit: int) -> PlannedRun:
+    """Return what a plan of some of the files is about."""
     files = tuple(file for file in job.files if file[0] in names)
-    return replace(job, source=job.source.only(names), files=files)
+    source = job.source.only(names)
+    return replace(job, source=source, files=files, number=number, first_unit=first_unit)

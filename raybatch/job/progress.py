@@ -19,9 +19,9 @@ from rich.panel import Panel
 from rich.segment import ControlType
 from rich.table import Table
 
+from raybatch.job.pool_watch import ProgressCallback, is_working
 from raybatch.records.types import PoolStats
 from raybatch.report.history.recorder import UnitsSoFar
-from raybatch.stages.pool_watch import ProgressCallback, is_working
 
 WINDOW_S = 60.0
 _ONE_LESS_ROW = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
@@ -33,9 +33,7 @@ class Snapshot:
 
     Args:
         time_s: any clock that only goes forward.
-        stats: of the pool at that moment.
         rows_total: rows to be done in this run; None while it is not known.
-        units: how far the units of a job are; None where there are none.
     """
 
     time_s: float
@@ -49,19 +47,13 @@ class Progress:
     """The figures of the last snapshot and the rates since earlier ones.
 
     Args:
-        row_rate: rows per second in the recent window.
-        prompt_rate: prompt tokens per second in the recent window.
-        output_rate: generated tokens per second in the recent window.
         mean_prompt_rate: the same since a ready engine had rows, engine starts left out.
-        mean_output_rate: the same since work began.
         cached_fraction: share of the prompt tokens done that came from the prefix cache.
         eta_s: seconds to the end, from remaining tokens; None while nothing is known.
     """
 
+    last: Snapshot
     elapsed_s: float
-    stats: PoolStats
-    rows_total: int | None
-    units: UnitsSoFar | None
     row_rate: float
     prompt_rate: float
     output_rate: float
@@ -77,15 +69,13 @@ def measure(history: Sequence[Snapshot]) -> Progress:
     start = _work_start(history)
     in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
     recent = max(start, in_window, key=lambda snapshot: snapshot.time_s)
-    prompt_rate, output_rate = _token_rates(recent, last)
-    mean_prompt_rate, mean_output_rate = _token_rates(start, last)
+    row_rate, prompt_rate, output_rate = _rates(recent, last)
+    _, mean_prompt_rate, mean_output_rate = _rates(start, last)
     stats = last.stats
     return Progress(
+        last=last,
         elapsed_s=last.time_s - first.time_s,
-        stats=stats,
-        rows_total=last.rows_total,
-        units=last.units,
-        row_rate=_row_rate(recent, last),
+        row_rate=row_rate,
         prompt_rate=prompt_rate,
         output_rate=output_rate,
         mean_prompt_rate=mean_prompt_rate,
@@ -104,7 +94,6 @@ class ProgressPrinter:
     """Shows the progress of one job; use as a context manager.
 
     Args:
-        title: heading of the panel.
         note: one line that is shown once, when the work begins.
         stream: where to write; standard error by default.
         interval_s: seconds between two lines where no terminal is attached.
@@ -159,7 +148,6 @@ class ProgressPrinter:
         if self._live is not None:
             self._draw(self._live)
             return
-        now_s = self._history[-1].time_s
         if self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
             self._write_line()
 
@@ -229,18 +217,15 @@ def _work_start(history: Sequence[Snapshot]) -> Snapshot:
     return history[max(0, next(working, len(history)) - 1)]
 
 
-def _token_rates(start: Snapshot, end: Snapshot) -> tuple[float, float]:
+def _rates(start: Snapshot, end: Snapshot) -> tuple[float, float, float]:
+    """Return rows, prompt tokens and generated tokens per second between two snapshots."""
     seconds = end.time_s - start.time_s
     if seconds <= 0:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
+    rows = end.stats.rows_done - start.stats.rows_done
     prompt = end.stats.prompt_tokens_done - start.stats.prompt_tokens_done
     output = end.stats.generated_tokens - start.stats.generated_tokens
-    return max(0, prompt) / seconds, max(0, output) / seconds
-
-
-def _row_rate(start: Snapshot, end: Snapshot) -> float:
-    seconds = end.time_s - start.time_s
-    return max(0, end.stats.rows_done - start.stats.rows_done) / seconds if seconds > 0 else 0.0
+    return max(0, rows) / seconds, max(0, prompt) / seconds, max(0, output) / seconds
 
 
 def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
@@ -266,7 +251,7 @@ def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | No
 
 
 def _cells(progress: Progress) -> list[tuple[str, str]]:
-    stats, units = progress.stats, progress.units
+    stats, units = progress.last.stats, progress.last.units
     replicas = stats.replicas
     kv_used = max((r.kv_used_fraction for r in replicas), default=0.0)
     return [
@@ -289,9 +274,10 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
 
 def _done(progress: Progress) -> list[tuple[str, str]]:
     """Rows and units; those of earlier runs count as done."""
-    stats, units = progress.stats, progress.units
+    stats, units = progress.last.stats, progress.last.units
     resumed = 0 if units is None else units.rows_resumed
-    total = "?" if progress.rows_total is None else str(progress.rows_total + resumed)
+    rows_total = progress.last.rows_total
+    total = "?" if rows_total is None else str(rows_total + resumed)
     cells = [("rows", f"{stats.rows_done + resumed}/{total}")]
     if units is not None and units.total:
         at_work = f" ({stats.num_open_units} at work)" if stats.num_open_units else ""
@@ -302,18 +288,18 @@ def _done(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _hit_rate(measured: float, units: UnitsSoFar | None) -> str:
-    said = f"{100 * measured:.0f} %"
+    text = f"{100 * measured:.0f} %"
     if units is None or units.planned_hit_rate is None:
-        return said
-    return f"{said} (plan {100 * units.planned_hit_rate:.0f} %)"
+        return text
+    return f"{text} (plan {100 * units.planned_hit_rate:.0f} %)"
 
 
 def _replicas(stats: PoolStats) -> str:
     missing = stats.num_replicas - stats.num_ready - stats.num_restarting - stats.num_given_up
-    said = f"{stats.num_ready} ready, {max(0, missing)} starting"
+    text = f"{stats.num_ready} ready, {max(0, missing)} starting"
     if stats.num_restarting:
-        said += f", {stats.num_restarting} restarting"
-    return said + (f", {stats.num_given_up} given up" if stats.num_given_up else "")
+        text += f", {stats.num_restarting} restarting"
+    return text + (f", {stats.num_given_up} given up" if stats.num_given_up else "")
 
 
 def _slowest(stats: PoolStats) -> list[tuple[str, str]]:

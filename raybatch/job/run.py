@@ -24,10 +24,11 @@ from raybatch.job.parts import (
     JobPart,
     is_complete,
     is_whole,
+    log_options_in_use,
     parts_to_run,
     plans_of,
-    tell_what_holds,
 )
+from raybatch.job.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
 from raybatch.outputs.rebuilt import keep_report, report_of_complete
@@ -38,8 +39,7 @@ from raybatch.planning.fingerprint import (
     input_files,
     output_schema,
 )
-from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.records import LargePlan
+from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
 from raybatch.planning.run import run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
@@ -49,7 +49,6 @@ from raybatch.report import RunReport, counted_report, installed_versions
 from raybatch.report.history.reading import read_history
 from raybatch.report.history.recorder import RunRecorder, new_run_id
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.unit_run import FeederRunner
 
 logger = logging.getLogger(__name__)
@@ -63,12 +62,7 @@ class JobRun:
     """A job whose source has been read and checked, and whose sink is ready.
 
     Args:
-        config: of the job.
-        stage: what it runs.
-        source: rows to read.
-        clock: began with the run.
         ending: says why the run has to end early, if it has to; called about every second.
-        executor: where the stage's pool runs.
         start_ray: called before Ray is used, where it is; None leaves its start to Ray.
     """
 
@@ -92,9 +86,9 @@ class JobRun:
     def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
         """Generate and write every row that is not written yet, and count what is there."""
         store = store_of(self.config.sink)
-        job, schema = self.described(), self._schema
+        job = self.described()
         plans = plans_of(job, may_grow=self.config.extend)
-        tell_what_holds(job, plans)
+        log_options_in_use(job, plans)
         is_new = not plans
         if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
@@ -110,24 +104,24 @@ class JobRun:
         limits = LimitWatch(self.config.limits, before, ending=self.ending)
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
-                planned = self._execute(part, schema, progress, recorder, limits)
+                planned = self._execute(part, progress, recorder, limits)
                 if not is_complete(part):  # a limit or a signal has ended it, and so the run
                     break
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
-            found = audit(store, units)
-            if not found.is_clean:
+            counted = audit(store, units)
+            if not counted.is_clean:
                 recorder.incomplete()
-        if found.is_clean:
-            finish(store, units, found)
+        if counted.is_clean:
+            finish(store, units, counted)
             drop_journal_and_staging(store)
         elif recorder.limit is not None:
             logger.warning("stopped by %s; start the job again to go on", recorder.limit)
         else:
-            logger.error("the output in %s is not complete: %s", self.config.sink, found)
+            logger.error("the output in %s is not complete: %s", self.config.sink, counted)
         # what earlier runs took is not known here, nor what several plans foretell together
         is_all = is_new and len(parts) == 1
-        report = self._report(plans, found, before, planned if is_all else None, rows_resumed)
+        report = self._report(plans, counted, before, planned if is_all else None, rows_resumed)
         return keep_report(report, self.config.sink)
 
     @property
@@ -168,7 +162,6 @@ class JobRun:
     def _execute(
         self,
         part: JobPart,
-        schema: pa.Schema,
         progress: ProgressCallback | ProgressPrinter | None,
         recorder: RunRecorder,
         limits: LimitWatch,
@@ -176,39 +169,38 @@ class JobRun:
         """Run the rows; return their plan, None where there is none in memory."""
         job = part.job
         if not job.source.num_rows:
-            self._runner(self.stage, schema, recorder).write_nothing(store_input_order(job))
+            self._runner(self.stage, recorder).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
-        num_rows = job.source.num_rows - part.rows_done
-        watch_with = partial(PoolWatch, stage.stats, num_rows, clock=self.clock)
         watch: PoolWatch | None = None
-
         limits.begin()
 
         def end(reason: str) -> None:
             stage.pool.stop(client=stage.client)
             recorder.stopping(reason)
 
-        asked = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
+        stop_signal = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
         try:
             with shown(progress, lambda: recorder.units) as show:
 
-                def tell(stats: PoolStats, num_rows: int) -> None:
+                def observe(stats: PoolStats, num_rows: int) -> None:
                     if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
                         end(reason)
                     recorder.observe(stats, cost=limits.cost)
                     show(stats, num_rows)
 
-                runner = self._runner(stage, schema, recorder)
-                with asked, watch_with(callback=tell) as watch:
+                runner = self._runner(stage, recorder)
+                num_rows = job.source.num_rows - part.rows_done
+                watch = PoolWatch(stage.stats, num_rows, observe, self.clock)
+                with stop_signal, watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
                     return run_planned(replace(job, units=runner), part.stored)
         except KeyboardInterrupt:
             # the pool was last asked a while ago
             num_seen = 0 if watch is None else watch.rows_done
-            self._tell_interrupted(max(num_seen, recorder.rows_written))
-            if asked.has_come and not recorder.units.total:
+            self._log_interrupted(max(num_seen, recorder.rows_written))
+            if stop_signal.has_arrived and not recorder.units.total:
                 raise RunStopped(
                     "SIGTERM came before any row was at work; the same command begins again"
                 ) from None
@@ -223,13 +215,11 @@ class JobRun:
             rows_failed=recorder.rows_failed,
         )
 
-    def _runner(
-        self, stage: type[StageFeeder], schema: pa.Schema, recorder: RunRecorder
-    ) -> FeederRunner:
+    def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(
             stage=stage,
             sink=self.config.sink,
-            schema=schema,
+            schema=self._schema,
             attempt=recorder.run_id,
             flush_every_s=self.config.flush_every_s,
             observer=recorder,
@@ -252,7 +242,7 @@ class JobRun:
         )
         return rows_done
 
-    def _tell_interrupted(self, rows_done: int) -> None:
+    def _log_interrupted(self, rows_done: int) -> None:
         logger.warning(
             "interrupted: %d of %d rows were done in this run; start the job again to go on, what "
             "is complete in %s is not done again",
@@ -264,7 +254,7 @@ class JobRun:
     def _report(
         self,
         plans: Sequence[StoredPlan],
-        found: Audit,
+        counted: Audit,
         before: PoolStats,
         planned: PlannedInput | LargePlan | None,
         rows_resumed: int,
@@ -276,11 +266,11 @@ class JobRun:
         # an idle pool that has stopped since counts from 0 again
         restarts = max(0, after.num_restarts - before.num_restarts)
         wall_s = ended_s - started_s
-        actual = actual_of(found.counts, before, after, num_restarts=restarts, wall_s=wall_s)
+        actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         history = read_history(store_of(self.config.sink))
         report = replace(
             # nothing is lost that the same job, started again, would write
-            counted_report(self.config.sink, plans, found, history, is_complete=False),
+            counted_report(self.config.sink, plans, counted, history, is_complete=False),
             source=redacted(self.config.source),
             model=redacted(self.config.stage.model),
             rows_resumed=rows_resumed,

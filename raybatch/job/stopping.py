@@ -18,12 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WavesSoFar:
-    """What rows that are asked again have cost, and how rows ended that no wave asks any more.
+    """What retried rows have cost, and how rows ended that no wave retries any more.
 
     Args:
-        again: state of the pool, counted for rows that were asked again.
-        rows_written: by this run, in units that are complete.
-        rows_failed: error rows among these.
+        again: state of the pool, counted for retried rows.
     """
 
     again: PoolStats
@@ -35,9 +33,7 @@ class LimitWatch:
     """Compares what a run has spent with its limits, over all plans that it runs.
 
     Args:
-        limits: of the run.
-        before: state of the pool when the run began.
-        ending: asked beside the limits; a text that it returns ends the run as a limit does.
+        ending: called beside the limits; a text that it returns ends the run as a limit does.
 
     Attributes:
         reason: why the run is being stopped; None while it is not.
@@ -59,18 +55,17 @@ class LimitWatch:
 
     @property
     def cost(self) -> float:
-        """What answers with prices of their own have cost so far."""
+        """What answers that have a price have cost so far."""
         return self._spent.cost
 
     def begin(self) -> None:
-        """Hear that another plan begins, whose rows are counted from 0."""
+        """Begin another plan, whose rows are counted from 0."""
         self._earlier = self._spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
         """Take the state of the pool, counted for the plan that runs.
 
         Args:
-            stats: of the pool.
             waves: where rows are asked again, what these counts do not hold.
 
         Returns:
@@ -116,16 +111,15 @@ class StopSignal:
 
     Args:
         stop: lets no further unit start; called in a thread of its own.
-        is_at_work: returns whether units may be at work.
 
     Attributes:
-        has_come: a signal has come.
+        has_arrived: whether a signal has.
     """
 
     def __init__(self, stop: Callable[[], None], is_at_work: Callable[[], bool]) -> None:
         self._stop = stop
         self._is_at_work = is_at_work
-        self.has_come = False
+        self.has_arrived = False
         self._is_over = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="raybatch-sigterm", daemon=True)
@@ -133,7 +127,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if self._is_handling:
-            # whoever is not told by Python has no handler to go back to
+            # a handler that was not set from Python is not known: the default one comes back
             self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._thread.start()
         return self
@@ -147,7 +141,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # the main thread may be anywhere, inside a lock of Ray too: nothing is called from here
-        is_first, self.has_come = not self.has_come, True
+        is_first, self.has_arrived = not self.has_arrived, True
         if not is_first or not self._is_at_work():
             raise KeyboardInterrupt
         self._wake.set()

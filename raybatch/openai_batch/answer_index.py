@@ -13,7 +13,7 @@ from raybatch.backends.openai.embeddings import read_vector
 from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text
-from raybatch.planning.checks.repeated_ids import id_hashes
+from raybatch.planning.repeated_ids import id_hashes
 from raybatch.records.types import Vector
 
 _LINES_AT_ONCE = 1024

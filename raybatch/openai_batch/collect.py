@@ -13,7 +13,7 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.answer_index import Answer, AnswerIndex
 from raybatch.openai_batch.files import parquet_writer
-from raybatch.rows.identity import column_row_ids
+from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 

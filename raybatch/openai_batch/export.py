@@ -13,9 +13,9 @@ from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.files import published
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
-from raybatch.planning.checks.unique_ids import check_unique_ids
+from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import python_values
-from raybatch.rows.identity import column_row_ids
+from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import InvalidPrompt, PromptError, check_messages

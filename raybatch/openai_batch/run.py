@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raybatch.durable.storage import store_of
+from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
 from raybatch.openai_batch.answering import AnswerWriter
 from raybatch.openai_batch.batch_options import BatchOptions
@@ -20,7 +21,6 @@ from raybatch.openai_batch.writing import (
     write_answers,
 )
 from raybatch.records.types import PoolStats
-from raybatch.stages.pool_watch import ProgressCallback
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.planning.checks.repeated_ids import id_hashes
+from raybatch.planning.repeated_ids import id_hashes
 
 Uint64s = npt.NDArray[np.uint64]
 

@@ -15,7 +15,7 @@ from raybatch.durable.parts import read_footer
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitCounts, UnitPlan
 from raybatch.errors import CommitError, error_text
-from raybatch.planning.checks.repeated_ids import RepeatedIds, Uint64s, id_hashes
+from raybatch.planning.repeated_ids import RepeatedIds, Uint64s, id_hashes
 from raybatch.planning.tally import unit_counts
 from raybatch.rows.schema import OutputSchema
 

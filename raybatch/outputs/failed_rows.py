@@ -23,10 +23,10 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.planning.fingerprint import output_columns
-from raybatch.planning.movable import as_movable
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import row_statuses
+from raybatch.rows.batches import as_movable
 from raybatch.rows.schema import GOOD_STATUSES, OutputSchema, Status
 
 logger = logging.getLogger(__name__)

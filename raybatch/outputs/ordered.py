@@ -24,15 +24,8 @@ from raybatch.durable.storage import is_below, store_of, told_as
 from raybatch.errors import ConfigError
 from raybatch.outputs.row_copy import RowCopy, copy_rows
 from raybatch.planning.shards import stretches
-from raybatch.planning.store import (
-    PlanSubject,
-    read_all_units,
-    read_plan,
-    read_plans,
-    read_units,
-    write_plan,
-)
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import read_all_units, read_plan, read_plans, read_units, write_plan
+from raybatch.planning.stored import PlanSubject, StoredPlan
 
 Ints = npt.NDArray[np.int64]
 

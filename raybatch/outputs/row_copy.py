@@ -17,9 +17,9 @@ from raybatch.durable.layout import part_name
 from raybatch.durable.storage import store_of, told_as
 from raybatch.errors import CommitError
 from raybatch.planning.fingerprint import output_columns
-from raybatch.planning.movable import as_movable
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import RANK, places, rank_of
 from raybatch.stages.unit_writer import UnitWriter
 

@@ -15,9 +15,8 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepLook, look_into_parts
 from raybatch.pictures.wording import printable
-from raybatch.planning.checks.stored_plan import damage_of
 from raybatch.planning.fingerprint import compare_files, output_columns
-from raybatch.planning.store import read_all_units, read_plans
+from raybatch.planning.store import damage_of, read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 
 _ANEW = "remove it and run the job again, which counts the parts anew"

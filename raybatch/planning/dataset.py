@@ -1,21 +1,20 @@
 """The rows of a source with a plan that lies below the sink, read piece by piece."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.durable import journal
 from raybatch.inputs.source import Source
-from raybatch.planning.movable import as_movable
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import (
     RANK,
     place_columns,
@@ -35,33 +34,41 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bo
     """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
 
     Args:
-        job: to run.
-        stored: what `plan.json` says.
         todo: bool [units], rows of the others are left out.
     """
     import ray  # slow to load, and a local run does without
 
     # what travels to the tasks
     reader, wanted = _PieceReader.of(job, stored), ray.put(todo)
-
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        is_todo = ray.get(wanted)
-        for task in batch.to_pylist():
-            slices = range(task["start"], task["stop"])
-            yield from reader.read(slices, task["first_row"], is_todo)
-
-    pieces = pieces_of(job.source)
-    tasks = [
-        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
-        for slices, first_row in pieces
-    ]
-    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-    rows = items.map_batches(read, batch_size=1, batch_format="pyarrow")
+    rows = ray_pieces(
+        job.source, lambda slices, first_row: reader.read(slices, first_row, ray.get(wanted))
+    )
     if not stored.is_reordered:
         return rows
     num_bytes = sum(part.num_bytes for part in job.source.slices)
-    starts = _block_starts(stored, todo, num_bytes, len(tasks))
+    starts = _block_starts(stored, todo, num_bytes, len(pieces_of(job.source)))
     return rows.sort(RANK, boundaries=rank_of(starts).tolist())
+
+
+def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]]) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of what is read of each piece of a source.
+
+    Args:
+        source: with at least one row.
+        read: takes the slices of a piece and the number of its first row; called in tasks of Ray.
+    """
+    import ray  # slow to load, and a local run does without
+
+    def read_tasks(batch: pa.Table) -> Iterator[pa.Table]:
+        for task in batch.to_pylist():
+            yield from read(range(task["start"], task["stop"]), task["first_row"])
+
+    tasks = [
+        {"start": slices.start, "stop": slices.stop, "first_row": first_row}
+        for slices, first_row in pieces_of(source)
+    ]
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    return items.map_batches(read_tasks, batch_size=1, batch_format="pyarrow")
 
 
 def planned_tables(
@@ -70,11 +77,6 @@ def planned_tables(
     """Yield the rows of a plan in tables of whole units, read as they are asked for.
 
     A plan in another order than that of the input is held in memory as a whole.
-
-    Args:
-        job: to run.
-        stored: what `plan.json` says.
-        todo: bool [units], rows of the others are left out.
     """
     reader = _PieceReader.of(job, stored)
     pieces = (reader.read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
@@ -103,7 +105,7 @@ def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PieceReader:
-    """Reads rows of a source with what a plan says of them."""
+    """Reads rows of a source with the columns of their plan."""
 
     source: Source
     sink: str
@@ -124,9 +126,8 @@ class _PieceReader:
             return
         for table in self.source.read(slices, row_id_column=self.row_id_column):
             here = slice(place, place + table.num_rows)
-            planned = _with_plan(
-                as_movable(table), shard.slice(place, table.num_rows), first_row + place
-            )
+            rows = np.arange(first_row + place, first_row + place + table.num_rows)
+            planned = with_plan(as_movable(table), shard.slice(place, table.num_rows), rows)
             place += table.num_rows
             yield planned.filter(is_wanted[here])
 
@@ -152,8 +153,6 @@ def with_places(
     """Return the units of finished rows in a plan that was made later, and the rows.
 
     Args:
-        sink: of the job.
-        stored: the plan.
         finished: rows as the journal has them, but for their positions.
     """
     finished = finished.sort_by(journal.ROW)
@@ -161,7 +160,7 @@ def with_places(
     if stored.shards:
         firsts = [first for _, first in stored.shards]
         bounds = np.searchsorted(rows, [*firsts, stored.num_rows]).tolist()
-        said = pa.concat_tables(
+        planned = pa.concat_tables(
             read_shards(sink, stored, first, end).take(rows[start:stop] - first)
             for first, end, start, stop in zip(
                 firsts, [*firsts[1:], stored.num_rows], bounds[:-1], bounds[1:], strict=True
@@ -169,36 +168,32 @@ def with_places(
             if start < stop
         )
     else:
-        said = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
-    positions = said.column("pos").cast(pa.int64())
+        planned = rows_in_stretches(read_units(sink, stored).unit_rows, rows)
+    positions = planned.column("pos").cast(pa.int64())
     place = finished.column_names.index(journal.POS)
-    units = said.column("unit").to_numpy().astype(np.int64)
+    units = planned.column("unit").to_numpy().astype(np.int64)
     return units, finished.set_column(place, journal.POS, positions)
 
 
 def without_groups(table: pa.Table) -> pa.Table:
-    """Return rows that know their numbers with the columns of a plan that says nothing yet."""
-    nothing = np.zeros(table.num_rows, np.int32)
-    alone, unknown = np.full(table.num_rows, -1), np.full(table.num_rows, np.nan)
-    rank = {RANK: pa.array(np.zeros(table.num_rows, np.int64))}
-    return with_columns(table, rank | plan_columns(alone, nothing, unknown))
+    """Return rows that know their numbers with the columns of an empty plan."""
+    zeros = pa.array(np.zeros(table.num_rows, np.int32))
+    alone, unknown = (pa.nulls(table.num_rows, kind) for kind in (pa.int64(), pa.int32()))
+    rank = {RANK: zeros.cast(pa.int64())}
+    return with_columns(table, rank | plan_columns(alone, zeros, unknown))
 
 
-def _with_plan(table: pa.Table, shard: pa.Table, first_row: int) -> pa.Table:
-    expected = pc.cast(shard.column("expected_len"), pa.float64()).to_numpy()
-    columns = {
-        **place_columns(
-            shard.column("unit").to_numpy(),
-            shard.column("pos").to_numpy(),
-            np.arange(first_row, first_row + table.num_rows),
-        ),
-        **plan_columns(
-            shard.column("group_id").fill_null(-1).to_numpy(),
-            shard.column("prefix_len").to_numpy(),
-            expected,
-        ),
-    }
-    return with_columns(table, columns)
+def with_plan(table: pa.Table, shard: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """Return rows with the columns of a plan.
+
+    Args:
+        table: the rows.
+        shard: of the plan, about these rows.
+        rows: int64 [R], their numbers in the source.
+    """
+    unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))
+    of_plan = (shard.column(name) for name in ("group_id", "prefix_len", "expected_len"))
+    return with_columns(table, place_columns(unit, pos, rows) | plan_columns(*of_plan))
 
 
 def pieces_of(source: Source) -> list[tuple[range, int]]:

@@ -16,22 +16,22 @@ from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import Uint64s
 from raybatch.planning import parts, pieces
-from raybatch.planning.checks.layout_lint import can_change_layout
 from raybatch.planning.dataset import (
     ordered_dataset,
     pieces_of,
     with_places,
     without_groups,
 )
-from raybatch.planning.planned import PlannedRun
-from raybatch.planning.probe import generated_lengths, log_probe
-from raybatch.planning.records import (
+from raybatch.planning.layout_lint import can_change_layout
+from raybatch.planning.planned import (
     ArrangeJob,
     LargePlan,
     PartSummary,
     PieceSummary,
+    PlannedRun,
     ProbedRows,
 )
+from raybatch.planning.probe import generated_lengths, log_probe
 from raybatch.planning.shards import even_stretch, even_units, stretches
 from raybatch.planning.store import log_plan, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
@@ -57,10 +57,6 @@ _Ref = Any  # Ray has no types
 
 def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
     """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
-
-    Args:
-        job: to run.
-        stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Returns:
         The plan, or None where one was there already.
@@ -147,14 +143,7 @@ def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
 def forecast_large(
     job: PlannedRun, large: LargePlan, size: CacheSize, *, max_rows: int
 ) -> tuple[OrderForecast, ...]:
-    """Forecast what orders compute: the input's from stretches of it, the others part by part.
-
-    Args:
-        job: that was planned.
-        large: its plan.
-        size: of the cache of one engine.
-        max_rows: rows to simulate for each order.
-    """
+    """Forecast what orders compute: the input's from stretches of it, the others part by part."""
     forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
     what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
     is_reordered = large.is_reordered(job.plan)
@@ -276,7 +265,7 @@ def _stretches(summaries: Sequence[PartSummary]) -> Floats:
 def _get(refs: Sequence[_Ref]) -> list[Any]:
     """Return what tasks made; an error of this library is raised as it was."""
     try:
-        found: list[Any] = ray.get(list(refs))
+        results: list[Any] = ray.get(list(refs))
     except RayTaskError as error:
         raise own_cause(error) or error from None
-    return found
+    return results

@@ -15,14 +15,14 @@ import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.planning.pieces import keys_of
-from raybatch.planning.probe import estimate, probe_rows
-from raybatch.planning.records import (
+from raybatch.planning.planned import (
     ArrangedPart,
     ArrangeJob,
     PartSummary,
     ProbedRows,
+    planned_work,
 )
-from raybatch.planning.work import planned_work
+from raybatch.planning.probe import estimate, probe_rows
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.load import Floats, Ints
@@ -39,7 +39,7 @@ from raybatch.prefix.plan import (
 )
 from raybatch.prefix.profile import profile_rows
 
-# what a summary of a part says of the values by which its entries are ordered
+# values in the summary of a part, of those by which its entries are ordered
 _NUM_VALUES = 256
 # boxes that are drawn of the prefix tree, of all parts together and of one at least
 _MAX_BOXES, _MIN_BOXES = 600, 20
@@ -57,36 +57,36 @@ def arrange(
     """
     plan, rows = job.plan, _plan_rows(pieces)
     keys, row, max_tokens = rows.keys, _column(pieces, "row"), _column(pieces, "max_tokens")
-    found = arrange_rows(rows, plan, dedup=job.dedup)
-    group_id = found.groups.group_id
+    arrangement = arrange_rows(rows, plan, dedup=job.dedup)
+    group_id = arrangement.groups.group_id
     probe = np.zeros(0, np.int64)
     if probed is not None:
         at = np.flatnonzero(np.isin(row, probed.row))
         lengths = probed.lengths[np.searchsorted(probed.row, row[at])]
         rows = replace(rows, expected_tokens=estimate(at, lengths, group_id, max_tokens))
-        found = arrange_rows(rows, plan, dedup=job.dedup)
+        arrangement = arrange_rows(rows, plan, dedup=job.dedup)
     elif plan.lengths == "probe":
         probe = row[probe_rows(group_id, max_tokens, plan, num_rows=job.num_rows)]
     is_length_known = probed is not None or plan.expected_tokens_column is not None
     expected = rows.expected_tokens if is_length_known else np.full(len(row), np.nan)
     left_out = np.zeros(0, np.int64) if probed is None else probed.row
-    part = _ordered(found, replace(rows, expected_tokens=expected), row, plan, left_out)
+    part = _ordered(arrangement, replace(rows, expected_tokens=expected), row, plan, left_out)
     num_boxes = max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
     summary = PartSummary(
         num_rows=len(part.row),
         profile=profile_rows(
             keys,
             rows.expected_tokens,
-            found,
+            arrangement,
             num_rows=len(row),
             unasked={},
             limit_tokens=int(max_tokens.sum()),
             # as many as there are where stretches of parts cut none
             num_units=sum(len(starts) - 1 for starts in _units(part, np.zeros(0), plan)),
         ),
-        work=planned_work(keys, rows.expected_tokens, found, is_grouped=True),
-        work_alone=planned_work(keys, rows.expected_tokens, found, is_grouped=False),
-        boxes=outline_tree(found.tree, keys, max_boxes=num_boxes),
+        work=planned_work(keys, rows.expected_tokens, arrangement, is_grouped=True),
+        work_alone=planned_work(keys, rows.expected_tokens, arrangement, is_grouped=False),
+        boxes=outline_tree(arrangement.tree, keys, max_boxes=num_boxes),
         probe=probe,
         **_sketch(part.values, np.cumsum(part.entry_rows)),
     )
@@ -94,46 +94,43 @@ def arrange(
 
 
 def _ordered(
-    found: Arrangement, rows: PlanRows, row: Ints, plan: PlanConfig, left_out: Ints
+    arrangement: Arrangement, rows: PlanRows, row: Ints, plan: PlanConfig, left_out: Ints
 ) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
-    entries, values = order_entries(found, plan)
-    ranked, sizes = rank_entries(found, entries), np.diff(found.starts)[entries]
+    entries, values = order_entries(arrangement, plan)
+    ranked, sizes = rank_entries(arrangement, entries), np.diff(arrangement.starts)[entries]
     is_kept = ~np.isin(row[ranked], left_out)
     entry_of_row = np.repeat(np.arange(len(sizes)), sizes)
     sizes = np.bincount(entry_of_row[is_kept], minlength=len(sizes))
     ranked = ranked[is_kept]
     return ArrangedPart(
         row=row[ranked],
-        group_id=found.groups.group_id[ranked],
-        prefix_len=found.groups.prefix_tokens[ranked],
+        group_id=arrangement.groups.group_id[ranked],
+        prefix_len=arrangement.groups.prefix_tokens[ranked],
         expected=rows.expected_tokens[ranked],
         entry_rows=sizes[sizes > 0],
         values=values[sizes > 0],
         adapters=None
         if rows.adapters is None
-        else rows.adapters[found.rows[found.starts[:-1]]][entries][sizes > 0],
+        else rows.adapters[arrangement.rows[arrangement.starts[:-1]]][entries][sizes > 0],
     )
 
 
 def forecast(
     job: ArrangeJob, is_reordered: bool, size: CacheSize, max_rows: int, *pieces: pa.Table
 ) -> tuple[OrderForecast, ...]:
-    """Return what orders of one part compute; that of the input is told by `input_hits`.
+    """Return what orders of one part compute; `input_hits` does that of the input.
 
     Args:
         job: options, and rows of the whole source.
         is_reordered: the plan of the whole source orders its rows.
-        size: of the cache of one engine.
-        max_rows: rows to simulate for each order.
-        pieces: rows of the part.
     """
     rows = _plan_rows(pieces)
-    plan, found = plan_rows(rows, job.plan, dedup=job.dedup, is_reordered=is_reordered)
+    plan, arrangement = plan_rows(rows, job.plan, dedup=job.dedup, is_reordered=is_reordered)
     return forecast_orders(
         rows.keys,
         plan,
-        found,
+        arrangement,
         output_tokens=rows.expected_tokens,
         size=size,
         max_rows=max_rows,
@@ -153,14 +150,10 @@ def rank(
     first_group: int,
     piece_rows: Ints,
 ) -> Any:  # noqa: ANN401 - one object is no list
-    """Return what the plan says of the part's rows, a table for each piece of the source.
+    """Return the plan of the part's rows, a table for each piece of the source.
 
     Args:
-        part: in its own order.
-        cuts: values at which stretches begin.
-        plan: options.
         first_units: number of the first unit of each stretch.
-        first_group: number of the part's first group.
         piece_rows: int64 [T + 1], number of the first row of each piece, and of all rows.
     """
     ranked = _ranked_rows(part, cuts)
@@ -204,10 +197,10 @@ def _units(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
 def _stretches(part: ArrangedPart, cuts: Floats) -> list[Ints]:
     """Return the entries of each stretch in their order; those of an adapter follow each other."""
     bounds = [0, *np.searchsorted(part.values, cuts).tolist(), len(part.values)]
-    found = [np.arange(start, stop) for start, stop in pairwise(bounds)]
+    stretches = [np.arange(start, stop) for start, stop in pairwise(bounds)]
     if part.adapters is None:
-        return found
-    return [by_adapter(entries, part.adapters) for entries in found]
+        return stretches
+    return [by_adapter(entries, part.adapters) for entries in stretches]
 
 
 def _ranked_rows(part: ArrangedPart, cuts: Floats) -> Ints:

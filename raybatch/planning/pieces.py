@@ -15,10 +15,7 @@ from ray import cloudpickle
 
 from raybatch.durable.units import Uint64s, row_sums
 from raybatch.inputs.source import Source
-from raybatch.planning.movable import as_movable
-from raybatch.planning.records import (
-    PieceSummary,
-)
+from raybatch.planning.planned import PieceSummary
 from raybatch.planning.shards import contents_digest, digest_of, make_shard
 from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
@@ -27,6 +24,7 @@ from raybatch.prefix.forecast import rows_that_fit
 from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
 from raybatch.prefix.load import Ints
 from raybatch.prefix.partition import Partitioner
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW
 
 
@@ -42,8 +40,6 @@ def describe(
 
     Args:
         options: pickled options of stage and plan.
-        source: to read from.
-        slices: of the piece.
         first_row: number of its first row in the source.
         sample_every: one of so many rows is in the sample.
         row_id_column: column to make for ids; None where the user has one.
@@ -104,11 +100,9 @@ def input_hits(
     """Return cached and all prompt tokens of a stretch of the input, from an empty cache.
 
     Args:
-        size: of the cache of one engine.
         max_rows: rows to simulate, the first ones of the stretch.
         is_whole: the stretch is the whole input; else its first half fills the cache and is not
             counted.
-        stretch: neighbouring pieces, in order.
     """
     piece = pa.concat_tables(stretch).slice(0, max_rows)
     keys, expected = keys_of([piece]), piece.column("expected").to_numpy()
@@ -139,8 +133,6 @@ def shard(
     Rows of a probe come first in the plan, rows that no engine sees last.
 
     Args:
-        first_row: number of the piece's first row.
-        num_rows: of the piece.
         num_unasked_before: rows of the pieces before that no engine sees.
         first_unit: number of the first unit of such rows.
         unit_rows: size of their units, and of those of a probe.

@@ -1,7 +1,8 @@
-"""Records of planning: a source with its plan, and a run that is to follow one."""
+"""Records of planning: a run with its source and plan, and what tasks of a large plan exchange."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,10 +12,13 @@ import pyarrow as pa
 from raybatch.config import PlanConfig
 from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
-from raybatch.planning.store import PlanSubject
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.stored import PlanSubject, StoredPlan
+from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
+from raybatch.prefix.profile import InputProfile
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 
@@ -24,15 +28,11 @@ class PlannedInput:
     """The rows that engines will see, in input order, and their plan; arrays are read only.
 
     Args:
-        keys: block keys.
         asked: int64 [A], positions of the rows among all rows of the source.
-        num_rows: of the source.
         max_tokens: int64 [A], longest output over all samples.
         expected_tokens: float64 [A], output to expect over all samples.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
-        plan: of these rows.
         whole: plan of all rows of the source.
-        found: what they share.
         prompts: their token ids, where they are in memory.
         is_probed: `expected_tokens` come from rows that were generated before the plan.
     """
@@ -80,12 +80,8 @@ class PlannedRun:
     Args:
         source: with at least one row.
         config: of the stage, with the id column of the run.
-        plan: options of the plan.
-        sink: of the job.
         row_id_column: column to make for ids; None where the user has one.
         units: runs the plan; None where it is only made.
-        fingerprint: what decides the answers.
-        files: of the source.
         partition_by: columns of the source by which the output is laid out.
         number: of the plan among those of the output, from 1.
         first_unit: number in the output of the plan's first unit.
@@ -128,3 +124,181 @@ class PlannedRun:
         """What runs the plan."""
         assert self.units is not None, "this plan is not to be run"
         return self.units
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PieceSummary:
+    """What the driver keeps of one piece of the source.
+
+    Args:
+        unasked: rows that no engine sees, by class of error, or "filtered".
+        contents: digest of what decides the results of its rows.
+        adapters: uint64 [A], different ones that its rows name, 0 for none; empty where the stage
+            has none.
+    """
+
+    num_rows: int
+    num_keys: int
+    unasked: Counter[str]
+    sample: BlockKeys
+    contents: str
+    adapters: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartSummary:
+    """What the driver keeps of one part.
+
+    Args:
+        work_alone: that they make in the order of the input.
+        values: float64 [n], some of the values by which entries are ordered.
+        weights: int64 [n], rows that each of them stands for.
+        probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
+    """
+
+    num_rows: int
+    profile: InputProfile
+    work: WorkTotals
+    work_alone: WorkTotals
+    boxes: Sequence[TreeBox]
+    values: Floats
+    weights: Ints
+    probe: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ArrangedPart:
+    """A part in its own order; stays in the object store.
+
+    Args:
+        row: int64 [R], number in the source of each row, by rank inside the part.
+        group_id: int64 [R], numbered inside the part; -1 for a row that is alone.
+        prefix_len: int32 [R].
+        expected: float64 [R], output to expect of each row; NaN where nothing is known.
+        entry_rows: int64 [E], rows of each entry.
+        values: float64 [E], rising; what entries of different parts are ordered by.
+        adapters: uint64 [E], of each entry; None where the stage has none.
+    """
+
+    row: Ints
+    group_id: Ints
+    prefix_len: npt.NDArray[np.int32]
+    expected: Floats
+    entry_rows: Ints
+    values: Floats
+    adapters: npt.NDArray[np.uint64] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrangeJob:
+    """What `arrange` needs beside the rows."""
+
+    plan: PlanConfig
+    dedup: bool
+    num_rows: int
+    num_parts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ProbedRows:
+    """Rows that were generated before the plan.
+
+    Args:
+        row: int64 [n], their numbers in the source, rising.
+        lengths: float64 [n], tokens that each generated; NaN after an error.
+    """
+
+    row: Ints
+    lengths: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LargePlan:
+    """A plan whose rows lie in the object store; what is here does not grow with their number.
+
+    Args:
+        tables: references to what is known of the rows of each piece; none after a run, nor of
+            `rows` and `arranged`.
+        rows: for each part references to its rows, piece by piece.
+        arranged: references to the parts in their own order.
+        probed: rows that were generated before the plan.
+    """
+
+    pieces: Sequence[PieceSummary]
+    tables: Sequence[Any]
+    parts: Sequence[PartSummary]
+    rows: Sequence[Sequence[Any]]
+    arranged: Sequence[Any]
+    probed: ProbedRows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the source."""
+        return sum(piece.num_rows for piece in self.pieces)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.pieces[0].sample.block_size
+
+    @property
+    def profile(self) -> InputProfile:
+        """What the input is made of."""
+        unasked = sum((piece.unasked for piece in self.pieces), Counter())
+        merged = InputProfile.merge([part.profile for part in self.parts])
+        return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
+
+    @property
+    def logical_tokens(self) -> int:
+        """Prompt tokens of the rows that engines see."""
+        return sum(part.profile.tree.logical_tokens for part in self.parts)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that engines compute when every shared prefix runs once."""
+        return sum(part.profile.computed_tokens for part in self.parts)
+
+    @property
+    def saved_fraction(self) -> float:
+        """Share of the prompt tokens that engines do not compute."""
+        return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
+
+    def is_reordered(self, plan: PlanConfig) -> bool:
+        """Return whether rows run in another order than that of the input."""
+        adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))
+        return is_worth_ordering(self.saved_fraction, plan, has_adapters=len(adapters) > 1)
+
+    @property
+    def piece_rows(self) -> Ints:
+        """Number of the first row of each piece, and of all rows: int64 [T + 1]."""
+        return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])
+
+
+def planned_work(
+    keys: BlockKeys, expected_tokens: Floats, arrangement: Arrangement, *, is_grouped: bool
+) -> WorkTotals:
+    """Return the work of rows whose shared prefixes run once each; copies are no work.
+
+    Args:
+        expected_tokens: float64 [R], outputs to expect.
+        is_grouped: rows run in groups; else each computes its whole prompt.
+    """
+    groups = arrangement.groups
+    rows = np.flatnonzero(groups.representative == np.arange(keys.num_rows))
+    num_tokens, outputs = keys.num_tokens[rows], expected_tokens[rows]
+    if not is_grouped:
+        return work_totals(num_tokens, outputs)
+    group = groups.group_id[rows]
+    shared = np.minimum(groups.prefix_tokens[rows].astype(np.int64), num_tokens - 1)
+    members = np.bincount(group[group >= 0], minlength=groups.num_groups)
+    is_first = np.zeros(len(rows), np.bool_)
+    is_first[np.unique(group, return_index=True)[1]] = True
+    num_members = np.ones(len(rows), np.int64)
+    num_members[group >= 0] = members[group[group >= 0]]
+    return work_totals(
+        num_tokens,
+        outputs,
+        cached_tokens=np.where(is_first | (group < 0), 0, shared),
+        shared_tokens=shared,
+        num_members=num_members,
+    )

@@ -18,7 +18,7 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 logger = logging.getLogger(__name__)
 
-# more rows tell nothing new about means
+# more rows change no mean
 _MAX_ROWS = 20_000
 
 Int64s = npt.NDArray[np.int64]
@@ -33,7 +33,6 @@ def probe_rows(
     Args:
         group_id: int64 [R], -1 for a row that is alone.
         max_tokens: int64 [R], longest outputs; rows with different ones may differ in length.
-        plan: options of the plan.
         num_rows: of the whole input, where these are a part of it.
     """
     most = _MAX_ROWS / max(1, num_rows or len(group_id))
@@ -52,7 +51,6 @@ def generated_lengths(rows: Int64s, finished: pa.Table, output: OutputSchema) ->
     Args:
         rows: int64 [n], their numbers in the source.
         finished: their results in any order, with these numbers in a column.
-        output: the columns of the run.
     """
     results = counted_columns(finished, output)
     generated = results.column("num_generated_tokens").combine_chunks()
@@ -62,14 +60,14 @@ def generated_lengths(rows: Int64s, finished: pa.Table, output: OutputSchema) ->
     else:
         totals = generated.cast(pa.float64()).to_numpy(zero_copy_only=False)
     is_failed = pc.not_equal(results.column(ERROR_COLUMN), "").to_numpy()
-    found = finished.column(ROW).to_numpy()
-    order = np.argsort(found)
-    place = order[np.searchsorted(found, rows, sorter=order)]
+    row_numbers = finished.column(ROW).to_numpy()
+    order = np.argsort(row_numbers)
+    place = order[np.searchsorted(row_numbers, rows, sorter=order)]
     return np.where(is_failed, np.nan, totals)[place]
 
 
 def log_probe(lengths: Floats) -> None:
-    """Say in the log what a probe has found; lengths are NaN after an error."""
+    """Log the lengths that a probe measured; NaN after an error."""
     known = lengths[~np.isnan(lengths)]
     logger.info(
         "probed %d rows: %.1f tokens on average, at most %d; their results are kept",
@@ -91,5 +89,7 @@ def estimate(probe: Int64s, lengths: Floats, group_id: Int64s, max_tokens: Int64
     is_known = ~np.isnan(lengths)
     if not is_known.any():
         return max_tokens.astype(float)
-    found = estimate_from_probe(probe[is_known], lengths[is_known], group_id, strata_of(max_tokens))
-    return np.clip(found, 1, max_tokens)
+    estimated = estimate_from_probe(
+        probe[is_known], lengths[is_known], group_id, strata_of(max_tokens)
+    )
+    return np.clip(estimated, 1, max_tokens)

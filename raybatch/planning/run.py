@@ -7,12 +7,11 @@ import numpy as np
 from raybatch.config import PlanConfig
 from raybatch.inputs.source import Source
 from raybatch.planning.dataset import pieces_of, planned_tables
-from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.records import LargePlan
+from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
 from raybatch.planning.shards import even_units, stretches
 from raybatch.planning.small import run_small
-from raybatch.planning.store import PlanSubject, write_plan
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import write_plan
+from raybatch.planning.stored import PlanSubject, StoredPlan
 
 # what a unit may hold in memory, prompts included
 _MAX_UNIT_BYTES = 64 << 20
@@ -22,7 +21,6 @@ def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | La
     """Plan a source, write the plan, generate the rows in its order, and return the plan.
 
     Args:
-        job: to run.
         stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Returns:
@@ -60,19 +58,11 @@ def store_input_order(job: PlannedRun) -> StoredPlan:
 
 
 def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPlan:
-    """Write such a plan of a source, and return the one that holds.
-
-    Args:
-        source: to be read.
-        sink: folder of the output.
-        subject: what the plan is of.
-    """
-    rows = [
-        sum(part.num_rows for part in source.slices[slices.start : slices.stop])
-        for slices, _ in pieces_of(source)
-    ]
+    """Write such a plan of a source, and return the one that holds."""
+    first_rows = [first_row for _, first_row in pieces_of(source)]
+    piece_rows = np.diff([*first_rows, source.num_rows]).tolist()
     # an input without rows has one part, so that readers find the columns
-    unit_rows = even_units(rows, subject.options) if rows else np.zeros(1, np.int64)
+    unit_rows = even_units(piece_rows, subject.options) if piece_rows else np.zeros(1, np.int64)
     name = subject.hash_of([], [])
     stored = subject.stored(
         hash=name,

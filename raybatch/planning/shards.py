@@ -1,4 +1,4 @@
-"""What a plan says of the rows of a source, as tables: a shard has one row each, in input order."""
+"""Shards: tables with a row of the plan for each row of a source, in input order."""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,7 +30,6 @@ def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
     """Return the shard of a plan that holds all rows of a source: one row each, in input order.
 
     Args:
-        plan: of all rows.
         expected: float64 [R], output to expect of each row; NaN where nothing is known.
     """
     unit = np.empty(plan.num_rows, np.int32)
@@ -58,7 +57,7 @@ def make_shard(
 
 
 def digest_of(shard: pa.Table) -> str:
-    """Return a hash of what a shard says."""
+    """Return a hash of the values of a shard."""
     digest = hashlib.blake2b(digest_size=16)
     for column in shard.columns:
         values = column.fill_null(-1).to_numpy()
@@ -67,12 +66,12 @@ def digest_of(shard: pa.Table) -> str:
 
 
 def contents_digest(keys: BlockKeys) -> str:
-    """Return a hash of what is asked of engines: its rows' digests, in order."""
+    """Return a hash of the requests of a piece: its rows' digests, in order."""
     return hashlib.blake2b(keys.digest.astype("<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
-    """Return what a plan says of rows whose units are stretches of the input.
+    """Return the shard of rows whose units are stretches of the input.
 
     Args:
         unit_rows: int64 [U], rows of each unit.

@@ -16,12 +16,11 @@ from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.lengths import expected_lengths
 from raybatch.records.types import Sampling
-from raybatch.rows.identity import row_seed
-from raybatch.rows.pooled_rows import POOLED
-from raybatch.rows.prepare import Prepared, is_deterministic
+from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
+from raybatch.rows.prompt import POOLED
 from raybatch.rows.schema import error_class
 
-# why a row is not asked that is left out on purpose; error classes begin with a capital
+# stands among classes of errors, which begin with a capital, for rows left out on purpose
 FILTERED = "filtered"
 
 
@@ -34,8 +33,6 @@ class Sidecar:
             result, and rows whose results differ by chance.
         asked: int64 [A], positions of these rows among all rows described.
         max_tokens: int64 [A], longest output over all samples.
-        expected_tokens: float64 [A], output to expect over all samples.
-        num_rows: rows described.
         adapters: uint64 [A], what the adapter of each of these rows is known by; 0 for none.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
     """
@@ -78,9 +75,7 @@ def describe_rows(
     """Describe the rows of one batch.
 
     Args:
-        table: the user's columns.
         prepared: the same rows, every asked row among its requests (no copies).
-        block_size: tokens of a KV block.
         expected_column: output lengths that the user expects; None takes the longest allowed.
 
     Raises:
@@ -157,9 +152,9 @@ def _expected(
     if is_wrong.any():
         place = int(np.argmax(is_wrong))
         row = prepared.rows[place]
-        row_id, given = prepared.row_ids[row], table.column(column)[row].as_py()
+        row_id, value = prepared.row_ids[row], table.column(column)[row].as_py()
         raise ConfigError(
-            f"plan.expected_tokens_column {column!r} is {given} in row {row_id!r}; give a "
+            f"plan.expected_tokens_column {column!r} is {value} in row {row_id!r}; give a "
             "number of tokens, or null where it is not known"
         )
     return expected_lengths(max_tokens, values * num_samples)

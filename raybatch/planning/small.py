@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import UnitPlan, row_sums
-from raybatch.planning.checks.layout_lint import can_change_layout
-from raybatch.planning.dataset import with_places
-from raybatch.planning.movable import as_movable
+from raybatch.planning.dataset import with_places, with_plan
+from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, shard_of
@@ -26,13 +24,9 @@ from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
+from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
-from raybatch.rows.plan_columns import (
-    place_columns,
-    plan_columns,
-    prompt_columns,
-    with_columns,
-)
+from raybatch.rows.plan_columns import prompt_columns, with_columns
 from raybatch.rows.prepare import Prepared, prepare
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
@@ -44,7 +38,6 @@ class RowDescriber:
 
     Args:
         config: of the stage, with the id column of the run.
-        plan: options of the plan.
     """
 
     def __init__(self, config: StageConfig, plan: PlanConfig) -> None:
@@ -83,7 +76,6 @@ class GatheredRows:
     Args:
         table: the user's columns, and the ids where the job makes them.
         prompts: of every row, errors included.
-        sidecar: what planning knows of them.
     """
 
     table: pa.Table
@@ -93,10 +85,6 @@ class GatheredRows:
 
 def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     """Plan a source in this process, write the plan, generate the rows, and return the plan.
-
-    Args:
-        job: to run.
-        stored: the plan that lies below the sink, which is followed; None where there is none.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -152,7 +140,7 @@ def gather(job: PlannedRun) -> GatheredRows:
 def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
     """Plan rows that are in memory."""
     sidecar = rows.sidecar
-    plan_of_asked, found = plan_rows(
+    plan_of_asked, arrangement = plan_rows(
         PlanRows(
             keys=sidecar.keys,
             expected_tokens=sidecar.expected_tokens,
@@ -170,7 +158,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
         unasked=sidecar.unasked,
         plan=plan_of_asked,
         whole=with_unasked(plan_of_asked, sidecar.is_asked, plan),
-        found=found,
+        found=arrangement,
         prompts=[p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None],
     )
 
@@ -178,11 +166,9 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
 def store_plan(
     job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
 ) -> StoredPlan:
-    """Write a plan below the sink, once; return what `plan.json` says, whoever has written it.
+    """Write a plan below the sink, once; return the plan that holds, whoever has written it.
 
     Args:
-        job: that was planned.
-        planned: its plan.
         expected: float64 [rows of the source], output to expect; NaN where nothing is known.
 
     Raises:
@@ -209,27 +195,17 @@ def store_plan(
 
 
 def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
-    """Return some rows with their prompts, their places and what the plan says of them.
+    """Return some rows with their prompts and the columns of their plan.
 
     Args:
-        rows: in memory.
-        shard: what the plan says of all of them, in input order.
+        shard: of all of them, in input order.
         chosen: int64 [n], rows in the order in which they run.
     """
-    said = shard.take(chosen)
-    columns = {
-        **place_columns(said.column("unit").to_numpy(), said.column("pos").to_numpy(), chosen),
-        **plan_columns(
-            said.column("group_id").fill_null(-1).to_numpy(),
-            said.column("prefix_len").to_numpy(),
-            pc.cast(said.column("expected_len"), pa.float64()).to_numpy(),
-        ),
-        **prompt_columns([rows.prompts[row] for row in chosen.tolist()]),
-    }
+    prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
     # neighbours are not copied
     is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
     table = rows.table.slice(chosen[0], len(chosen)) if is_slice else rows.table.take(chosen)
-    return with_columns(table, columns)
+    return with_columns(with_plan(table, shard.take(chosen), chosen), prompts)
 
 
 def _after_probe(

@@ -9,24 +9,19 @@ the whole plan, so that two drivers with different plans never mix theirs.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.config import PlanConfig
 from raybatch.durable.layout import plan_name
 from raybatch.durable.opening import open_plan
 from raybatch.durable.storage import store_of, told_as
-from raybatch.durable.units import UnitPlan, join_plans
+from raybatch.durable.units import UnitPlan, join_plans, row_sums
 from raybatch.errors import ConfigError
-from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.shards import SHARD_SCHEMA, rows_in_stretches
 from raybatch.planning.stored import StoredPlan, parse_plan
 
@@ -39,53 +34,8 @@ _DAMAGED = (
     "cannot be read, and without it the output cannot be gone on with; bring it back from a copy, "
     "or choose another folder"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSubject:
-    """What a plan is of, whoever makes it; the fields are those of `StoredPlan`.
-
-    Args:
-        options: of the plan.
-        files: name, rows and digest of each file of the source, in order.
-        fingerprint: what decides the answers.
-        source: folder that the names of the files are relative to.
-        model: as the user named it.
-        partition_by: columns of the source by which the output is laid out.
-        number: of the plan among those of the output.
-        first_unit: number in the output of its first unit.
-        partition_types: of the columns `partition_by`, as Arrow names them.
-        skipped: name and reason of files of the source that were left out.
-    """
-
-    options: PlanConfig
-    files: Sequence[InputFile]
-    fingerprint: Mapping[str, str]
-    source: str = ""
-    model: str = ""
-    partition_by: tuple[str, ...] = ()
-    number: int = 1
-    first_unit: int = 0
-    skipped: tuple[tuple[str, str], ...] = ()
-    partition_types: tuple[str, ...] = ()
-
-    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
-        """Return the hash of a whole plan.
-
-        Args:
-            shards: digest of each shard.
-            contents: digest of all that decides the results of the rows of each piece: prompts,
-                options and seeds, see `contents_digest`.
-        """
-        options = dataclasses.asdict(self.options)
-        parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-
-    def stored(self, **found: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
-        """Return what `plan.json` says of a plan, given the fields that were found by planning."""
-        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        own |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
-        return StoredPlan(**own, **found)
+# the last bytes of an Arrow file: one that was cut lacks them
+_MAGIC = b"ARROW1"
 
 
 def shard_name(stored: StoredPlan, name: str) -> str:
@@ -97,8 +47,6 @@ def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
     """Write one shard and return its name; the same shard may be written again.
 
     Args:
-        sink: of the job.
-        plan: hash of the plan.
         first_row: number of the shard's first row in the source.
         shard: of `SHARD_SCHEMA`.
     """
@@ -112,11 +60,6 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
 
     `plan.json` comes last. Where another driver was faster, its plan is returned.
 
-    Args:
-        sink: of the job.
-        stored: what `plan.json` will say.
-        units: of the plan.
-
     Raises:
         ConfigError: the folder cannot be written.
     """
@@ -125,20 +68,20 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
     name = plan_name(stored.number)
     with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
-        said = open_plan(store_of(sink), text.encode, name=name)
-    found = parse_plan(said, f"{sink.rstrip('/')}/{name}")
-    if (found.files, found.fingerprint) != (stored.files, stored.fingerprint):
+        written = open_plan(store_of(sink), text.encode, name=name)
+    holding = parse_plan(written, f"{sink.rstrip('/')}/{name}")
+    if (holding.files, holding.fingerprint) != (stored.files, stored.fingerprint):
         raise ConfigError(
             f"another run was faster to plan {sink}, and for other input files or options; run the "
             "job again"
         )
-    if found.hash != stored.hash:
+    if holding.hash != stored.hash:
         logger.info("another run was faster to plan %s; its plan is followed", sink)
-    return found
+    return holding
 
 
 def read_plan(sink: str, number: int = 1) -> StoredPlan:
-    """Return what `plan.json` below the sink says, or a later plan of that number.
+    """Return the plan below the sink, or a later one of that number.
 
     Raises:
         ConfigError: there is none, or it is not one of this version.
@@ -184,7 +127,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
 
 
 def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
-    """Return what the plan says of rows `start` to `stop` of the source, in input order."""
+    """Return the shard of rows `start` to `stop` of the source, in input order."""
     if not stored.shards:
         return rows_in_stretches(read_units(sink, stored).unit_rows, np.arange(start, stop))
     firsts = [first for _, first in stored.shards] + [stored.num_rows]
@@ -212,8 +155,6 @@ def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = Fa
     """Say in the log what was planned.
 
     Args:
-        stored: the plan.
-        seconds: that it took.
         can_change_layout: the fields of the template could stand in another order.
     """
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
@@ -248,3 +189,47 @@ def _as_bytes(table: pa.Table) -> bytes:
     with pa.ipc.new_file(buffer, table.schema, options=options) as out:
         out.write_table(table)
     return bytes(buffer.getvalue())
+
+
+def damage_of(sink: str, stored: StoredPlan, *, is_deep: bool) -> str | None:
+    """Return what is wrong with the shards of a plan, and the way out; None where nothing is.
+
+    Args:
+        is_deep: read all rows and compare the sums of units, not the end of each file alone.
+    """
+    if not (is_deep and stored.shards):
+        return _damaged_end(sink, stored)
+    units = read_units(sink, stored)
+    sums = np.zeros(units.num_units, np.uint64)
+    ends = [*(first for _, first in stored.shards[1:]), stored.num_rows]
+    for (_, first), end in zip(stored.shards, ends, strict=True):
+        try:
+            shard = read_shards(sink, stored, first, end)
+        except ConfigError as error:
+            return str(error)
+        sums += row_sums(shard.column("unit").to_numpy(), np.arange(first, end), units.num_units)
+    if not np.array_equal(sums, units.row_sums):
+        number = stored.first_unit + int(np.argmax(sums != units.row_sums))
+        folder = shard_name(stored, "").rstrip("/")
+        return _damaged(f"{sink.rstrip('/')}/{folder} has other rows in unit {number} than planned")
+    return None
+
+
+def _damaged_end(sink: str, stored: StoredPlan) -> str | None:
+    store = store_of(sink)
+    for name, _ in stored.shards:
+        path = shard_name(stored, name)
+        try:
+            is_whole = store.tail(path, len(_MAGIC)) == _MAGIC
+        except FileNotFoundError:
+            return _damaged(f"{store.uri}/{path} is gone")
+        if not is_whole:
+            return _damaged(f"{store.uri}/{path} was cut")
+    return None
+
+
+def _damaged(what: str) -> str:
+    return (
+        f"{what}, and without it the output cannot be gone on with; bring it back from a copy, or "
+        "choose another folder"
+    )

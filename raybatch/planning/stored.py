@@ -1,10 +1,13 @@
-"""What `plan.json` says, as a record; a file that says something else is refused by field."""
+"""What `plan.json` says, as a record, and what makes it; another file is refused by field."""
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from raybatch.config import PlanConfig
 from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import InputFile
@@ -18,14 +21,9 @@ class StoredPlan:
 
     Args:
         hash: of all shards.
-        num_rows: of the source.
-        num_units: units of commit.
-        num_groups: prefix groups.
         is_reordered: rows run in another order than that of the input.
         logical_tokens: prompt tokens of the rows that engines see.
         computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
-        block_size: tokens of a KV block.
-        options: of the plan.
         files: name, rows and digest of each file of the source, in order.
         shards: name and first row of each shard, in order; none where units are stretches of the
             input and `units.arrow` says all.
@@ -61,20 +59,20 @@ class StoredPlan:
     partition_types: tuple[str, ...] = ()
     version: int = _VERSION
 
+    def __hash__(self) -> int:
+        """Return a hash for caches; equal plans have one `hash`."""
+        return hash(self.hash)
 
-def parse_plan(said: bytes, path: str) -> StoredPlan:
-    """Return what the file of a plan says.
 
-    Args:
-        said: the whole file.
-        path: of it, for people.
+def parse_plan(data: bytes, path: str) -> StoredPlan:
+    """Return the plan of a file.
 
     Raises:
         ConfigError: it is no plan, or one of another version.
     """
     way_out = "bring it back from a copy, or choose another folder"
     with told_as(f"{path} is not a plan of this version of raybatch; {way_out}"):
-        values = json.loads(said)
+        values = json.loads(data)
         version = values.get("version", _VERSION)
         if version != _VERSION:
             raise ConfigError(f"{path} has version {version}; this is {_VERSION}; {way_out}")
@@ -97,3 +95,36 @@ def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a
     if kind is Any or is_number or (kind in (str, bool) and type(value) is kind):
         return value
     raise ValueError(f"{name} is {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSubject:
+    """What a plan is of, whoever makes it; `StoredPlan` says what the fields are."""
+
+    options: PlanConfig
+    files: Sequence[InputFile]
+    fingerprint: Mapping[str, str]
+    source: str = ""
+    model: str = ""
+    partition_by: tuple[str, ...] = ()
+    number: int = 1
+    first_unit: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    partition_types: tuple[str, ...] = ()
+
+    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
+        """Return the hash of a whole plan.
+
+        Args:
+            contents: digest of all that decides the results of the rows of each piece: prompts,
+                options and seeds, see `contents_digest`.
+        """
+        options = dataclasses.asdict(self.options)
+        parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def stored(self, **planned: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
+        """Return what `plan.json` says of a plan, with the fields that planning decides."""
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
+        return StoredPlan(**fields, **planned)

@@ -1,4 +1,4 @@
-"""What finished rows came to: statuses, errors and tokens, counted once, when they are written."""
+"""Counts of finished rows: statuses, errors and tokens, taken once, when they are written."""
 
 import numpy as np
 import pyarrow as pa
@@ -10,12 +10,7 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class
 
 
 def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
-    """Count the rows of a unit.
-
-    Args:
-        finished: with the columns of the stage.
-        output: these columns.
-    """
+    """Count the rows of a unit."""
     table = counted_columns(finished, output)
     asked = table.filter(pc.greater(table.column("attempts"), 0))
     generated = _per_sample(table, output)

@@ -1,4 +1,4 @@
-"""Row batches as Ray Data hands them over, turned into Arrow tables and into Python values.
+"""Row batches as Arrow tables: made of what Ray Data hands over, measured, and as Python values.
 
 Arrow loses nothing. pandas keeps everything that Ray's Arrow-backed columns keep. A numpy batch has
 lost some things before a stage sees it: integers and booleans with nulls have become floats or
@@ -7,17 +7,20 @@ objects, time zones are gone, and strings that are not UTF-8 stop the job in Ray
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raybatch.errors import ConfigError
 
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
+# what stands for a text or bytes in a view: its length, and where it is
+_INTS_PER_VIEW = 4
 
 
 def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands over
@@ -67,7 +70,7 @@ def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
 
 
 def json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
-    """Return what a cell of JSON text, or of values, says; None for null and for an empty text.
+    """Return the value of a cell that holds JSON text, or values; None for null or an empty text.
 
     Args:
         value: as `python_values` returns it.
@@ -111,3 +114,100 @@ def python_rows(table: pa.Table) -> list[dict[str, Any] | Exception]:
         bad = next((v for v in values if isinstance(v, Exception)), None)
         rows.append(bad if bad is not None else dict(zip(names, values, strict=True)))
     return rows if names else [{} for _ in range(table.num_rows)]
+
+
+def large_rows(table: pa.Table, *, max_bytes: int) -> dict[int, int]:
+    """Return the rows that take more than `max_bytes`, to the bytes that they take.
+
+    Complexity: slices of the table, a number of them that grows with its bytes over `max_bytes`.
+    """
+    # the buffers of some types are shared by all rows, so this is at least what any row takes
+    if table.nbytes <= max_bytes:
+        return {}
+    return dict(_large_rows(table, 0, table.num_rows, max_bytes))
+
+
+def _large_rows(
+    table: pa.Table, start: int, stop: int, max_bytes: int
+) -> Iterator[tuple[int, int]]:
+    rows = table.slice(start, stop - start)
+    num_bytes = sum(_bytes_of(chunk) for column in rows.columns for chunk in column.chunks)
+    if num_bytes <= max_bytes or start == stop:
+        return
+    if stop - start == 1:
+        yield start, num_bytes
+        return
+    middle = (start + stop) // 2
+    yield from _large_rows(table, start, middle, max_bytes)
+    yield from _large_rows(table, middle, stop, max_bytes)
+
+
+def _bytes_of(values: pa.Array) -> int:
+    """Return the size of values; what several of them share counts for each one."""
+    kind = values.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _bytes_of(values.storage)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _view_bytes(values)
+    if pa.types.is_dictionary(kind):
+        return int(values.indices.nbytes) + _dictionary_bytes(values)
+    if pa.types.is_struct(kind):
+        return sum(map(_bytes_of, values.flatten()))
+    if pa.types.is_map(kind):
+        start, stop = values.offsets[0].as_py(), values.offsets[-1].as_py()
+        return sum(_bytes_of(of.slice(start, stop - start)) for of in (values.keys, values.items))
+    if hasattr(values, "flatten") and not pa.types.is_union(kind):
+        return _bytes_of(values.flatten())
+    return int(values.nbytes)
+
+
+def _view_bytes(values: pa.Array) -> int:
+    views = values.buffers()[1]
+    if views is None or not len(values):
+        return 0
+    lengths = np.frombuffer(views, np.int32).reshape(-1, _INTS_PER_VIEW)[:, 0]
+    chosen = lengths[values.offset : values.offset + len(values)]
+    is_valid = values.is_valid().to_numpy(zero_copy_only=False)
+    return int(chosen[is_valid].sum(dtype=np.int64))
+
+
+def _dictionary_bytes(values: pa.DictionaryArray) -> int:
+    try:
+        lengths = pc.binary_length(values.dictionary)
+    except pa.ArrowNotImplementedError:
+        return 0  # of no text, so its values are small
+    return pc.sum(pc.cast(lengths.take(values.indices), pa.int64())).as_py() or 0
+
+
+def as_movable(table: pa.Table) -> pa.Table:
+    """Return the table with views of text and bytes as plain columns, also inside other types.
+
+    Arrow has no kernel that picks rows of a view (pyarrow 26); Polars writes such columns.
+    """
+    schema = movable_schema(table.schema)
+    return table if schema.equals(table.schema) else table.cast(schema)
+
+
+def movable_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of tables that `as_movable` returns."""
+    return pa.schema([_movable(field) for field in schema], schema.metadata)
+
+
+def _movable(field: pa.Field) -> pa.Field:
+    kind = field.type
+    if pa.types.is_string_view(kind):
+        return field.with_type(pa.large_string())
+    if pa.types.is_binary_view(kind):
+        return field.with_type(pa.large_binary())
+    if pa.types.is_struct(kind):
+        return field.with_type(pa.struct([_movable(child) for child in kind]))
+    if pa.types.is_map(kind):
+        key, item = _movable(kind.key_field), _movable(kind.item_field)
+        return field.with_type(pa.map_(key, item, keys_sorted=kind.keys_sorted))
+    if pa.types.is_fixed_size_list(kind):
+        return field.with_type(pa.list_(_movable(kind.value_field), kind.list_size))
+    if pa.types.is_large_list(kind):
+        return field.with_type(pa.large_list(_movable(kind.value_field)))
+    if pa.types.is_list(kind):
+        return field.with_type(pa.list_(_movable(kind.value_field)))
+    return field

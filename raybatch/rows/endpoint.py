@@ -30,7 +30,6 @@ class EndpointTokenizer:
     """A tokenizer whose prompts carry what an endpoint is sent.
 
     Args:
-        options: of the endpoint.
         inner: of the model, for the ids; None takes triples of bytes.
     """
 
@@ -82,8 +81,8 @@ class EndpointTokenizer:
         if self._inner is None or not self._inner.has_chat_template or _has_media(checked):
             # the whole text, so that different messages never have equal ids
             return Encoded(triples(_json({**fields, "messages": short})), payload=payload)
-        found = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
-        return found._replace(payload=payload)
+        encoded = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
+        return encoded._replace(payload=payload)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
         if self._inner is None:
@@ -97,7 +96,7 @@ class EndpointTokenizer:
 
 
 def check_endpoint(config: StageConfig) -> None:
-    """Raise ConfigError where a stage asks of an endpoint what it cannot do."""
+    """Raise ConfigError where a stage has an option that no endpoint can follow."""
     if not type_of(config.backend).is_endpoint:
         return
     options = openai_options(config.backend.options)

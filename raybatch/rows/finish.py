@@ -42,16 +42,21 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answers:
-    """What the pool returned for the rows that were asked.
+class AnsweredRows:
+    """Rows of one row batch with what the pool returned for them.
 
     Args:
-        rows: position in the row batch of each request.
-        copies: row to the earlier row whose result is its own.
-        samplings: of each request.
-        results: of the pool, in the order of rows and samples.
+        table: the user's columns alone.
+        group_ids: prefix group of each row; None where nothing is planned.
+        rows: position of each request's row among these.
+        copies: row to the earlier row whose result it takes.
+        results: of the pool, in the order of requests and samples.
     """
 
+    table: pa.Table
+    row_ids: Sequence[str]
+    prompts: Sequence[Prompt]
+    group_ids: Sequence[int | None] | None = None
     rows: Sequence[int]
     copies: Mapping[int, int]
     samplings: Sequence[Sampling]
@@ -59,33 +64,30 @@ class Answers:
 
 
 def finish_rows(
-    user: pa.Table,
-    *,
-    row_ids: Sequence[str],
-    prompts: Sequence[Prompt],
-    answers: Answers,
-    tokenizer: PromptTokenizer,
-    output: OutputSchema,
-    group_ids: Sequence[int | None] | None = None,
+    answered: AnsweredRows, *, tokenizer: PromptTokenizer, output: OutputSchema
 ) -> pa.Table:
     """Return the user's columns with the output columns; every row in has one row out.
 
     A copy counts all tokens of its prompt as cached.
 
     Raises:
-        RaybatchError: the pool returned another number of samples than were asked.
+        RaybatchError: the pool returned another number of samples than requested.
     """
+    prompts = answered.prompts
     samples = [_unasked(prompt, output.num_samples) for prompt in prompts]
-    for row, found in _answered(answers, tokenizer).items():
-        samples[row] = found if len(found) == output.num_samples else found * output.num_samples
-    for row, original in answers.copies.items():
+    for row, returned in _samples(answered, tokenizer).items():
+        # an error stands for all samples
+        is_all = len(returned) == output.num_samples
+        samples[row] = returned if is_all else returned * output.num_samples
+    for row, original in answered.copies.items():
         samples[row] = _copied(samples[original], prompts[row])
-    missing = [i for i, found in enumerate(samples) if not found]
+    missing = [row for row, of_row in enumerate(samples) if not of_row]
     if missing:
         raise RaybatchError(f"the pool returned nothing for {len(missing)} rows of a row batch")
-    columns = _columns(row_ids, prompts, samples, output)
+    columns = _columns(answered.row_ids, prompts, samples, output)
+    group_ids = answered.group_ids
     columns["group_id"] = [None] * len(samples) if group_ids is None else list(group_ids)
-    return output.attach(user, columns)
+    return output.attach(answered.table, columns)
 
 
 def _copied(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
@@ -101,20 +103,20 @@ def _unasked(prompt: Prompt, num_samples: int) -> list[Sample]:
     return [Sample(None, None, "filtered")] * num_samples if prompt.is_filtered else []
 
 
-def _answered(answers: Answers, tokenizer: PromptTokenizer) -> dict[int, list[Sample]]:
-    completions = decode_completions(answers.results)
-    attempts = answers.results.column("attempts").to_pylist()
-    samplings = [answers.samplings[c.request_id] for c in completions]
+def _samples(answered: AnsweredRows, tokenizer: PromptTokenizer) -> dict[int, list[Sample]]:
+    """Return the samples of each row that was requested."""
+    completions = decode_completions(answered.results)
+    attempts = answered.results.column("attempts").to_pylist()
+    samplings = [answered.samplings[c.request_id] for c in completions]
     texts = _decode(completions, samplings, tokenizer)
-    found: dict[int, list[Sample]] = {}
+    samples: dict[int, list[Sample]] = {row: [] for row in answered.rows}
     for completion, text, tries in zip(completions, texts, attempts, strict=True):
-        row = answers.rows[completion.request_id]
-        found.setdefault(row, []).append(_sample(completion, text, tries))
-    for index, row in enumerate(answers.rows):
-        got, asked = len(found.get(row, [])), answers.samplings[index].n
-        if got != asked and not (got == 1 and found[row][0].error):
-            raise RaybatchError(f"the pool returned {got} samples of a row, {asked} were asked")
-    return found
+        samples[answered.rows[completion.request_id]].append(_sample(completion, text, tries))
+    for of_row, sampling in zip(samples.values(), answered.samplings, strict=True):
+        num, wanted = len(of_row), sampling.n
+        if num != wanted and not (num == 1 and of_row[0].error):
+            raise RaybatchError(f"the pool returned {num} samples of a row, {wanted} were asked")
+    return samples
 
 
 def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sample:

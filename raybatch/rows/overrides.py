@@ -1,7 +1,12 @@
-"""The sampling options of each row: the stage's own, with what the row's columns replace."""
+"""The sampling options of each row: those of the stage, with what columns of the row replace.
+
+Names are those of vLLM's `SamplingParams`; options without effect are dropped, others refused.
+"""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
@@ -11,13 +16,44 @@ from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
 from raybatch.rows.batches import json_value, python_values
 from raybatch.rows.option_checks import FIXED_PER_STAGE
-from raybatch.rows.sampling_names import own_options
 from raybatch.rows.schema import describe_error
 
 _NAMES = tuple(f.name for f in dataclasses.fields(Sampling))
 # options beside which any other that is valid alone is valid
 _ALONE = Sampling()
 _NO_BOUND = 1 << 62
+logger = logging.getLogger(__name__)
+
+# how vLLM hands tokens and texts over, which is the stage's business here
+_NO_EFFECT = frozenset(
+    {
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "output_text_buffer_length",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "stream_interval",
+    }
+)
+# options that decide an answer and that nothing here does, with the value that asks for nothing
+_REFUSED: Mapping[str, Any] = {
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "extra_args": {},
+    "logit_bias": {},
+    "logprob_token_ids": [],
+    "prompt_logprob_start": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprobs": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": 0,
+    "spaces_between_special_tokens": True,
+    "thinking_token_budget": None,
+    "trace_decode_token_ids": None,
+    "watermarking": False,
+}
+_RENAMED = {"guided_decoding": "structured_outputs"}
 
 
 def row_samplings(
@@ -37,7 +73,6 @@ def row_samplings(
         sampling_column: a column of JSON texts or structs with several options at once. Arrow
             structs turn absent options into null and ints into floats: null is the default and a
             whole number is an int, therefore.
-        fixed: options that no row may set for itself.
     """
     if not overrides and sampling_column is None:
         return [sampling] * table.num_rows
@@ -150,3 +185,31 @@ def _tuple_of(name: str, value: object, kind: Any) -> tuple[Any, ...]:  # noqa: 
     if not all(isinstance(item, kind) for item in items):
         raise ConfigError(f"{name} must be a list, got {value!r}")
     return tuple(items)
+
+
+def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those that change nothing here.
+
+    Args:
+        options: of one row, with the names of vLLM; none is None.
+
+    Raises:
+        ConfigError: an option of vLLM that would change the answer, and that is not supported.
+    """
+    kept = {}
+    for name, value in options.items():
+        if name in _NO_EFFECT:
+            tell_once(name)
+        elif name in _RENAMED:
+            raise ConfigError(f"{name} has another name in vLLM now: {_RENAMED[name]}")
+        elif name not in _REFUSED:
+            kept[name] = value
+        elif value != _REFUSED[name]:
+            raise ConfigError(f"{name} is an option of vLLM that is not supported; leave it out")
+    return kept
+
+
+@cache
+def tell_once(name: str) -> None:
+    """Log that an option has no effect, once in this process."""
+    logger.warning("the sampling option %s has no effect: texts and tokens are always there", name)

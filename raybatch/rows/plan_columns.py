@@ -1,6 +1,6 @@
 """The columns by which the plan of a job travels with its rows, as far as the feeders.
 
-They are put on beside the user's columns and taken off by whoever reads them; none is written.
+They are added to the user's columns and taken off by their reader; none is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ _PAYLOAD = f"{_MARK}payload"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRows:
-    """What a plan says of the rows of a batch.
+    """The part of a plan that is about the rows of a batch.
 
     Args:
         group_ids: prefix group of each row, None for a row that is alone.
@@ -58,18 +58,18 @@ def check_names(schema: pa.Schema) -> None:
 
 
 def plan_columns(
-    group_ids: npt.NDArray[np.int64],
-    prefix_lens: npt.NDArray[np.int32],
-    expected_lens: npt.NDArray[np.float64],
-) -> dict[str, pa.Array]:
-    """Return columns of a plan; a negative group and an expected length of NaN become null."""
-    is_known = ~np.isnan(expected_lens)
-    whole = np.where(is_known, np.ceil(np.nan_to_num(expected_lens)), 0).astype(np.int32)
-    return {
-        _GROUP: pa.array(group_ids, mask=group_ids < 0),
-        _PREFIX_LEN: pa.array(prefix_lens, pa.int32()),
-        _EXPECTED: pa.array(whole, mask=~is_known),
-    }
+    group_ids: pa.ChunkedArray | pa.Array,
+    prefix_lens: pa.ChunkedArray | pa.Array,
+    expected_lens: pa.ChunkedArray | pa.Array,
+) -> dict[str, pa.ChunkedArray | pa.Array]:
+    """Return the columns of a plan.
+
+    Args:
+        group_ids: int64, null for a row that is alone.
+        prefix_lens: int32.
+        expected_lens: int32, null where nothing is known.
+    """
+    return {_GROUP: group_ids, _PREFIX_LEN: prefix_lens, _EXPECTED: expected_lens}
 
 
 def place_columns(
@@ -149,9 +149,9 @@ def _prompts(table: pa.Table) -> list[Prompt]:
 
 def _token_lists(prompts: Sequence[TokenIds | None]) -> pa.LargeListArray:
     lengths = [0 if ids is None else len(ids) for ids in prompts]
-    given = [ids for ids in prompts if ids is not None]
+    known = [ids for ids in prompts if ids is not None]
     return pa.LargeListArray.from_arrays(
         pa.array(np.cumsum([0, *lengths], dtype=np.int64)),
-        pa.array(np.concatenate([np.zeros(0, np.int32), *given])),
+        pa.array(np.concatenate([np.zeros(0, np.int32), *known])),
         mask=pa.array([ids is None for ids in prompts], pa.bool_()),
     )

@@ -1,24 +1,23 @@
-"""From a row batch to what the pool is asked: ids, prompts, options and the request table."""
+"""From a row batch to the requests of the pool: row ids, prompts, options, copies and seeds."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
-from raybatch.records.types import Sampling
-from raybatch.rows.identity import column_row_ids, content_row_ids, row_seed
-from raybatch.rows.large_rows import large_rows
+from raybatch.records.types import Sampling, TokenIds
+from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.overrides import row_samplings
 from raybatch.rows.plan_columns import PlannedRows
-from raybatch.rows.pooled_rows import POOLED, fit_pooled
-from raybatch.rows.prompt import Prompt, fit_prompt
+from raybatch.rows.prompt import POOLED, Prompt, fit_pooled, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
+from raybatch.rows.schema import describe_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +25,9 @@ class Prepared:
     """A row batch, ready for the pool.
 
     Args:
-        row_ids: of every row.
-        prompts: of every row, errors included.
         rows: position in the row batch of each request.
-        copies: rows that are not asked because an earlier one is identical, to that one.
-        requests: one row per request.
+        copies: rows that are no requests because an earlier one is identical, to that one.
         samplings: the different options, which the request table points into.
-        request_samplings: of each request.
     """
 
     row_ids: Sequence[str]
@@ -59,13 +54,10 @@ def prepare(
 
     Args:
         table: read only.
-        config: of the stage.
-        reader: of the prompts.
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
-        planned: what the plan of a job says of the rows.
         changes: sampling options that win over all others.
-        refused: rows that are not to be asked, each with its error.
+        refused: rows that are no requests, each with its error.
 
     Raises:
         ConfigError: a column that the stage reads is not there.
@@ -84,26 +76,28 @@ def prepare(
     for row, error in (refused or {}).items():
         prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
     rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
-    asked = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
-    copies = find_copies(rows, prompts, asked) if config.dedup else {}
-    asked = [sampling for row, sampling in zip(rows, asked, strict=True) if row not in copies]
+    fitting = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
+    copies = find_copies(rows, prompts, fitting) if config.dedup else {}
+    fitting = [sampling for row, sampling in zip(rows, fitting, strict=True) if row not in copies]
     rows = [row for row in rows if row not in copies]
-    distinct = list(dict.fromkeys(asked))
+    distinct = list(dict.fromkeys(fitting))
     index = {sampling: i for i, sampling in enumerate(distinct)}
+    request_ids = [row_ids[row] for row in rows]
+    seeds = [row_seed(s.seed, row_id) for s, row_id in zip(fitting, request_ids, strict=True)]
     return Prepared(
         row_ids=row_ids,
         prompts=prompts,
         rows=rows,
         copies=copies,
         samplings=distinct,
-        request_samplings=asked,
+        request_samplings=fitting,
         requests=request_table(
-            [row_ids[row] for row in rows],
+            request_ids,
             [ids for row in rows if (ids := prompts[row].token_ids) is not None],
-            seeds=_seeds(asked, [row_ids[row] for row in rows]),
-            sampling=np.array([index[s] for s in asked], np.int32),
+            seeds=np.array(seeds, np.uint64),
+            sampling=np.array([index[s] for s in fitting], np.int32),
             payloads=[prompts[row].payload for row in rows],
-            **({} if planned is None else _planned_columns(planned, rows, asked)),
+            **({} if planned is None else _planned_columns(planned, rows, fitting)),
         ),
     )
 
@@ -111,7 +105,7 @@ def prepare(
 def _planned_columns(
     planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
 ) -> dict[str, Any]:
-    """Return what the plan says of each row that is asked, as `request_table` takes it."""
+    """Return the plan of each request, as `request_table` takes it."""
     totals = [planned.expected_lens[row] for row in rows]
     return {
         "group_ids": [planned.group_ids[row] for row in rows],
@@ -130,11 +124,6 @@ def find_copies(
     """Return the rows whose result is that of an earlier row, to that row.
 
     Only where neither chance nor the row's id takes part in the result.
-
-    Args:
-        rows: positions that are asked.
-        prompts: of all rows.
-        samplings: of each of `rows`.
     """
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
@@ -170,7 +159,7 @@ def _read(
     if input_errors is None:
         return reader.read(table)
     if all(input_errors):
-        # nothing says which columns the rows would have had
+        # the columns that the rows would have had are unknown
         return [Prompt(None, error) for error in input_errors]
     good = [table.slice(row, 1) for row, error in enumerate(input_errors) if not error]
     prompts = iter(reader.read(table if len(good) == table.num_rows else pa.concat_tables(good)))
@@ -191,11 +180,6 @@ def _errors_before(
             f"{config.max_row_bytes:,}"
         )
     return errors
-
-
-def _seeds(asked: Sequence[Sampling], row_ids: Sequence[str]) -> npt.NDArray[np.uint64]:
-    seeds = [row_seed(s.seed, row_id) for s, row_id in zip(asked, row_ids, strict=True)]
-    return np.array(seeds, np.uint64)
 
 
 def _checked(
@@ -221,7 +205,7 @@ def _identify(
         return contents, list(prompts)
     ids, errors = column_row_ids(column_of(table, config.id_column))
     row_ids = [
-        content if found is None else found for found, content in zip(ids, contents, strict=True)
+        content if row_id is None else row_id for row_id, content in zip(ids, contents, strict=True)
     ]
     return row_ids, [
         prompt._replace(error=error) if error and not prompt.error else prompt
@@ -231,10 +215,51 @@ def _identify(
 
 def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
     """Bound the output by the context, so that every backend ends such a row as "length"."""
-    assert isinstance(sampling, Sampling), "a row with bad options is not asked"
+    assert isinstance(sampling, Sampling), "a row with bad options is no request"
     if max_model_len is None or prompt.token_ids is None or sampling is POOLED:
         return sampling
     room = max_model_len - len(prompt.token_ids)
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+
+def row_seed(seed: int, row_id: str) -> int:
+    """Return the 64-bit seed of a row; nothing about its placement takes part.
+
+    Complexity: one hash of the id.
+    """
+    digest = hashlib.blake2b(f"{seed}\x00{row_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]]:
+    """Return the ids of a user's column as strings, and an error text per row ("" = fine)."""
+    ids: list[str | None] = []
+    errors: list[str] = []
+    for value in python_values(column):
+        if value is None or isinstance(value, Exception):
+            ids.append(None)
+            cause = "the id is null" if value is None else value
+            errors.append(describe_error("InvalidRowId", cause))
+        else:
+            ids.append(value.hex() if isinstance(value, bytes) else str(value))
+            errors.append("")
+    return ids, errors
+
+
+def content_row_ids(prompts: Sequence[TokenIds | None], errors: Sequence[str]) -> list[str]:
+    """Return ids made of the content: a hash of the prompt, and a count of its repetitions.
+
+    They do not depend on order, layout or cluster size, except that the count starts again in
+    every row batch: equal prompts in two batches have one id. `id_column` gives unique ids.
+    """
+    seen: dict[str, int] = {}
+    ids: list[str] = []
+    for prompt, error in zip(prompts, errors, strict=True):
+        content = error.encode() if prompt is None else prompt.tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        occurrence = seen.get(digest, 0)
+        seen[digest] = occurrence + 1
+        ids.append(f"{digest}-{occurrence}")
+    return ids

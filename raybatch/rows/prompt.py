@@ -1,30 +1,34 @@
 """The prompt of a row: what makes it, and how it fits the context."""
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from raybatch.errors import ConfigError, error_text
-from raybatch.records.types import TokenIds
+from raybatch.records.payload import DOCUMENT_AT
+from raybatch.records.types import Sampling, TokenIds
 from raybatch.rows.options import OnTooLong
 from raybatch.rows.schema import describe_error
 from raybatch.text.chat import InvalidPrompt, PromptError, RenderError
 from raybatch.text.tokenizer import Encoded
+
+# of every row that is pooled: a backend ends it with its one vector
+POOLED = Sampling(max_tokens=1)
 
 
 class Prompt(NamedTuple):
     """The prompt of one row, or why there is none.
 
     Args:
-        token_ids: int32; also given where the prompt is too long.
+        token_ids: int32; also there where the prompt is too long.
         error: "" or "Type: message".
         is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
         num_special: special tokens of the model in the texts of the row.
-        payload: what the backend is sent beside the ids, or in their place, JSON; None sends the
-            ids alone.
+        payload: JSON for the backend, with the ids or in their place; None sends the ids alone.
         cuttable: tokens that may be cut where the prompt is too long, from and to; None cuts any.
-        num_images: that stand among the ids.
-        asked_ids: that an engine is given where stand-ins for images are among the ids; None gives
-            those.
+        asked_ids: the ids that an engine gets where `token_ids` has stand-ins for images.
     """
 
     token_ids: TokenIds | None
@@ -69,12 +73,40 @@ def fit_prompt(
     return prompt._replace(token_ids=cut)
 
 
+def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -> Prompt:
+    """Return the prompt of a pooled row as it fits the context, which it may fill; cut or refused.
+
+    What the tokenizer puts around a text, and the query of a document, is never cut.
+    """
+    ids = prompt.token_ids
+    if max_len is None or ids is None or prompt.error or len(ids) <= max_len:
+        return prompt
+    border = json.loads(prompt.payload or "{}").get(DOCUMENT_AT, 0)
+    excess = len(ids) - border - max_len
+    start, stop = prompt.cuttable or (0, len(ids))
+    if max(excess, border - max_len) <= 0:
+        return prompt
+    if on_too_long == "drop":
+        return prompt._replace(is_filtered=True)
+    if on_too_long == "error" or border > max_len or stop - start <= excess:
+        longest = max(len(ids) - border, border)
+        way_out = "set on_too_long to cut or drop such rows, or cut them before"
+        if border > max_len:
+            way_out = "a query is never cut: shorten it, or leave the row out"
+        return prompt._replace(
+            error=f"PromptTooLong: {longest} prompt tokens in a context of {max_len}; {way_out}"
+        )
+    cut = slice(start, start + excess) if on_too_long == "truncate_left" else None
+    cut = cut or slice(stop - excess, stop)
+    # its bounds are not those of the prompt that is left
+    return prompt._replace(token_ids=np.delete(ids, cut), cuttable=None)
+
+
 def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
     """Make a prompt of each value; what a row or a user's function raises is the row's error.
 
     Args:
         values: of each row; an exception is the row's error.
-        make: of a value.
 
     Raises:
         ConfigError: of `make`, which no row can go on with.
@@ -84,15 +116,15 @@ def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[
         try:
             if isinstance(value, Exception):
                 raise InvalidPrompt(str(value))
-            found = make(value)
+            encoded = make(value)
             prompts.append(
                 Prompt(
-                    found.token_ids,
-                    num_special=found.num_special,
-                    payload=found.payload,
-                    cuttable=found.cuttable,
-                    num_images=found.num_images,
-                    asked_ids=found.asked_ids,
+                    encoded.token_ids,
+                    num_special=encoded.num_special,
+                    payload=encoded.payload,
+                    cuttable=encoded.cuttable,
+                    num_images=encoded.num_images,
+                    asked_ids=encoded.asked_ids,
                 )
             )
         except PromptError as error:

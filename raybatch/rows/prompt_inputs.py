@@ -20,9 +20,7 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
             out.
     """
     prompt_column = conventional_column(schema, config)
-    given = (config.prompt, config.messages, config.query)
-    has_prompt = any(option is not None for option in given)
-    if not has_prompt and config.tokenized_prompt is None and prompt_column is None:
+    if not _names_prompt(config) and prompt_column is None:
         raise ConfigError(
             "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "
             "(--prompt or --messages-column in a shell), or name a column so, or return one from "
@@ -55,10 +53,14 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
 
 def conventional_column(schema: pa.Schema, config: StageConfig) -> str | None:
     """Return the column that is taken by its name where no option names the prompts."""
-    given = (config.prompt, config.messages, config.tokenized_prompt, config.query)
-    if any(option is not None for option in given):
+    if _names_prompt(config):
         return None
     return next((name for name in config.conventional_columns if name in schema.names), None)
+
+
+def _names_prompt(config: StageConfig) -> bool:
+    options = (config.prompt, config.messages, config.tokenized_prompt, config.query)
+    return any(option is not None for option in options)
 
 
 def referenced_columns(config: StageConfig) -> list[str]:
@@ -69,14 +71,7 @@ def referenced_columns(config: StageConfig) -> list[str]:
     if config.tokenized_prompt is not None:
         names.append(config.tokenized_prompt)
     names.extend(config.overrides.values())
-    for column in _option_columns(config):
-        if isinstance(column, str):
-            names.append(column)
-    return list(dict.fromkeys(names))
-
-
-def _option_columns(config: StageConfig) -> tuple[object, ...]:
-    return (
+    of_rows: tuple[object, ...] = (
         config.sampling_column,
         config.chat_template_kwargs_column,
         config.tools,
@@ -85,6 +80,8 @@ def _option_columns(config: StageConfig) -> tuple[object, ...]:
         config.lora_column,
         config.id_column,
     )
+    names.extend(column for column in of_rows if isinstance(column, str))
+    return list(dict.fromkeys(names))
 
 
 def column_of(table: pa.Table, name: str) -> pa.ChunkedArray:

@@ -16,21 +16,21 @@ import pyarrow as pa
 from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
-from raybatch.rows.adapters import Adapters
 from raybatch.rows.batches import python_rows, python_values
-from raybatch.rows.images.columns import ImageReader, Images
+from raybatch.rows.image_reader import ImageReader, Images
 from raybatch.rows.options import StageConfig
-from raybatch.rows.pooled_rows import with_pooling
 from raybatch.rows.prompt import Prompt, make_prompts
 from raybatch.rows.prompt_inputs import check_inputs, column_of, conventional_column
-from raybatch.rows.template import PromptTemplate
-from raybatch.rows.tools import (
+from raybatch.rows.row_options import (
     TOOLS,
+    Adapters,
     chat_payload,
-    read_options,
-    row_columns,
-    stage_options,
+    read_template_options,
+    stage_template_options,
+    template_columns,
+    with_pooling,
 )
+from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import InvalidPrompt
 from raybatch.text.pairs import read_pair, with_frame
 from raybatch.text.prompt_tokenizer import PromptTokenizer
@@ -45,7 +45,6 @@ class PromptReader:
     Args:
         config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first of
             its `conventional_columns` that is there is taken, `prompt` as a template of its own.
-        tokenizer: of the model.
 
     Raises:
         ConfigError: the stage needs a chat template and the model has none.
@@ -67,7 +66,7 @@ class PromptReader:
         self._read_pair = None if config.query is None else _pair_reader(config, tokenizer)
         self._images = ImageReader(config, tokenizer.vocab_size)
         self._adapters = Adapters(config)
-        self._stage_options = stage_options(config)
+        self._stage_options = stage_template_options(config)
         self._is_parsed = not type_of(config.backend).is_endpoint and bool(config.output.parsed)
         template = config.chat_template
         if config.tools is not None and not tokenizer.template_reads(TOOLS, chat_template=template):
@@ -121,19 +120,19 @@ class PromptReader:
     def _from_template(
         self, template: PromptTemplate, table: pa.Table, special_tokens: SpecialTokens
     ) -> list[Prompt]:
-        own = self._num_special(literal for literal, _ in template.layout)
+        num_special = self._count_special(literal for literal, _ in template.layout)
 
         def encode(row: tuple[str, Images]) -> Encoded:
             text, images = row
             if self._is_chat:
                 messages = [{"role": "user", "content": text}]
-                return self._encode_messages(messages, own, images=images)
+                return self._encode_messages(messages, num_special, images=images)
             if not text:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
-            found = self._tokenizer.read(text, special_tokens=special_tokens).without(own)
+            encoded = self._tokenizer.read(text, special_tokens=special_tokens).without(num_special)
             if self._config.task != "generate":
-                found = with_frame(found, self._tokenizer)
-            return self._images.put_in(found, images)
+                encoded = with_frame(encoded, self._tokenizer)
+            return self._images.put_in(encoded, images)
 
         texts, errors = template.render_column(table)
         images = self._images.of_rows(table)
@@ -147,13 +146,13 @@ class PromptReader:
         self, table: pa.Table, query: str, document: str, read: Callable[[str, str], Encoded]
     ) -> list[Prompt]:
         templates = [PromptTemplate(query), PromptTemplate(document)]
-        own = self._num_special(literal for t in templates for literal, _ in t.layout)
+        num_special = self._count_special(literal for t in templates for literal, _ in t.layout)
         (queries, errors), (documents, others) = (t.render_column(table) for t in templates)
         errors = [one or other for one, other in zip(errors, others, strict=True)]
 
         pairs = zip(queries, documents, strict=True)
         good = ((one, other) for one, other in pairs if one is not None and other is not None)
-        encoded = iter(make_prompts(good, lambda pair: read(*pair).without(own)))
+        encoded = iter(make_prompts(good, lambda pair: read(*pair).without(num_special)))
         return [Prompt(None, error) if error else next(encoded) for error in errors]
 
     def _from_messages(self, table: pa.Table) -> list[Prompt]:
@@ -166,25 +165,25 @@ class PromptReader:
         assert messages is not None, "read() asks for messages only where they are set"
         templates = [(m, PromptTemplate(m["content"])) for m in messages]
         fields = sorted(set().union(*(t.fields for _, t in templates)))
-        own = self._num_special(literal for _, t in templates for literal, _ in t.layout)
+        num_special = self._count_special(literal for _, t in templates for literal, _ in t.layout)
         return make_prompts(
             python_rows(table.select(fields)),
             lambda row: self._encode_messages(
-                [{**m, "content": t.render(row)} for m, t in templates], own
+                [{**m, "content": t.render(row)} for m, t in templates], num_special
             ),
         )
 
     def _from_column(self, table: pa.Table, name: str) -> list[Prompt]:
         values = python_values(column_of(table, name))
-        if not row_columns(self._config) and not self._images.has_column(table):
+        if not template_columns(self._config) and not self._images.has_column(table):
             return make_prompts(values, self._encode_messages)
 
         def encode(row: tuple[Any, Any, Any]) -> Encoded:
-            messages, own, images = row
-            return self._encode_messages(messages, template_options=own, images=images)
+            messages, options, images = row
+            return self._encode_messages(messages, template_options=options, images=images)
 
         images = self._images.of_rows(table)
-        rows = zip(values, read_options(table, self._config), images, strict=True)
+        rows = zip(values, read_template_options(table, self._config), images, strict=True)
         return make_prompts((_or_failed(row) for row in rows), encode)
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
@@ -197,7 +196,7 @@ class PromptReader:
             lambda row: self._images.put_in(self._check_ids(row[0]), row[1]),
         )
 
-    def _num_special(self, literals: Iterable[str]) -> int:
+    def _count_special(self, literals: Iterable[str]) -> int:
         """Return the special tokens that texts of the job itself hold."""
         return sum(map(self._tokenizer.count_special, literals))
 
@@ -220,34 +219,34 @@ class PromptReader:
     def _encode_messages(
         self,
         messages: Any,  # noqa: ANN401 - data of a row
-        own: int = 0,
+        num_special: int = 0,
         *,
         template_options: Mapping[str, Any] | None = None,
         images: Images = (),
     ) -> Encoded:
-        """Return the prompt of messages; `own` special tokens in them are the job's."""
+        """Return the prompt of messages; `num_special` special tokens in them are the job's own."""
         config = self._config
         if isinstance(messages, str):
             messages = _parse_messages(messages)
-        messages, found_images = self._images.take_out(messages, images)
+        messages, images = self._images.take_out(messages, images)
         if config.system is not None and isinstance(messages, Sequence) and messages:
             first = messages[0]
             if not (isinstance(first, Mapping) and first.get("role") == "system"):
                 messages = [{"role": "system", "content": config.system}, *messages]
-                own += self._num_special([config.system])
+                num_special += self._count_special([config.system])
         options = {**self._stage_options, **(template_options or {})}
-        found = self._tokenizer.read_chat(
+        encoded = self._tokenizer.read_chat(
             messages,
             chat_template=config.chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
             row_options=options,
             special_tokens=config.special_tokens,
-            has_images=bool(found_images),
-        ).without(own)
+            has_images=bool(images),
+        ).without(num_special)
         if self._is_parsed:
-            told = {**config.chat_template_kwargs, **options}
-            found = found._replace(payload=chat_payload(told))
-        return self._images.put_in(found, found_images)
+            payload = chat_payload({**config.chat_template_kwargs, **options})
+            encoded = encoded._replace(payload=payload)
+        return self._images.put_in(encoded, images)
 
 
 def _or_failed(row: tuple[Any, ...]) -> Any:  # noqa: ANN401 - data of a row

@@ -16,7 +16,7 @@ ROW_ID = "row_id"
 
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 _TOOL_CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)])
-# what is told beside the text of a sample, where it is asked for
+# parts of a sample beside its text, added where a parser is set
 PARSED_COLUMNS: Mapping[str, pa.DataType] = {
     REASONING: pa.string(),
     TOOL_CALLS: pa.list_(_TOOL_CALL),
@@ -55,7 +55,6 @@ class OutputSchema:
 
     Args:
         num_samples: samples per row; above 1 the columns of a sample become lists.
-        has_logprobs: add the column `logprobs`.
         prefix: put before every name, for a second stage over the same rows.
         task: of the stage; where nothing is generated, the columns of generated text make room for
             the numbers.

@@ -9,7 +9,7 @@ import decimal
 import math
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +52,6 @@ class PromptTemplate:
 
     Two braces stand for one. A format spec after a colon works on numbers and strings.
 
-    Args:
-        text: the template.
-
     Raises:
         ConfigError: the template is malformed or asks for more than a column's value.
 
@@ -87,12 +84,8 @@ class PromptTemplate:
             ConfigError: the row has no such column.
             InvalidPrompt: a value is null, not valid UTF-8, or of a type that is no text.
         """
-        values = {}
-        for name in self.fields:
-            if name not in row:
-                self.check(row)
-            values[name] = _check_value(name, row[name])
-        return self._fill(values)
+        self.check(row)
+        return self._fill([row[name] for name in self.fields])
 
     def render_column(self, table: pa.Table) -> tuple[list[str | None], list[str]]:
         """Render every row of a table.
@@ -103,16 +96,10 @@ class PromptTemplate:
         Raises:
             ConfigError: the table lacks a column.
         """
-        self.check(table.column_names)
-        columns = [_read_column(table[name]) for name in self.fields]
         prompts: list[str | None] = []
         errors: list[str] = []
-        for idx in range(table.num_rows):
+        for values in self._values(table):
             try:
-                values = {
-                    name: _check_value(name, column[idx])
-                    for name, column in zip(self.fields, columns, strict=True)
-                }
                 prompts.append(self._fill(values))
                 errors.append("")
             except PromptError as error:
@@ -132,20 +119,27 @@ class PromptTemplate:
         Raises:
             ConfigError: the table lacks a column.
         """
-        self.check(table.column_names)
-        columns = [_read_column(table[name]) for name in self.fields]
         formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
-        # without fields the zip would have no rows
-        for row in zip(*columns, strict=True) if columns else [()] * table.num_rows:
+        for values in self._values(table):
             try:
                 yield tuple(
                     _format(name, _check_value(name, value), formats[name])
-                    for name, value in zip(self.fields, row, strict=True)
+                    for name, value in zip(self.fields, values, strict=True)
                 )
             except PromptError:
                 yield None
 
-    def _fill(self, values: Mapping[str, object]) -> str:
+    def _values(self, table: pa.Table) -> Iterable[Sequence[object]]:
+        """Return the values of `fields` for every row."""
+        self.check(table.column_names)
+        columns = [_read_column(table[name]) for name in self.fields]
+        # without fields the zip would have no rows
+        return zip(*columns, strict=True) if columns else [()] * table.num_rows
+
+    def _fill(self, row: Sequence[object]) -> str:
+        values = {
+            name: _check_value(name, value) for name, value in zip(self.fields, row, strict=True)
+        }
         parts = []
         for piece in self._pieces:
             parts.append(piece.literal)

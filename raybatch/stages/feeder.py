@@ -6,7 +6,7 @@ Rendering, tokenizing and finishing are plain functions in their own modules.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,19 +17,19 @@ from raybatch.actors.ray_errors import message_kept
 from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.backends.choice import BackendChoice
 from raybatch.durable.journal import ROW
-from raybatch.errors import RowError
+from raybatch.errors import ReplicaError, RowError
 from raybatch.records.types import PoolStats
 from raybatch.rows.batches import to_table
-from raybatch.rows.finish import finish_rows
+from raybatch.rows.finish import AnsweredRows, finish_rows
 from raybatch.rows.options import StageConfig
-from raybatch.rows.plan_columns import PlannedRows, take_off
-from raybatch.rows.prepare import Prepared, prepare
+from raybatch.rows.plan_columns import take_off
+from raybatch.rows.prepare import prepare
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
-from raybatch.stages.open_call import Answered, Asked, OpenCall
+from raybatch.stages.prepared_batch import PreparedBatch
 from raybatch.stages.unit_watch import PlacedWatch
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
@@ -37,6 +37,8 @@ from raybatch.stages.unit_watch import PlacedWatch
 CALLS_PER_FEEDER = 16
 _REPLICAS_PER_FEEDER = 8
 _ROWS_PER_CALL = 256
+# for the journals of units that fail together
+_KEEP_S = 10.0
 # beside engines that hold CPUs, a part of one would keep the last whole one from reading tasks
 _CPUS_PER_FEEDER = 0
 
@@ -48,10 +50,6 @@ class StageFeeder:
     and those of `raybatch.rows.schema`.
 
     Attributes:
-        config: options of the stage.
-        pool: of its engines.
-        client: name under which its rows are counted.
-        is_mapped: over a dataset by the user, and not by a job.
         choice: why the backend is what it is; None where the user named it, or nobody decided yet.
     """
 
@@ -59,12 +57,11 @@ class StageFeeder:
     config: StageConfig
     pool: ClassVar[PoolHandle]
     client: ClassVar[str]
-    is_mapped: ClassVar[bool] = True
     choice: ClassVar[BackendChoice | None] = None
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
-        self._hint = FewRowsHint(CALLS_PER_FEEDER, is_mapped=self.is_mapped)
+        self._hint = FewRowsHint(CALLS_PER_FEEDER)
         self._all_failed_alarm = AllFailedAlarm()
         self._no_cpu_hint = NoCpuHint()
         self._no_cpu_hint.start()
@@ -93,63 +90,82 @@ class StageFeeder:
         """
         self._no_cpu_hint.stop()
         with message_kept():
-            return await self._answer(batch)
+            return await self._map(to_table(batch))
 
-    async def _answer(
+    async def _map(self, table: pa.Table) -> pa.Table:
+        with self._hint.holding(table.num_rows):
+            return await self._answer(await self._prepare(table))
+
+    async def _prepare(
         self,
-        batch: Any,  # noqa: ANN401
+        table: pa.Table,
         *,
         changes: Mapping[str, Any] | None = None,
-        call: OpenCall | None = None,
-    ) -> pa.Table:
-        """Answer a row batch; with `changes` of the sampling options it is asked once more.
+        watch: PlacedWatch | None = None,
+    ) -> PreparedBatch:
+        """Render, tokenize and check rows.
 
         Args:
-            batch: of any format.
-            changes: of the sampling options.
-            call: is told what is asked under its name; its watch, if any, is of these rows.
+            table: may carry the columns of a plan.
+            changes: of the sampling options, where the rows are retried.
         """
         if self._failure is not None:
             raise self._failure
-        table, planned = take_off(to_table(batch))
+        table, planned = take_off(table)
         input_errors = None
         if (column := self.config.input_error_column) is not None:
             input_errors = column_of(table, column).to_pylist()
             table = table.drop_columns([column])
         self._check_columns(table.schema)
-        call = call or OpenCall(name="")
-        watch = call.watch
-        # rows that are asked again are no further rows of the run
-        client = self.client if changes is None else again_client(self.client)
-        with self._hint.holding(table.num_rows):
-            prepared = await asyncio.to_thread(
-                self._prepare, table, input_errors, planned, changes, watch
+        prepared = await asyncio.to_thread(
+            prepare,
+            table,
+            config=self._config_for(table.schema),
+            reader=self._reader,
+            max_model_len=self._max_model_len,
+            input_errors=input_errors,
+            planned=planned,
+            changes=changes,
+            refused=None if watch is None else watch.given_up(),
+        )
+        batch = PreparedBatch(
+            table=table,
+            prepared=prepared,
+            group_ids=None if planned is None else planned.group_ids,
+            # retried rows are no further rows of the run
+            client=self.client if changes is None else retry_client(self.client),
+            watch=None if watch is None else watch.take(prepared.rows),
+        )
+        self._raise_first(prepared.row_ids, batch.prompt_errors)
+        self._all_failed_alarm.see(batch.prompt_errors)
+        await self.pool.note_outside(
+            table.num_rows - len(prepared.rows),
+            _error_classes(batch.prompt_errors),
+            client=batch.client,
+        )
+        return batch
+
+    async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
+        """Return prepared rows with their answers.
+
+        Args:
+            name: of the call in the pool, see `PoolHandle.generate`.
+        """
+        prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
+        if prepared.rows:
+            results = await self.pool.generate(
+                prepared.requests,
+                prepared.samplings,
+                client=batch.client,
+                name=name,
+                watch=batch.watch,
             )
-            prompt_errors = [prompt.error for prompt in prepared.prompts]
-            self._all_failed_alarm.see(prompt_errors)
-            unasked = _classes(prompt_errors)
-            num_unasked = table.num_rows - len(prepared.rows)
-            await self.pool.note_outside(num_unasked, unasked, client=client)
-            group_ids = None if planned is None else planned.group_ids
-            asked = Asked(table=table, prepared=prepared, group_ids=group_ids)
-            results = RESULT_SCHEMA.empty_table()
-            call = call or OpenCall(name="")
-            call.special = [prompt.num_special for prompt in prepared.prompts]
-            if prepared.rows:
-                call.asked = asked
-                call.watch = None if watch is None else watch.take(prepared.rows)
-                results = await self.pool.generate(
-                    prepared.requests,
-                    prepared.samplings,
-                    client=client,
-                    name=call.name,
-                    watch=call.watch,
-                )
-            finished = await asyncio.to_thread(self._finish, asked.answered(results))
-            errors = _classes(self._errors_of(finished))
-            errors -= unasked + _classes(results.column("error").to_pylist())
-            await self.pool.note_outside(0, errors, client=client)
-            return finished
+        finished = await asyncio.to_thread(self._finish, batch.with_all(results))
+        # the others are counted by the engines, or were before
+        counted = [*batch.prompt_errors, *results.column("error").to_pylist()]
+        errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
+        await self.pool.note_outside(0, errors, client=batch.client)
+        return finished
 
     @classmethod
     def map_options(cls, *, batch_size: int | None = _ROWS_PER_CALL) -> dict[str, Any]:
@@ -182,9 +198,9 @@ class StageFeeder:
         """Return the state of the pool and what it did for this stage; jobs count by themselves.
 
         Args:
-            again: count rows that waves have asked again, and no others.
+            again: count rows that waves have retried, and no others.
         """
-        return cls.pool.stats(again_client(cls.client) if again else cls.client)
+        return cls.pool.stats(retry_client(cls.client) if again else cls.client)
 
     @classmethod
     def settled(cls, *, began_with: str | None = None, connect: bool = True) -> "type[StageFeeder]":
@@ -201,8 +217,8 @@ class StageFeeder:
             return cls
         pool, choice = cls.pool.settled(began_with=began_with, connect=connect)
         config = replace(cls.config, backend=pool.spec.backend)
-        own = {"config": config, "pool": pool, "choice": choice}
-        return type(cls.__name__, (cls,), own)
+        attributes = {"config": config, "pool": pool, "choice": choice}
+        return type(cls.__name__, (cls,), attributes)
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
@@ -228,43 +244,18 @@ class StageFeeder:
             return self.config
         return replace(self.config, id_column=ROW_ID)
 
-    def _prepare(
-        self,
-        table: pa.Table,
-        input_errors: list[str] | None,
-        planned: PlannedRows | None,
-        changes: Mapping[str, Any] | None,
-        watch: PlacedWatch | None,
-    ) -> Prepared:
-        prepared = prepare(
-            table,
-            config=self._config_for(table.schema),
-            reader=self._reader,
-            max_model_len=self._max_model_len,
-            input_errors=input_errors,
-            planned=planned,
-            changes=changes,
-            refused=None if watch is None else watch.given_up(),
-        )
-        if self.config.on_error == "raise":
-            for row_id, prompt in zip(prepared.row_ids, prepared.prompts, strict=True):
-                _raise_if(row_id, prompt.error)
-        return prepared
-
-    def _finish(self, answered: Answered) -> pa.Table:
-        finished = finish_rows(
-            answered.table,
-            row_ids=answered.row_ids,
-            prompts=answered.prompts,
-            answers=answered.answers,
-            tokenizer=self._tokenizer,
-            output=self.config.output,
-            group_ids=answered.group_ids,
-        )
-        if self.config.on_error == "raise":
-            for row_id, error in zip(answered.row_ids, self._errors_of(finished), strict=True):
-                _raise_if(row_id, error)
+    def _finish(self, answered: AnsweredRows) -> pa.Table:
+        finished = finish_rows(answered, tokenizer=self._tokenizer, output=self.config.output)
+        self._raise_first(answered.row_ids, self._errors_of(finished))
         return finished
+
+    def _raise_first(self, row_ids: Sequence[str], errors: Sequence[str]) -> None:
+        """Raise RowError for the first row with an error, where the stage is to end with it."""
+        if self.config.on_error != "raise":
+            return
+        for row_id, error in zip(row_ids, errors, strict=True):
+            if error:
+                raise RowError(f"row {row_id!r}: {error}")
 
     def _errors_of(self, finished: pa.Table) -> list[str]:
         return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]
@@ -279,15 +270,22 @@ def _num_feeders(config: StageConfig) -> int:
     return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
 
 
-def again_client(client: str) -> str:
-    """Return the name under which rows of a client that waves ask again are counted."""
+def retry_client(client: str) -> str:
+    """Return the name under which rows that waves retry for a client are counted."""
     return f"{client}-again"
 
 
-def _classes(errors: Sequence[str]) -> Counter[str]:
+def _error_classes(errors: Sequence[str]) -> Counter[str]:
     return Counter(error_class(error) for error in errors if error)
 
 
-def _raise_if(row_id: str, error: str) -> None:
-    if error:
-        raise RowError(f"row {row_id!r}: {error}")
+async def end_calls(calls: Collection[asyncio.Future[Any]], error: BaseException) -> None:
+    """Cancel the calls that still run after another one has failed, and wait for their ends.
+
+    Where no engine is left all of them fail, and have time to keep what is finished.
+    """
+    if calls and isinstance(error, ReplicaError):
+        await asyncio.wait(calls, timeout=_KEEP_S)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

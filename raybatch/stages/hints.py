@@ -1,4 +1,4 @@
-"""What a feeder tells its user once.
+"""Warnings that a feeder logs once.
 
 Ray forwards the log lines of its workers to the driver's terminal.
 """
@@ -28,11 +28,9 @@ class FewRowsHint:
 
     Args:
         calls_per_feeder: calls in flight where the dataset is mapped as it should be.
-        is_mapped: by the user; who runs a job has no say in how many rows come at once.
     """
 
-    def __init__(self, calls_per_feeder: int, *, is_mapped: bool = True) -> None:
-        self._is_mapped = is_mapped
+    def __init__(self, calls_per_feeder: int) -> None:
         self._calls_per_feeder = calls_per_feeder
         self._num_calls = 0
         self._num_rows = 0
@@ -48,8 +46,7 @@ class FewRowsHint:
         finally:
             self._num_rows -= num_rows
             self._num_calls += 1
-            is_time = self._is_mapped and self._num_calls == _CALLS_BEFORE_HINT
-            if is_time and self._most_rows < _FEW_ROWS:
+            if self._num_calls == _CALLS_BEFORE_HINT and self._most_rows < _FEW_ROWS:
                 logger.warning(
                     "Ray hands over at most %d rows at once, too few to fill the engines; "
                     "stage.apply(ds) in place of ds.map_batches(stage) keeps %d row batches in "
@@ -85,11 +82,11 @@ class NoCpuHint:
             threading.Thread(target=self.look, name="raybatch-no-cpu-hint", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more: rows have come."""
+        """Look no more: rows have arrived."""
         self._has_rows.set()
 
     def look(self) -> None:
-        """Wait for rows, and say so where none come and no CPU is left."""
+        """Wait for rows, and warn where none arrive and no CPU is left."""
         for wait_s in self._waits_s:
             if self._has_rows.wait(wait_s):
                 return

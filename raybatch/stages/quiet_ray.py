@@ -1,4 +1,4 @@
-"""What Ray says of its own works, kept off the terminal of a command; its log files keep it."""
+"""Ray's messages about itself, kept off the terminal of a command; its log files have them."""
 
 import logging
 import os
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-# A worker that died is told by the pool, with the rows that it had; a task that is tried again is
-# no news. The rest is C++: lines with file and number, and the stack of a signal.
+# The pool reports a worker that died, with the rows that it had; a task that is tried again tells
+# nothing. The rest is C++: lines with file and number, and the stack of a signal.
 NOISE = "|".join(
     (
         r"^A worker died or was killed while executing a task",
@@ -44,7 +44,7 @@ def skip_noise_of_workers() -> None:
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Pass on what this process writes to standard error, but for what its part of Ray says.
+    """Pass on what this process writes to standard error, except what Ray's core writes.
 
     Ray's core writes to the file descriptor, past `sys.stderr`, into the middle of a display. What
     Python writes goes to where it went.
@@ -67,12 +67,12 @@ def quiet_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        own, sys.stderr = sys.stderr, stderr
-        own.flush()
+        replaced, sys.stderr = sys.stderr, stderr
+        replaced.flush()
         # closes the last end to write into, unless a child of this process has it
         os.dup2(ours, 2)
         thread.join(timeout=1.0)
-        own.close()
+        replaced.close()
 
 
 def _pass_on(reader: int) -> None:

@@ -1,12 +1,17 @@
-"""How Ray starts for a command, and how Ray Data runs what ends in units."""
+"""How Ray starts for a command, how Ray Data runs what ends in units, and feeders as its actors."""
 
 import logging
+from collections.abc import Generator, Sequence
 from typing import Any
 
+import pyarrow as pa
 import ray
 
 # its loggers have their handlers once it is imported
 import ray.data
+
+from raybatch.actors.ray_errors import errors_told_once, own_cause
+from raybatch.stages.feeder import StageFeeder
 
 
 def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
@@ -21,10 +26,10 @@ def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
 
 
 def start_ray() -> None:
-    """Start or join Ray and keep what it says in its log files.
+    """Start or join Ray and keep its messages in its log files.
 
     What Ray and Ray Data say about every execution would drown the progress of the job; an error
-    that ends the job is told once, by who runs it.
+    that ends the job is reported once, by the caller.
     """
     if not ray.is_initialized():
         ray.init(logging_level=logging.ERROR)
@@ -35,3 +40,22 @@ def start_ray() -> None:
         )
         if is_console and handler not in others:
             handler.setLevel(logging.CRITICAL)
+
+
+def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
+    """Yield what feeders return, as it comes.
+
+    Args:
+        rows: a dataset of Ray, or tables.
+    """
+    dataset = ray.data.from_arrow(list(rows)) if isinstance(rows, Sequence) else rows
+    settle_context(dataset)
+    dataset.context.enable_progress_bars = False
+    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
+    dataset.context.issue_detectors_config.detectors = []
+    try:
+        with errors_told_once():
+            answered = feeder.apply(dataset, batch_size=None)
+            yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
+    except Exception as error:
+        raise own_cause(error) or error from None

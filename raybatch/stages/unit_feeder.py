@@ -7,14 +7,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.ray_errors import message_kept
 from raybatch.config import WaveConfig
 from raybatch.durable import journal
 from raybatch.durable.fault_points import reach
@@ -22,19 +21,16 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
-from raybatch.rows.batches import to_table
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.ending_calls import end_calls
-from raybatch.stages.feeder import StageFeeder, again_client
-from raybatch.stages.open_call import OpenCall
-from raybatch.stages.receipts import RECEIPT_SCHEMA, UnitReceipt
-from raybatch.stages.unit_watch import UnitWatch
-from raybatch.stages.unit_writer import SPECIAL, UnitWriter
+from raybatch.stages.feeder import StageFeeder, end_calls, retry_client
+from raybatch.stages.prepared_batch import PreparedBatch
+from raybatch.stages.unit_watch import PlacedWatch, UnitWatch
+from raybatch.stages.unit_writer import RECEIPT_SCHEMA, SPECIAL, UnitReceipt, UnitWriter
 
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
-# rows of a unit that are asked for together: finished ones can be kept before the unit is complete
+# rows of one call of the pool: finished ones can be kept before the unit is complete
 _ROWS_PER_CALL = 256
 _MAX_ROWS_PER_CALL = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
@@ -43,88 +39,132 @@ _WAKE_S = 1.0
 _T = TypeVar("_T")
 
 
-class PlacedFeeder(StageFeeder):
-    """A stage that says of finished rows where they belong, as the journal does.
+class PlacedRows:
+    """Planned rows of one call of the pool, and how far they are.
+
+    Args:
+        places: columns of the journal, position in the unit and number in the source.
+        name: of the call in the pool, the same for whoever answers these rows after a process died.
+        watch: of the rows; None where they are of no unit.
 
     Attributes:
-        waves: rules by which rows are asked again, one after the other.
+        batch: the rows as the pool has them; None while they are being prepared.
+        num_seen: results that `PlacedFeeder` has looked at before the call ends.
+    """
+
+    def __init__(
+        self,
+        table: pa.Table,
+        places: Mapping[str, pa.ChunkedArray],
+        *,
+        name: str,
+        watch: PlacedWatch | None,
+    ) -> None:
+        self.table = table
+        self.places = places
+        self.name = name
+        self.watch = watch
+        self.batch: PreparedBatch | None = None
+        self.num_seen = 0
+
+    @classmethod
+    def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
+        """Read the places from the columns of the plan.
+
+        Args:
+            unit: that they are of, where they are of one.
+            name: where the rows are some of a call that has a name.
+        """
+        units, positions = places(table)
+        place_bytes = units.tobytes() + positions.tobytes()
+        name = name or hashlib.blake2b(place_bytes, digest_size=16).hexdigest()
+        columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
+        watch = None if unit is None else unit.at(positions)
+        return cls(table, columns, name=name, watch=watch)
+
+    def given_up(self) -> Set[int]:
+        """Return the rows that are not tried any more."""
+        return frozenset() if self.watch is None else self.watch.given_up().keys()
+
+    def name_in_wave(self, number: int) -> str:
+        """Return the name of the call that retries some of these rows."""
+        return f"{self.name}-{number}"
+
+
+class PlacedFeeder(StageFeeder):
+    """A stage that adds to finished rows where they belong, as the journal does.
+
+    Attributes:
+        waves: rules by which rows are retried, one after the other.
     """
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
-    is_mapped: ClassVar[bool] = False
 
-    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
-        self._no_cpu_hint.stop()
-        with message_kept():
-            rows = PlacedRows.of(to_table(batch))
-            finished = await self._answer_placed(rows)
-            self._forget([rows])
-            return finished
+    async def _map(self, table: pa.Table) -> pa.Table:
+        rows = PlacedRows.of(table)
+        finished = await self._answer_placed(rows)
+        self._forget([rows])
+        return finished
 
-    async def _answer_placed(self, rows: "PlacedRows") -> pa.Table:
-        # what was too much for engines in earlier runs is asked in no wave of this one
-        left_out = rows.given_up()
-        finished = await self._answer(rows.table, call=rows.call)
+    async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
+        # no wave retries what was too much for engines in earlier runs
+        given_up = rows.given_up()
+        rows.batch = batch = await self._prepare(rows.table, watch=rows.watch)
+        finished = await self._answer(batch, name=rows.name)
         for number, wave in enumerate(self.waves):
-            again = OpenCall(name=_wave_name(rows.call.name, number))
-            finished = await self._ask_again(rows.table, finished, wave, again, left_out)
-        special = pa.array(rows.call.special, pa.int64())
-        return with_columns(finished, {**rows.places, SPECIAL: special})
+            name = rows.name_in_wave(number)
+            finished = await self._retry(rows.table, finished, wave, name, given_up)
+        return with_columns(finished, _journal_columns(rows, batch))
 
-    def _forget(self, asked: Sequence["PlacedRows"]) -> None:
-        """Let the pool forget rows that need not be asked for again."""
-        names = [rows.call.name for rows in asked]
-        self.pool.forget(names, client=self.client)
+    def _forget(self, calls: Sequence[PlacedRows]) -> None:
+        """Let the pool forget rows that no later feeder will ask for."""
+        self.pool.forget([rows.name for rows in calls], client=self.client)
         for number in range(len(self.waves)):
-            again = [_wave_name(name, number) for name in names]
-            self.pool.forget(again, client=again_client(self.client))
+            names = [rows.name_in_wave(number) for rows in calls]
+            self.pool.forget(names, client=retry_client(self.client))
 
-    async def _placed_so_far(self, rows: "PlacedRows") -> pa.Table | None:
-        """Return what is finished of rows that are being answered, and was not returned before.
+    async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
+        """Return the finished ones of rows that are being answered, each once.
 
         Returns:
-            The rows; None where there are none. Those that a wave would ask again are left out.
+            The rows; None where there are none. Those that a wave would retry are left out.
         """
-        call, asked = rows.call, rows.call.asked
-        if asked is None:
+        batch = rows.batch
+        if batch is None or not batch.prepared.rows:
             return None
-        results, call.num_seen = await self.pool.so_far(
-            client=self.client, name=call.name, num_seen=call.num_seen, watch=call.watch
+        results, rows.num_seen = await self.pool.so_far(
+            client=self.client, name=rows.name, num_seen=rows.num_seen, watch=batch.watch
         )
         if not results.num_rows:
             return None
-        positions, answered = asked.answered_so_far(results)
+        positions, answered = batch.with_some(results)
         finished = await asyncio.to_thread(self._finish, answered)
         statuses = row_statuses(finished, self.config.output)
         again = {status for wave in self.waves for status in wave.on}
         is_final = pa.array([status not in again for status in statuses], pa.bool_())
-        columns = {**rows.places, SPECIAL: pa.array(call.special, pa.int64())}
+        columns = _journal_columns(rows, batch)
         chosen = {name: column.take(pa.array(positions)) for name, column in columns.items()}
         return with_columns(finished, chosen).filter(is_final)
 
-    async def _ask_again(
-        self,
-        table: pa.Table,
-        finished: pa.Table,
-        wave: WaveConfig,
-        call: OpenCall,
-        left_out: Set[int],
+    async def _retry(
+        self, table: pa.Table, finished: pa.Table, wave: WaveConfig, name: str, given_up: Set[int]
     ) -> pa.Table:
         """Return finished rows where those that the rule is for have a new result.
 
         A row that has text keeps it where the new result is an error.
         """
         statuses = row_statuses(finished, self.config.output)
-        wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in left_out]
+        wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in given_up]
         chosen = np.array(wanted, np.int64)
         if not len(chosen):
             return finished
-        again = await self._answer(table.take(chosen), changes=wave.sampling, call=call)
-        name = self.config.output_prefix + "attempts"
-        place = again.column_names.index(name)
-        before = finished.column(name).take(chosen)
-        attempts = pc.add(again.column(name), before).cast(pa.int32())
-        again = again.set_column(place, again.schema.field(name), attempts)
+        batch = await self._prepare(table.take(chosen), changes=wave.sampling)
+        again = await self._answer(batch, name=name)
+        column = self.config.output_prefix + "attempts"
+        place = again.column_names.index(column)
+        before = finished.column(column).take(chosen)
+        attempts = pc.add(again.column(column), before).cast(pa.int32())
+        again = again.set_column(place, again.schema.field(column), attempts)
         is_taken = np.array(
             [
                 new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES
@@ -136,46 +176,17 @@ class PlacedFeeder(StageFeeder):
         return pa.concat_tables([finished, again]).take(source)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedRows:
-    """Planned rows that are asked for together.
-
-    Args:
-        table: the rows.
-        places: columns of the journal, position in the unit and number in the source.
-        call: of the pool; its name is the same for whoever answers these rows after a process died.
-    """
-
-    table: pa.Table
-    places: Mapping[str, pa.ChunkedArray]
-    call: OpenCall
-
-    @classmethod
-    def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
-        """Read the places from the columns of the plan; with all that is known of the rows.
-
-        Args:
-            table: the rows.
-            unit: that they are of, where they are of one.
-            name: where the rows are some of a call that has a name.
-        """
-        units, positions = places(table)
-        said = units.tobytes() + positions.tobytes()
-        name = name or hashlib.blake2b(said, digest_size=16).hexdigest()
-        columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
-        watch = None if unit is None else unit.at(positions)
-        return cls(table=table, places=columns, call=OpenCall(name=name, watch=watch))
-
-    def given_up(self) -> Set[int]:
-        """Return the rows that are not asked any more."""
-        return frozenset() if self.call.watch is None else self.call.watch.given_up().keys()
+def _journal_columns(
+    rows: PlacedRows, batch: PreparedBatch
+) -> dict[str, pa.Array | pa.ChunkedArray]:
+    """Return the columns that finished rows have in the journal beside those of the output."""
+    return {**rows.places, SPECIAL: pa.array(batch.num_special, pa.int64())}
 
 
 class UnitFeeder(PlacedFeeder):
     """A stage that writes.
 
     Attributes:
-        writer: of the run.
         flush_every_s: finished rows of a unit that is not complete are kept so often.
     """
 
@@ -187,24 +198,21 @@ class UnitFeeder(PlacedFeeder):
         self._slots = asyncio.Semaphore(_UNITS_IN_FLIGHT)
         self._is_stopped = False
 
-    async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
+    async def _map(self, table: pa.Table) -> pa.Table:
         """Answer the units of a block, write them, and return a receipt for each.
 
         Raises:
             ConfigError: the sink cannot be written.
             RowError: a row failed and the stage has on_error="raise".
         """
-        self._no_cpu_hint.stop()
-        with message_kept():
-            table = to_table(batch).sort_by(RANK)
-            units, _ = places(table)
-            starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
-            runs = [
-                self._run(int(units[start]), table.slice(start, stop - start))
-                for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
-            ]
-            receipts = [receipt for receipt in await _all_of(runs) if receipt is not None]
-        rows = [receipt.to_row() for receipt in receipts]
+        table = table.sort_by(RANK)
+        units, _ = places(table)
+        starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
+        runs = [
+            self._run(int(units[start]), table.slice(start, stop - start))
+            for start, stop in zip(starts, [*starts[1:], table.num_rows], strict=True)
+        ]
+        rows = [asdict(receipt) for receipt in await _all_of(runs) if receipt is not None]
         return pa.Table.from_pylist(rows, schema=RECEIPT_SCHEMA)
 
     async def _run(self, unit: int, rows: pa.Table) -> UnitReceipt | None:
@@ -227,8 +235,8 @@ class UnitFeeder(PlacedFeeder):
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
             watch = await asyncio.to_thread(UnitWatch.read, self.writer, unit)
-            asked = await self._to_ask(rows, known, watch)
-            finished = await self._finish_unit(watch, asked, known)
+            calls = await self._open_calls(rows, known, watch)
+            finished = await self._finish_unit(watch, calls, known)
             if finished is not None:
                 reach("after_rows", unit=unit)
                 receipt = await asyncio.to_thread(self.writer.deliver, unit, finished)
@@ -236,26 +244,27 @@ class UnitFeeder(PlacedFeeder):
             state = "left" if receipt is None else "written"
             self.pool.note_unit(number, state, client=self.client)
         # what was not finished is cancelled, and what was is in the journal
-        self._forget(asked)
+        self._forget(calls)
         return receipt
 
-    async def _to_ask(self, rows: pa.Table, known: pa.Table, watch: UnitWatch) -> list[PlacedRows]:
+    async def _open_calls(
+        self, rows: pa.Table, known: pa.Table, watch: UnitWatch
+    ) -> list[PlacedRows]:
         """Return the calls of a unit without rows that are in the journal.
 
-        A call whose rows the pool still has from a feeder that died is asked for as it was then.
+        A call that the pool still has from a feeder that died is made again as it was.
         """
-        asked = []
+        open_calls = []
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
             left = _unknown(call, known)
-            name = placed.call.name
-            if left.num_rows == call.num_rows or (
-                left.num_rows and await self.pool.has_named(client=self.client, name=name)
-            ):
-                asked.append(placed)
-            elif left.num_rows:
-                asked.append(PlacedRows.of(left, watch, name=name))
-        return asked
+            if not left.num_rows:
+                continue
+            is_whole = left.num_rows == call.num_rows or await self.pool.has_named(
+                client=self.client, name=placed.name
+            )
+            open_calls.append(placed if is_whole else PlacedRows.of(left, watch, name=placed.name))
+        return open_calls
 
     async def _has_to_stop(self) -> bool:
         if not self._is_stopped:
@@ -263,7 +272,7 @@ class UnitFeeder(PlacedFeeder):
         return self._is_stopped
 
     async def _finish_unit(
-        self, watch: UnitWatch, asked: Sequence[PlacedRows], known: pa.Table
+        self, watch: UnitWatch, calls: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
         """Generate the rows of a unit; what there is of them is kept from time to time.
 
@@ -273,7 +282,7 @@ class UnitFeeder(PlacedFeeder):
         before = frozenset(known.column(POS).to_pylist())
         finished, kept, kept_s = [known], set(before), time.monotonic()
         wake_s = min(_WAKE_S, self.flush_every_s)
-        pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in asked}
+        pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in calls}
         try:
             while pending:
                 done, _ = await asyncio.wait(
@@ -292,26 +301,15 @@ class UnitFeeder(PlacedFeeder):
                     return None
         except ReplicaError:
             # no engine is left, and what is finished may have cost money
-            await self._keep_rest(watch.unit, finished, pending, kept, before)
+            over = [call for call in pending if call.done() and call.exception() is None]
+            finished += [_without(call.result(), before) for call in over]
+            left = [rows for call, rows in pending.items() if call not in over]
+            await self._keep(watch.unit, finished, left, kept)
             raise
         finally:
             for call in pending:
                 call.cancel()
         return self.writer.joined(finished)
-
-    async def _keep_rest(
-        self,
-        unit: int,
-        finished: Sequence[pa.Table],
-        pending: Mapping[asyncio.Task[pa.Table], PlacedRows],
-        kept: Set[int],
-        before: Set[int],
-    ) -> None:
-        """Write to the journal what is finished of a unit whose calls fail."""
-        over = [call for call in pending if call.done() and call.exception() is None]
-        tables = [*finished, *(_without(call.result(), before) for call in over)]
-        left = [rows for call, rows in pending.items() if call not in over]
-        await self._keep(unit, tables, left, kept)
 
     async def _keep(
         self,
@@ -321,12 +319,6 @@ class UnitFeeder(PlacedFeeder):
         kept: Set[int],
     ) -> set[int]:
         """Write to the journal what is finished, also of calls that wait for other rows.
-
-        Args:
-            unit: of the rows.
-            finished: calls that are over.
-            pending: calls that are not.
-            kept: positions that are in the journal.
 
         Returns:
             Positions that came to it.
@@ -348,10 +340,6 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     except BaseException as error:
         await end_calls(tasks, error)
         raise
-
-
-def _wave_name(name: str, number: int) -> str:
-    return f"{name}-{number}"
 
 
 def _unknown(rows: pa.Table, known: pa.Table) -> pa.Table:

@@ -1,36 +1,37 @@
 """Runs planned rows through feeders that write, and collects what comes back."""
 
+import asyncio
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.actors.executors.local_loop import LocalLoop
 from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.durable.storage import store_of, told_as
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
-from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.local_feeding import local_results
-from raybatch.stages.receipts import UnitReceipt
+from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder, end_calls
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
-from raybatch.stages.unit_writer import UnitWriter
+from raybatch.stages.unit_writer import UnitReceipt, UnitWriter
 
 
 class RunObserver(Protocol):
-    """Is told what happens to the units of a run, while it happens."""
+    """Follows the units of a run."""
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
-        """Hear of the plan that runs next, and which units of the whole output are written."""
+        """Take the plan that runs next, and which units of the whole output are written."""
 
     def unit_done(self, receipt: UnitReceipt) -> None:
-        """Hear of a unit that is written."""
+        """Take the receipt of a unit that is written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +39,6 @@ class FeederRunner:
     """Runs planned rows through the feeders of a stage; see `planned.UnitRunner`.
 
     Args:
-        stage: of the run.
-        sink: of the job.
-        schema: of every part.
-        attempt: name of the run.
-        flush_every_s: finished rows of a unit that is not complete are kept so often.
-        observer: hears of the plan and of every unit that is written.
-        waves: rules by which rows are asked again.
         is_local: feeders are objects of this process; with Ray they are actors.
     """
 
@@ -98,19 +92,19 @@ class FeederRunner:
     def _results(self, rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
         if self.is_local:
             return local_results(rows, feeder)
-        from raybatch.stages.ray_feeding import ray_results  # slow to load
+        from raybatch.stages.ray_context import ray_results  # slow to load
 
         return ray_results(rows, feeder)
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
         stage = self.stage
-        own = {
+        of_stage = {
             "config": stage.config,
             "pool": stage.pool,
             "client": stage.client,
             "waves": self.waves,
         }
-        return type(base.__name__, (base,), own | attributes)
+        return type(base.__name__, (base,), of_stage | attributes)
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:
         return UnitWriter(
@@ -121,3 +115,39 @@ class FeederRunner:
             output=self.stage.config.output,
             attempt=self.attempt,
         )
+
+
+def local_results(
+    tables: Iterable[pa.Table], feeder: type[StageFeeder]
+) -> Generator[pa.Table, None, None]:
+    """Yield what a feeder returns for tables, as it comes; the first error ends the others."""
+    left, answer = iter(tables), feeder()
+    pending: set[asyncio.Task[pa.Table]] = set()
+
+    async def turn() -> tuple[list[pa.Table], BaseException | None]:
+        """Wait for some results, with as many calls in flight as there may be; none at the end."""
+        try:
+            for table in islice(left, CALLS_PER_FEEDER - len(pending)):
+                pending.add(asyncio.ensure_future(answer(table)))
+            if not pending:
+                return [], None
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException as broken:
+            await end_calls(pending, broken)
+            raise
+        pending.difference_update(done)
+        errors = [call.exception() for call in done if call.exception() is not None]
+        error = next(iter(errors), None)
+        if error is not None:
+            await end_calls(pending, error)
+        return [call.result() for call in done if call.exception() is None], error
+
+    # the caller's thread may run a loop, as in a notebook, and has to get Ctrl-C
+    with closing(LocalLoop("raybatch-feeder")) as loop:
+        while True:
+            results, error = loop.begin(turn()).result()
+            yield from results
+            if error is not None:
+                raise error
+            if not results:
+                return

@@ -1,4 +1,4 @@
-"""What earlier runs of a unit have left to know of its rows, and where this run's news goes."""
+"""What earlier runs of a unit know of its rows, and where this run keeps what it learns."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,9 +20,6 @@ class UnitWatch:
     """Follows one unit.
 
     Args:
-        writer: of the run.
-        unit: number of the unit.
-        strikes: that earlier runs have left.
         begun: tokens of rows that they did not finish, by position.
     """
 
@@ -35,7 +32,7 @@ class UnitWatch:
 
     @classmethod
     def read(cls, writer: UnitWriter, unit: int) -> "UnitWatch":
-        """Return what lies below the sink of a unit."""
+        """Read what earlier runs have kept of a unit below the sink."""
         return cls(writer, unit, writer.strikes_of(unit), writer.begun_of(unit))
 
     def at(self, positions: npt.NDArray[np.int64]) -> "PlacedWatch":
@@ -43,15 +40,15 @@ class UnitWatch:
         return PlacedWatch(unit=self, positions=positions)
 
     async def note(self, strikes: Strikes) -> None:
-        """Keep deaths for the runs that come."""
+        """Keep deaths for later runs."""
         self.strikes |= strikes
         await asyncio.to_thread(self._writer.keep_strikes, self.unit, strikes)
 
     async def flush(self) -> None:
         """Keep the tokens that rows have gained since the last time."""
-        found = self.begun.take_news()
-        if found is not None:
-            await asyncio.to_thread(self._writer.keep_begun, self.unit, found)
+        tokens = self.begun.take_news()
+        if tokens is not None:
+            await asyncio.to_thread(self._writer.keep_begun, self.unit, tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,7 +56,6 @@ class PlacedWatch:
     """Follows some rows of a unit, as a pool wants it.
 
     Args:
-        unit: that the rows are of.
         positions: int64 [rows], in the unit.
     """
 
@@ -71,7 +67,7 @@ class PlacedWatch:
         return self.unit.at(self.positions[np.asarray(rows, np.intp)])
 
     def given_up(self) -> dict[int, str]:
-        """Return the rows that are not asked any more, each with its error."""
+        """Return the rows that are not tried any more, each with its error."""
         known = self.unit.strikes
         places = enumerate(self.positions.tolist())
         return {row: crash_error(known.crashes[p]) for row, p in places if p in known.given_up}
@@ -100,7 +96,7 @@ class PlacedWatch:
 
 
 def _with_rows(
-    found: pa.RecordBatch, rows: Sequence[int] | npt.NDArray[np.int64]
+    batch: pa.RecordBatch, rows: Sequence[int] | npt.NDArray[np.int64]
 ) -> pa.RecordBatch:
-    place = found.schema.get_field_index(PLACE)
-    return found.set_column(place, found.schema.field(place), pa.array(rows, pa.int32()))
+    place = batch.schema.get_field_index(PLACE)
+    return batch.set_column(place, batch.schema.field(place), pa.array(rows, pa.int32()))

@@ -1,8 +1,11 @@
-"""Writes finished rows below the sink of a job, unit by unit, each exactly once."""
+"""Writes finished rows below the sink of a job, unit by unit, each exactly once; and receipts."""
 
+import os
+import socket
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,10 +29,10 @@ from raybatch.durable.parts import PARQUET
 from raybatch.durable.storage import told_as
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
-from raybatch.planning.movable import movable_schema
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts
+from raybatch.rows.batches import movable_schema
 from raybatch.rows.schema import OutputSchema
 
 # of finished rows: special tokens in their texts, which are counted and not written
@@ -37,14 +40,64 @@ SPECIAL = "__rb_special"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitReceipt:
+    """A unit that is written, as its receipt travels to the driver.
+
+    Args:
+        won: this attempt wrote it; False where another one had.
+        cached_tokens: prompt tokens whose KV came from another row.
+        started: when its rows were handed to the engines, in seconds since 1970.
+    """
+
+    unit: int
+    num_rows: int
+    won: bool
+    num_errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    started: float
+    ended: float
+    host: str
+    pid: int
+
+    @classmethod
+    def of(cls, receipt: Receipt, *, started: float, ended: float) -> "UnitReceipt":
+        """Return the receipt of a unit that this process has written, or found written."""
+        counts = receipt.counts
+        return cls(
+            unit=receipt.unit,
+            num_rows=receipt.num_rows,
+            won=receipt.won,
+            num_errors=sum(error.num_rows for error in counts.errors.values()),
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+            started=started,
+            ended=ended,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+
+_ARROW_TYPES: Mapping[Any, pa.DataType] = {
+    bool: pa.bool_(),
+    float: pa.float64(),
+    int: pa.int64(),
+    str: pa.string(),
+}
+# receipts as Ray carries them
+RECEIPT_SCHEMA = pa.schema(
+    [(field.name, _ARROW_TYPES[field.type]) for field in fields(UnitReceipt)]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnitWriter:
     """What a feeder needs to write units; travels to it.
 
     Args:
-        sink: of the job.
-        store: of the sink; what it can was asked once, where the run began.
-        stored: the plan that holds.
-        schema: of every part.
+        store: of the sink, probed once, where the run began.
         output: the columns of the stage; None where nothing is known of the columns.
         attempt: name of the run, for people alone.
     """
@@ -72,56 +125,56 @@ class UnitWriter:
         return read_strikes(self.store, self._plan.unit(unit), plan_hash=self.stored.hash)
 
     def keep_strikes(self, unit: int, strikes: Strikes) -> None:
-        """Keep rows of a unit that engines have died with, for the attempts that come."""
-        with told_as(self._told):
+        """Keep rows of a unit that engines have died with, for later attempts."""
+        with told_as(self._error_context):
             write_strikes(self.store, self._plan.unit(unit), strikes, plan_hash=self.stored.hash)
 
     def begun_of(self, unit: int) -> Begun:
         """Return the tokens that earlier attempts have of rows that they did not finish."""
         known = Begun()
         place = self._plan.unit(unit)
-        for found in read_begun(self.store, place, BEGUN_SCHEMA, plan_hash=self.stored.hash):
-            known.add(found)
+        for tokens in read_begun(self.store, place, BEGUN_SCHEMA, plan_hash=self.stored.hash):
+            known.add(tokens)
         return known
 
-    def keep_begun(self, unit: int, found: pa.RecordBatch) -> None:
+    def keep_begun(self, unit: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, by position in the unit."""
-        with told_as(self._told):
+        with told_as(self._error_context):
             write_begun(
                 self.store,
                 self._plan.unit(unit),
-                found,
+                tokens,
                 plan_hash=self.stored.hash,
-                attempt=self._mark(),
+                attempt=self._unique_attempt(),
             )
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
-        return pa.concat_tables([in_schema(self._counted(t), self._kept_schema) for t in finished])
+        schema = journal_schema(self._row_schema)
+        return pa.concat_tables([in_schema(self._counted(t), schema) for t in finished])
 
     def flush(self, unit: int, finished: pa.Table) -> None:
         """Keep finished rows of a unit that is not complete."""
-        with told_as(self._told):
+        with told_as(self._error_context):
             write_fragment(
                 self.store,
                 self._plan.unit(unit),
                 finished,
                 plan_hash=self.stored.hash,
-                attempt=self._mark(),
+                attempt=self._unique_attempt(),
             )
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
         """Write a unit, or where rows are missing keep these until the others come.
 
         Args:
-            unit: number of the unit.
             finished: rows of it as the journal has them; those in the journal may be among them.
 
         Returns:
             The receipt; None where rows are missing.
         """
         num_rows = int(self._plan.unit_rows[unit])
-        with told_as(self._told):
+        with told_as(self._error_context):
             if finished.num_rows < num_rows:
                 self.flush(unit, finished)
                 finished = self.journal_of(unit)
@@ -168,8 +221,8 @@ class UnitWriter:
             return finished
         return finished.append_column(SPECIAL, pa.array(np.zeros(finished.num_rows, np.int64)))
 
-    def _mark(self) -> str:
-        """Return a word unlike that of every other attempt."""
+    def _unique_attempt(self) -> str:
+        """Return a name that no other attempt has, of this run or another."""
         return f"{self.attempt}-{uuid.uuid4().hex[:8]}"
 
     @property
@@ -185,11 +238,7 @@ class UnitWriter:
         return schema.append(pa.field(SPECIAL, pa.int64(), nullable=False))
 
     @property
-    def _kept_schema(self) -> pa.Schema:
-        return journal_schema(self._row_schema)
-
-    @property
-    def _told(self) -> str:
+    def _error_context(self) -> str:
         return f"sink {self.sink!r} cannot be written any more, so the job ends"
 
 
@@ -199,19 +248,13 @@ def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
-    """Return the schema of every part: that of whoever asks first."""
+    """Return the schema of every part: that of the first caller."""
     store.create(SCHEMA, schema.serialize().to_pybytes())
     return pa.ipc.read_schema(pa.BufferReader(store.read(SCHEMA)))
 
 
-_units: dict[tuple[str, str], UnitPlan] = {}
-
-
+# of the plan that runs: workers go on to other jobs, and an earlier plan's units go
+@lru_cache(maxsize=1)
 def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
-    """Return the units of a plan, which never change, read once in a process that writes it."""
-    key = sink, stored.hash
-    if key not in _units:
-        # workers go on to other jobs: what was of an earlier one goes
-        _units.clear()
-        _units[key] = read_units(sink, stored)
-    return _units[key]
+    """Return the units of a plan, which never change; a process reads them once."""
+    return read_units(sink, stored)

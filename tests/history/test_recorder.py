@@ -16,7 +16,7 @@ from raybatch.report.history.reading import read_history, run_of, with_unlogged
 from raybatch.report.history.recorder import RunRecorder, new_run_id
 from raybatch.report.history.records import History, RunRecord
 from raybatch.report.history.sampling import Sampler
-from raybatch.stages.receipts import UnitReceipt
+from raybatch.stages.unit_writer import UnitReceipt
 
 
 @pytest.fixture

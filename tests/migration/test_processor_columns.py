@@ -9,7 +9,7 @@ from raybatch.actors.wire.columns import LOGPROBS_TYPE
 from raybatch.compat.row_functions import Preprocess
 from raybatch.errors import ConfigError
 from raybatch.llm import ChatTemplateStageConfig, ProcessorConfig, TokenizerStageConfig
-from raybatch.rows.sampling_names import tell_once
+from raybatch.rows.overrides import tell_once
 from raybatch.rows.schema import ERROR_COLUMN
 from tests.migration.support import LocalRun, user
 from tests.stages.support import ASSISTANT, USER, make_tokenizer

@@ -10,7 +10,7 @@ from ray.data.block import BlockAccessor
 from raybatch.backends.fake.answers import fake_tokens
 from raybatch.errors import ConfigError, RowError
 from raybatch.records.types import Sampling
-from raybatch.rows.identity import row_seed
+from raybatch.rows.prepare import row_seed
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import FullPool, answer, fake_stage, local

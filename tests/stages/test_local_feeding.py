@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.stages.feeder import CALLS_PER_FEEDER
-from raybatch.stages.local_feeding import local_results
+from raybatch.stages.unit_run import local_results
 
 NUM_TABLES = 100
 

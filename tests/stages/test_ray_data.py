@@ -7,10 +7,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from raybatch.inputs.source import scan_source
 from raybatch.stages.hints import own_cpus
 from tests.clusters import local_ray
-from tests.stages.support import fake_stage, write_parquet
+from tests.stages.support import fake_stage
 
 pytestmark = pytest.mark.ray
 
@@ -82,16 +81,3 @@ def test_an_actor_knows_the_cpus_that_ray_holds_for_it(runs):
     holders = [ray.remote(Holder).options(num_cpus=n).remote() for n in (1, 0.1)]
     assert [ray.get(holder.cpus.remote()) for holder in holders] == [1.0, 0.1]
     assert own_cpus() == 0.0
-
-
-def test_small_files_share_blocks_and_large_ones_are_cut(tmp_path):
-    for i in range(100):
-        write_parquet(tmp_path / f"{i:03d}.parquet", pa.table({"x": [i] * 10}))
-    write_parquet(tmp_path / "large.parquet", pa.table({"x": [0] * 20_000}))
-    with local_ray():
-        dataset = scan_source(str(tmp_path)).dataset(row_id_column="id")
-        blocks = ray.get(dataset.to_arrow_refs())
-    ids = pa.concat_tables(blocks).column("id").to_pylist()
-    assert len(set(ids)) == len(ids) == 21_000
-    # 64 small files, 36, and the large one in blocks of 1,024 rows
-    assert sorted(block.num_rows for block in blocks) == [360, 544, 640] + [1024] * 19

@@ -71,15 +71,15 @@ def planned(texts, unit_rows, groups=None):
     """Return rows with the columns of a plan, the last first."""
     positions = np.concatenate([np.arange(size) for size in unit_rows]).astype(np.int32)
     units = np.repeat(np.arange(len(unit_rows)), unit_rows).astype(np.int32)
-    alone = np.full(len(texts), -1)
+    group_ids = np.full(len(texts), -1) if groups is None else np.array(groups)
     table = with_columns(
         pa.table({"text": pa.array(texts, pa.string())}),
         {
             **place_columns(units, positions, np.arange(len(texts))),
             **plan_columns(
-                alone if groups is None else np.array(groups),
-                np.zeros(len(texts), np.int32),
-                np.full(len(texts), np.nan),
+                pa.array(group_ids, mask=group_ids < 0),
+                pa.array(np.zeros(len(texts), np.int32)),
+                pa.nulls(len(texts), pa.int32()),
             ),
         },
     )
@@ -244,10 +244,10 @@ def test_rows_of_one_call_have_the_watch_of_their_unit_and_the_same_name_in_ever
     unit, _ = watch
     rows = planned(["a", "b"], [2])
     placed = PlacedRows.of(rows, unit)
-    assert [1, 0] == placed.call.watch.positions.tolist()
-    assert PlacedRows.of(rows).call.watch is None
-    assert placed.call.name == PlacedRows.of(rows).call.name
-    assert placed.call.name != PlacedRows.of(rows.slice(1)).call.name
+    assert [1, 0] == placed.watch.positions.tolist()
+    assert PlacedRows.of(rows).watch is None
+    assert placed.name == PlacedRows.of(rows).name
+    assert placed.name != PlacedRows.of(rows.slice(1)).name
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.storage import store_of
-from raybatch.planning.movable import as_movable
 from raybatch.planning.shards import stretches
 from raybatch.planning.store import write_plan
+from raybatch.rows.batches import as_movable
 from raybatch.stages.unit_writer import UnitWriter
 from tests.history.test_recorder import stored_plan
 

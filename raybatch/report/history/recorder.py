@@ -22,7 +22,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats
 from raybatch.report.history.records import STOPPED
 from raybatch.report.history.sampling import Sampler
-from raybatch.stages.receipts import UnitReceipt
+from raybatch.stages.unit_writer import UnitReceipt
 
 logger = logging.getLogger(__name__)
 

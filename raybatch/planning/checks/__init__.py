@@ -1,1 +1,0 @@
-"""What is checked of the input, and of a stored plan, before a row runs."""

@@ -1,0 +1,277 @@
+"""Advice on the order of the fields of a prompt template, from a sample of rows.
+
+Engines share the beginnings of prompts, so what many rows have in common should come first. The
+template is the user's and is never changed here.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.inputs.file_slices import ROWS_PER_TABLE, read_slice
+from raybatch.inputs.schemas import in_common_schema
+from raybatch.inputs.source import Source
+from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
+from raybatch.rows.options import StageConfig
+from raybatch.rows.template import PromptTemplate
+from raybatch.text.chat import PromptError
+from raybatch.text.prompt_tokenizer import PromptTokenizer
+
+SAMPLE_ROWS = 50_000
+# a smaller gain is not worth another prompt
+_MIN_GAIN = 0.01
+# characters of one field that are tokenized; further values are measured by their length
+_EXACT_CHARS = 4 << 20
+# characters of a template that are shown
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutHint:
+    """A better order of the fields.
+
+    Args:
+        crosses_messages: a field gets into another message than the one it stands in.
+    """
+
+    advice: LayoutAdvice
+    num_rows: int
+    is_sample: bool = False
+    crosses_messages: bool = False
+
+    @property
+    def text(self) -> str:
+        """One sentence for the user."""
+        where = f", in a sample of {self.num_rows:,} rows" if self.is_sample else ""
+        crossing = ", and moves text from one message to another" if self.crosses_messages else ""
+        return f"{self.advice.text}{crossing}{where}"
+
+
+def lint_layout(
+    config: StageConfig,
+    tables: Iterable[pa.Table],
+    count_tokens: Callable[[str], int],
+    *,
+    num_rows: int | None = None,
+    max_rows: int = SAMPLE_ROWS,
+) -> LayoutHint | None:
+    """Return a better order of the template's fields, or None where there is none to speak of.
+
+    Nothing is said of templates with fewer than two fields or with a field that stands twice, and
+    of prompts that no template makes.
+
+    Args:
+        tables: rows spread over the input, with the columns of the template.
+        count_tokens: of a text, without tokens that are put around a prompt.
+        num_rows: of the whole input; None takes the sample for all of it.
+
+    Raises:
+        ConfigError: the template is malformed, or a table lacks one of its columns.
+    """
+    if not can_change_layout(config):
+        return None
+    templates = _templates(config)
+    fields = [name for template in templates for name in template.fields]
+    pieces = [piece for template in templates for piece in template.layout]
+    values = [_Values(count_tokens) for _ in fields]
+    num_sampled = 0
+    for table in tables:
+        table = table.slice(0, max_rows - num_sampled)
+        num_sampled += table.num_rows
+        _add(table, templates, values)
+        if num_sampled >= max_rows:
+            break
+    head, labels, tail = _split(pieces)
+    advice = advise_layout(
+        [
+            of_field.field(name, count_tokens(label))
+            for name, label, of_field in zip(fields, labels, values, strict=True)
+        ],
+        head_tokens=count_tokens(head),
+        tail_tokens=count_tokens(tail),
+        block_size=config.engine.block_size_tokens,
+    )
+    if advice.best.hit_rate - advice.used.hit_rate < _MIN_GAIN:
+        return None
+    is_sample = num_rows is not None and num_sampled < num_rows
+    return LayoutHint(
+        advice=advice,
+        num_rows=num_sampled,
+        is_sample=is_sample,
+        crosses_messages=_by_message(advice.best.fields, templates)
+        != _by_message(advice.used.fields, templates),
+    )
+
+
+def can_change_layout(config: StageConfig) -> bool:
+    """Return whether the stage's templates have fields that could stand in another order."""
+    return len(_occurrences(config)) > 1 and not _repeated(config)
+
+
+def told_of_templates(config: StageConfig) -> str:
+    """Return why no order of the fields is tried where there are several; "" for no reason."""
+    repeated = _repeated(config)
+    if not repeated or len(set(_occurrences(config))) < 2:
+        return ""
+    names = ", ".join(f"{{{name}}}" for name in repeated)
+    return f"no other order of the fields was tried, because {names} stands more than once"
+
+
+def without_columns(config: StageConfig) -> str:
+    """Return a template that makes the same prompt of every row, for a warning; "" for none."""
+    templates = _templates(config)
+    if not templates or _occurrences(config):
+        return ""
+    text = templates[-1].text
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def lint_source(
+    source: Source, config: StageConfig, tokenizer: PromptTokenizer, *, max_rows: int = SAMPLE_ROWS
+) -> LayoutHint | None:
+    """Return what `lint_layout` says of a sample of a source.
+
+    Raises:
+        ConfigError: the template is malformed, or the source lacks one of its columns.
+    """
+    columns = [name for template in _templates(config) for name in template.fields]
+    for template in _templates(config):
+        template.check(source.schema.names)
+    if len(columns) < 2:
+        return None
+    tables = sample_tables(source, list(dict.fromkeys(columns)), max_rows=max_rows)
+    count = token_counter(tokenizer)
+    return lint_layout(config, tables, count, num_rows=source.num_rows, max_rows=max_rows)
+
+
+def sample_tables(
+    source: Source, columns: Sequence[str], *, max_rows: int = SAMPLE_ROWS
+) -> Iterator[pa.Table]:
+    """Yield about `max_rows` rows of some columns, from slices spread evenly over a source.
+
+    Of Parquet, a slice is read from its beginning until it has given its share; a JSONL file is
+    read as a whole in any case and gives rows from all over.
+    """
+    schema = pa.schema([source.schema.field(name) for name in columns])
+    num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
+    chosen = np.linspace(0, len(source.slices) - 1, num_slices).astype(np.int64)
+    for i, index in enumerate(chosen.tolist()):
+        part = source.slices[index]
+        wanted = max_rows * (i + 1) // num_slices - max_rows * i // num_slices
+        share = 1.0 if part.row_groups is not None else min(1.0, wanted / part.num_rows)
+        taken = 0
+        for table in read_slice(part, columns=columns):
+            table = in_common_schema(table, schema)
+            rows = table.slice(0, min(math.ceil(share * table.num_rows), wanted - taken))
+            taken += rows.num_rows
+            yield rows
+            if taken >= wanted:
+                break
+
+
+def token_counter(tokenizer: PromptTokenizer) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text, without those put around a prompt.
+
+    A text that cannot be tokenized counts as nothing: its row fails.
+    """
+
+    def count(text: str) -> int:
+        try:
+            return len(tokenizer.encode(text))
+        except PromptError:
+            return 0
+
+    # a tokenizer that puts nothing around a prompt refuses the empty one
+    around = count("")
+    return lambda text: max(0, count(text) - around)
+
+
+def _templates(config: StageConfig) -> list[PromptTemplate]:
+    if config.prompt is not None:
+        return [PromptTemplate(config.prompt)]
+    if config.messages is None or isinstance(config.messages, str) or callable(config.messages):
+        return []
+    return [PromptTemplate(message["content"]) for message in config.messages]
+
+
+def _occurrences(config: StageConfig) -> list[str]:
+    """Return the fields of all templates as they stand, repeated ones repeatedly."""
+    pieces = [piece for template in _templates(config) for piece in template.layout]
+    return [name for _, name in pieces if name is not None]
+
+
+def _repeated(config: StageConfig) -> list[str]:
+    return [name for name, times in Counter(_occurrences(config)).items() if times > 1]
+
+
+def _by_message(fields: Sequence[str], templates: Sequence[PromptTemplate]) -> list[frozenset[str]]:
+    """Return the fields of each message, where messages keep their numbers of fields."""
+    left = iter(fields)
+    return [frozenset(islice(left, len(template.fields))) for template in templates]
+
+
+def _split(pieces: Sequence[tuple[str, str | None]]) -> tuple[str, list[str], str]:
+    """Return the text before all fields, the label of each field, and the text after them.
+
+    A label is what stands between two fields; of the text before the first one, its last line.
+    """
+    labels, pending = [], ""
+    for text, name in pieces:
+        pending += text
+        if name is not None:
+            labels.append(pending)
+            pending = ""
+    head, line_end, label = labels[0].rpartition("\n")
+    return head + line_end, [label, *labels[1:]], pending
+
+
+def _add(table: pa.Table, templates: Sequence[PromptTemplate], values: Sequence["_Values"]) -> None:
+    """Take in the rows whose prompts can be made."""
+    for row in zip(*(template.field_texts(table) for template in templates), strict=True):
+        texts = [texts for texts in row if texts is not None]
+        if len(texts) == len(row):
+            flat = [text for part in texts for text in part]
+            for of_field, text in zip(values, flat, strict=True):
+                of_field.add(text)
+
+
+class _Values:
+    """The values of one field by number, and how long they are."""
+
+    def __init__(self, count_tokens: Callable[[str], int]) -> None:
+        self._count_tokens = count_tokens
+        self._numbers: dict[bytes, int] = {}
+        self._lengths: list[int] = []
+        self._rows: list[int] = []
+        self._num_chars = self._num_tokens = 0
+
+    def add(self, text: str) -> None:
+        """Count one row with this value."""
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        number = self._numbers.setdefault(digest, len(self._lengths))
+        if number == len(self._lengths):
+            self._lengths.append(self._length(text))
+        self._rows.append(number)
+
+    def field(self, name: str, label_tokens: int) -> TemplateField:
+        """Return the field over all rows."""
+        rows = np.array(self._rows, np.int64)
+        lengths = np.array(self._lengths, np.int64)
+        return TemplateField(
+            name=name, value_ids=rows, num_tokens=lengths[rows], label_tokens=label_tokens
+        )
+
+    def _length(self, text: str) -> int:
+        if self._num_chars >= _EXACT_CHARS:
+            return round(len(text) * self._num_tokens / self._num_chars)
+        num_tokens = self._count_tokens(text)
+        self._num_chars += len(text)
+        self._num_tokens += num_tokens
+        return num_tokens

@@ -1,0 +1,170 @@
+"""Finds row ids that occur more than once among any number, with memory that stays flat.
+
+Of every id two independent 64-bit hashes and the number of its row are kept, in files by their
+first bits; one file at a time is then sorted. Different ids share both hashes by chance once in
+2**128 pairs.
+"""
+
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.records.hashing import GOLDEN, mix64
+
+Uint64s = npt.NDArray[np.uint64]
+
+# 24 MiB of hashes, and a few times that while they are sorted
+_HASHES_AT_ONCE = 1 << 20
+_SALTS = (np.uint64(0), GOLDEN)
+_BYTES = (
+    pa.types.is_binary,
+    pa.types.is_fixed_size_binary,
+    pa.types.is_large_binary,
+    pa.types.is_large_string,
+    pa.types.is_string,
+)
+
+
+def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
+    """Return two hashes of each id.
+
+    Args:
+        ids: [R], strings without nulls.
+
+    Returns:
+        uint64 [R, 2].
+
+    Example:
+        >>> id_hashes(pa.chunked_array([["a", "b", "a"]]))[:, 0].argmin() in (0, 1)
+        True
+    """
+    hashes = [np.empty((0, 2), np.uint64)]
+    for chunk in ids.cast(pa.large_binary()).chunks:
+        _, offsets, data = chunk.buffers()
+        ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        letters = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]].astype(np.uint64)
+        starts, lengths = ends[:-1] - ends[0], np.diff(ends)
+        places = np.arange(len(letters)) - np.repeat(starts, lengths)
+        letters |= (places.astype(np.uint64) + np.uint64(1)) << np.uint64(8)
+        sums = [_sums(mix64(letters * GOLDEN + salt), starts, lengths) for salt in _SALTS]
+        hashes.append(np.stack(sums, axis=1))
+    return np.concatenate(hashes)
+
+
+def _sums(words: Uint64s, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Uint64s:
+    """Return the scrambled sum, modulo 2**64, of each stretch of words."""
+    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
+    return mix64(totals[starts + lengths] - totals[starts] + lengths.astype(np.uint64))
+
+
+def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return ids as texts or bytes, different ones for different ids.
+
+    Raises:
+        ArrowNotImplementedError: they are of a type that has no text.
+    """
+    kind = ids.type
+    if isinstance(kind, pa.BaseExtensionType):
+        ids = pa.chunked_array([chunk.storage for chunk in ids.chunks], kind.storage_type)
+    elif pa.types.is_dictionary(kind):
+        ids = ids.cast(kind.value_type)
+    if any(is_kind(ids.type) for is_kind in _BYTES):
+        return ids.cast(pa.large_binary())
+    return ids.cast(pa.large_string())
+
+
+class Repeated(NamedTuple):
+    """Ids that several rows have.
+
+    Args:
+        num_rows: that have the id of a row before them.
+        examples: uint64 [E, 2], hashes of some of these ids.
+        first: the first row whose id another has too, and the next one that has it.
+    """
+
+    num_rows: int
+    num_ids: int
+    examples: Uint64s
+    first: tuple[int, int] | None
+
+
+class RepeatedIds:
+    """Takes ids in any order and from many threads; a context that owns a temporary folder.
+
+    Args:
+        num_rows: about as many ids as will come; a guess that is too low costs memory.
+    """
+
+    def __init__(self, num_rows: int, *, hashes_at_once: int = _HASHES_AT_ONCE) -> None:
+        self._num_files = -(-max(1, num_rows) // hashes_at_once)
+        self._hashes_at_once = hashes_at_once
+        self._waiting: list[Uint64s] = []
+        self._num_waiting = 0
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="raybatch-ids-")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._folder.cleanup()
+
+    def add(self, ids: pa.ChunkedArray, *, first_row: int = 0) -> None:
+        """Take ids, strings without nulls, of rows that follow each other from `first_row` on."""
+        rows = np.arange(first_row, first_row + len(ids), dtype=np.uint64)
+        hashes = np.column_stack([id_hashes(ids), rows])
+        with self._lock:
+            self._waiting.append(hashes)
+            self._num_waiting += len(hashes)
+            if self._num_waiting >= self._hashes_at_once:
+                self._spill()
+
+    def repeated(self, *, num_examples: int = 3) -> Repeated:
+        """Return what is there more than once, with up to so many examples."""
+        with self._lock:
+            self._spill()
+        num_rows = num_ids = 0
+        examples, firsts = np.empty((0, 2), np.uint64), list[tuple[int, int]]()
+        for number in range(self._num_files):
+            path = self._path(number)
+            if not path.exists():
+                continue
+            hashes = np.fromfile(path, np.uint64).reshape(-1, 3)
+            hashes = hashes[np.lexsort((hashes[:, 2], hashes[:, 1], hashes[:, 0]))]
+            is_next_same = (hashes[1:, :2] == hashes[:-1, :2]).all(axis=1)
+            starts = np.flatnonzero(is_next_same & ~np.append(False, is_next_same[:-1]))
+            num_rows += int(is_next_same.sum())
+            num_ids += len(starts)
+            examples = np.concatenate(
+                [examples, hashes[starts, :2][: num_examples - len(examples)]]
+            )
+            if len(starts):
+                first = starts[np.argmin(hashes[starts, 2])]
+                firsts.append((int(hashes[first, 2]), int(hashes[first + 1, 2])))
+        return Repeated(num_rows, num_ids, examples, min(firsts, default=None))
+
+    def _spill(self) -> None:
+        if not self._waiting:
+            return
+        hashes = np.concatenate(self._waiting)
+        self._waiting, self._num_waiting = [], 0
+        number = ((hashes[:, 0] >> np.uint64(32)) * np.uint64(self._num_files)) >> np.uint64(32)
+        order = np.argsort(number, kind="stable")
+        bounds = np.searchsorted(number[order], np.arange(self._num_files + 1))
+        for index in np.flatnonzero(np.diff(bounds)).tolist():
+            with self._path(index).open("ab") as file:
+                hashes[order[bounds[index] : bounds[index + 1]]].tofile(file)
+
+    def _path(self, number: int) -> Path:
+        return Path(self._folder.name) / f"{number}.hashes"

@@ -1,0 +1,135 @@
+"""Checks of columns of a source before any row is generated: unique ids, names of folders."""
+
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.durable.partitioned import partition_folder
+from raybatch.errors import CommitError, ConfigError
+from raybatch.inputs.file_slices import FileSlice, joined, read_slice
+from raybatch.inputs.schemas import in_common_schema
+from raybatch.inputs.source import Source
+from raybatch.planning.repeated_ids import RepeatedIds, as_texts
+from raybatch.rows.batches import as_movable, python_values
+
+# of "name=value": a byte takes three where it is quoted, and numbers and dates take 20 at most
+_SURELY_FITS = 200
+_LONGEST_NUMBER = 20
+_SHOWN_CHARS = 40
+
+
+def check_partition_values(source: Source, columns: Sequence[str]) -> None:
+    """Raise ConfigError that names the first row that no folder can hold.
+
+    Memory: a table of a source file at a time.
+
+    Args:
+        columns: by which the output is laid out, each of a type that `check_partitions` takes.
+    """
+    schema = pa.schema([source.schema.field(name) for name in columns])
+    doubtful = [field.name for field in schema if _may_be_long(field)]
+    if not doubtful:
+        return
+    schema = pa.schema([schema.field(name) for name in doubtful])
+    for part in joined(source.slices):
+        first_row = part.first_row
+        for rows in read_slice(part, columns=doubtful):
+            _check_table(in_common_schema(rows, schema), part, first_row)
+            first_row += rows.num_rows
+
+
+def _may_be_long(field: pa.Field) -> bool:
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_text or len(quote(field.name, safe="")) + 1 + _LONGEST_NUMBER > _SURELY_FITS
+
+
+def _check_table(table: pa.Table, part: FileSlice, first_row: int) -> None:
+    for name in table.column_names:
+        column = table.column(name).unify_dictionaries()
+        for value in python_values(pc.unique(column)):
+            if (reason := _wrong_with(name, value)) is not None:
+                # looked for once, as this error ends the job
+                row = next(
+                    i for i, one in enumerate(python_values(column)) if _wrong_with(name, one)
+                )
+                raise ConfigError(f"partition_by: {part.name}:{first_row + row}: {reason}")
+
+
+def _wrong_with(name: str, value: object) -> str | None:
+    """Return what is wrong with a value of a column; None where it can be a folder."""
+    if isinstance(value, Exception):
+        return f"column {name!r} holds text that is not UTF-8; mend it, or take another column"
+    try:
+        partition_folder([name], [value])
+    except CommitError as error:
+        return str(error)
+    return None
+
+
+def check_unique_ids(source: Source, column: str) -> None:
+    """Raise ConfigError that names the first repeated id, or the number of null ones.
+
+    Memory: flat; 24 bytes a row in the folder for temporary files.
+    """
+    if column not in source.schema.names:
+        raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
+    num_nulls = row = 0
+    with RepeatedIds(source.num_rows) as seen:
+        for ids in _ids(source, column):
+            num_nulls += ids.null_count
+            if not num_nulls:
+                seen.add(_comparable(ids, column), first_row=row)
+            row += len(ids)
+        repeated = seen.repeated()
+    if num_nulls:
+        raise ConfigError(f"id_column {column!r} is null in {num_nulls} rows of the source")
+    if repeated.first is not None:
+        raise ConfigError(
+            f"id_column {column!r} has {repeated.num_ids} ids on more than one row, for example "
+            f"{_show_repeated(source, column, *repeated.first)}; leave id_column out to use file "
+            "and position"
+        )
+
+
+def _ids(source: Source, column: str) -> Iterator[pa.ChunkedArray]:
+    """Yield the ids of all rows, some at a time."""
+    schema = pa.schema([source.schema.field(column)])
+    for part in joined(source.slices):
+        for table in read_slice(part, columns=[column]):
+            yield in_common_schema(table, schema).column(0)
+
+
+def _comparable(ids: pa.ChunkedArray, column: str) -> pa.ChunkedArray:
+    try:
+        return as_texts(as_movable(pa.table({column: ids})).column(0))
+    except pa.ArrowNotImplementedError as error:
+        raise ConfigError(
+            f"id_column {column!r} is a column of {ids.type}, which cannot be compared; take one "
+            "of texts or whole numbers"
+        ) from error
+
+
+def _show_repeated(source: Source, column: str, first: int, second: int) -> str:
+    """Return an id and the two rows that have it."""
+    row, value = 0, None
+    for ids in _ids(source, column):
+        if row <= first < row + len(ids):
+            (value,) = python_values(ids.slice(first - row, 1))
+            break
+        row += len(ids)
+    # a repr, because a terminal obeys some of what a text may hold
+    text = repr(value)
+    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return f"{shown} in {_place(source.slices, first)} and {_place(source.slices, second)}"
+
+
+def _place(slices: Sequence[FileSlice], row: int) -> str:
+    """Return file and position of a row of the source."""
+    for part in slices:
+        if row < part.num_rows:
+            return f"{part.name}:{part.first_row + row}"
+        row -= part.num_rows
+    raise IndexError(f"the source ends {row} rows before the row that is asked for")

@@ -1,0 +1,278 @@
+"""Images of rows: out of messages and columns, into the payload, with stand-ins for the plan.
+
+Nothing is fetched.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raybatch.backends.registry import type_of
+from raybatch.errors import ConfigError, error_text
+from raybatch.models.source import resolve_model
+from raybatch.records.media import with_images
+from raybatch.records.types import TokenIds
+from raybatch.rows.batches import python_values
+from raybatch.rows.image_files import ImageFiles, data_url
+from raybatch.rows.options import StageConfig
+from raybatch.rows.prompt_inputs import column_of
+from raybatch.text.chat import InvalidPrompt
+from raybatch.text.tokenizer import Encoded
+
+logger = logging.getLogger(__name__)
+
+# what a chat template is shown in the place of an image
+IMAGE_PART: Mapping[str, Any] = {"type": "image"}
+_KINDS = ("image", "image_url", "image_pil")
+Images = Sequence[bytes]
+# where the tokens of an image are unknown; too few, so that no row is refused for it
+_UNKNOWN_TOKENS = 16
+# different tokens among stand-ins
+_STAND_INS = 1 << 14
+_PLACEHOLDERS = ("image_token_id", "image_token_index")
+
+
+class ImageReader:
+    """Reads the images of the rows of a stage; built once per feeder."""
+
+    def __init__(self, config: StageConfig, vocab_size: int) -> None:
+        self._config = config
+        facts = type_of(config.backend)
+        self._is_endpoint = facts.is_endpoint
+        # others read text, and what is pooled is text
+        self._is_on = config.task == "generate" and facts.reads_images
+        kwargs = dict(config.backend.options.get("engine_kwargs") or {})
+        self._files = ImageFiles(
+            folder=kwargs.get("allowed_local_media_path"), max_bytes=config.max_row_bytes
+        )
+        self._tokens = ImageTokens(
+            config.model,
+            vocab_size=vocab_size,
+            processor_options=kwargs.get("mm_processor_kwargs") or {},
+        )
+
+    def of_rows(self, table: pa.Table) -> Iterator[Images | Exception]:
+        """Yield the images that a column has for each row, or what is wrong with them."""
+        column = self._column(table)
+        if column is None:
+            yield from [()] * table.num_rows
+            return
+        for value in python_values(column_of(table, column)):
+            try:
+                if isinstance(value, Exception):
+                    raise InvalidPrompt(str(value))
+                yield [self._files.read(source) for source in _listed(_of_modality(value))]
+            except Exception as error:  # a value of a row may be anything
+                yield error
+
+    def has_column(self, table: pa.Table) -> bool:
+        """Return whether a column of images is read."""
+        return self._column(table) is not None
+
+    def take_out(self, messages: Any, of_column: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
+        """Return messages with bare parts for images, and the images in their order.
+
+        Args:
+            of_column: for parts that have none of their own. Where there is no such part, they come
+                before the text of the last message.
+
+        Raises:
+            InvalidPrompt: an image cannot be read, or there are too many or too few.
+        """
+        is_list = isinstance(messages, Sequence | np.ndarray) and not isinstance(messages, str)
+        if not self._is_on or not is_list or not len(messages):
+            return messages, []
+        left, images = list(of_column), list[bytes]()
+        changed = [self._without_images(message, left, images) for message in messages]
+        if left and len(left) < len(of_column):
+            raise InvalidPrompt(f"the row has {len(of_column)} images, and places for fewer")
+        if left:
+            if images:
+                raise InvalidPrompt("the row has images in its messages and in its column")
+            changed[-1], images = _before_text(changed[-1], len(left)), left
+        return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
+
+    def put_in(self, encoded: Encoded, images: Images) -> Encoded:
+        """Return a prompt with images: in its payload, and as stand-ins among its tokens.
+
+        Raises:
+            InvalidPrompt: an image cannot be read, or the prompt can have none.
+        """
+        if not images:
+            return encoded
+        if self._is_endpoint:
+            raise InvalidPrompt("an endpoint takes images in messages, and the row has a text")
+        ids, stand_ins = encoded.token_ids, [self._tokens.stand_ins(image) for image in images]
+        places = np.flatnonzero(np.isin(ids, self._tokens.placeholders))
+        if len(places) == len(images):
+            parts = np.split(ids, np.sort(np.concatenate([places, places + 1])))
+            # every second part is a placeholder
+            parts[1::2] = stand_ins
+        else:
+            # their places are unknown: nothing is shared with rows of other images
+            parts = [*stand_ins, ids]
+        payload = with_images(encoded.payload, ids, images)
+        return encoded._replace(
+            token_ids=np.concatenate(parts), payload=payload, num_images=len(images), asked_ids=ids
+        )
+
+    def _column(self, table: pa.Table) -> str | None:
+        name = self._config.conventional_images
+        is_there = name is not None and name in table.column_names
+        return name if self._config.images is None and is_there else self._config.images
+
+    def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
+        """Return a message with bare parts; its images are added to `images`."""
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, np.ndarray):
+            content = content.tolist()
+        if not isinstance(content, list | tuple):
+            return message
+        parts: list[Any] = []
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
+                parts.append(part)
+                continue
+            source = _source(part)
+            if self._is_endpoint and source is not None:
+                # it fetches by itself
+                parts.append(part)
+                continue
+            if source is None and not left:
+                raise InvalidPrompt("a part of the messages is an image, and the row has none")
+            images.append(left.pop(0) if source is None else self._files.read(source))
+            parts.append(dict(IMAGE_PART))
+        return {**message, "content": parts}
+
+
+def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
+    """Return messages whose bare parts are images as an endpoint takes them."""
+    left = iter(images)
+
+    def filled(part: Any) -> Any:  # noqa: ANN401 - of a message
+        if part != IMAGE_PART:
+            return part
+        return {"type": "image_url", "image_url": {"url": data_url(next(left))}}
+
+    return [
+        {**m, "content": [filled(part) for part in m["content"]]}
+        if isinstance(m, Mapping) and isinstance(m.get("content"), list)
+        else m
+        for m in messages
+    ]
+
+
+def _of_modality(value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return the images of a value that names kinds of media, as ray.data.llm has them."""
+    if not isinstance(value, Mapping) or "bytes" in value or "path" in value:
+        return value
+    if others := [name for name, of in value.items() if name != "image" and of is not None]:
+        raise InvalidPrompt(f"of media only images are read, got {', '.join(map(str, others))}")
+    return value.get("image")
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - data of a row
+    if value is None:
+        return []
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _source(part: Mapping[str, Any]) -> Any:  # noqa: ANN401 - data of a row
+    """Return where the image of a part is; None where the part is only its place."""
+    for name in ("image", "image_pil", "image_url", "url", "path"):
+        source = part.get(name)
+        if isinstance(source, Mapping) and source.get("url") is not None:
+            return source["url"]
+        if source is not None:
+            return source
+    return None
+
+
+def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data of a row
+    content = message.get("content") if isinstance(message, Mapping) else None
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(texts, list):
+        return message
+    return {**message, "content": [*(dict(IMAGE_PART) for _ in range(num_images)), *texts]}
+
+
+class ImageTokens:
+    """What a model makes of images, as far as its files tell."""
+
+    def __init__(
+        self, model: str, *, vocab_size: int, processor_options: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        # a tokenizer may have tokens at its end that the model has not
+        self._below = min(vocab_size, _STAND_INS)
+        self._processor_options = processor_options
+
+    def stand_ins(self, image: bytes) -> TokenIds:
+        """Return as many tokens as an image takes, int32; other images have other ones.
+
+        Raises:
+            InvalidPrompt: the image cannot be read.
+        """
+        seed = int.from_bytes(hashlib.blake2b(image, digest_size=16).digest(), "little")
+        chance = np.random.Generator(np.random.PCG64(seed))
+        return chance.integers(0, self._below, self._count(image), np.int32)
+
+    def _count(self, image: bytes) -> int:
+        try:
+            from PIL import Image
+        except ImportError:
+            return _UNKNOWN_TOKENS
+        try:
+            with Image.open(BytesIO(image)) as opened:
+                width, height = opened.size
+        except Exception as error:  # files may be broken in any way
+            raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
+        return self._num_tokens(height, width)
+
+    @cached_property
+    def _num_tokens(self) -> Callable[[int, int], int]:
+        """A function from the size of an image to its tokens: the processor of the model."""
+        try:
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+
+            def count(height: int, width: int) -> int:
+                sizes = [(height, width)]
+                counts = processor._get_num_multimodal_tokens(
+                    image_sizes=sizes, **self._processor_options
+                )
+                return int(counts.num_image_tokens[0])
+
+            count(64, 64)
+        except Exception as error:  # processors need packages of their own, and few can count
+            logger.info(
+                "nothing here tells how many tokens an image takes (%s); plans take %d",
+                error_text(error),
+                _UNKNOWN_TOKENS,
+            )
+            return lambda height, width: _UNKNOWN_TOKENS
+        return count
+
+    @cached_property
+    def placeholders(self) -> list[int]:
+        """The token that a chat template writes for an image, as far as the model's config says."""
+        try:
+            config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, ConfigError):
+            return []
+        return [config[name] for name in _PLACEHOLDERS if isinstance(config.get(name), int)]
+
+    @cached_property
+    def _folder(self) -> Path:
+        return resolve_model(self._model)

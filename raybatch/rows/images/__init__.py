@@ -1,1 +1,0 @@
-"""Images of rows: columns, files, values, and the tokens that they take."""

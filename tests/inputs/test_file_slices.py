@@ -1,0 +1,148 @@
+import fsspec
+import pyarrow as pa
+import pytest
+
+from raybatch.inputs.file_slices import FileSlice, Size, pack, read_slice
+from raybatch.inputs.source import Source, scan_source
+from raybatch.planning.source_checks import check_unique_ids
+from tests.stages.support import rows_of, write_parquet
+
+LIMIT = Size(num_rows=10, num_bytes=100, num_pieces=3)
+
+
+def packed(*sizes):
+    return [list(run) for run in pack([Size(*size) for size in sizes], LIMIT)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "runs"),
+    [
+        ([], []),
+        ([(6, 1), (4, 1), (1, 1)], [[0, 1], [2]]),
+        ([(1, 60), (1, 40), (1, 1)], [[0, 1], [2]]),
+        ([(1, 1)] * 4, [[0, 1, 2], [3]]),
+        ([(1, 1), (99, 999), (1, 1), (1, 1)], [[0], [1], [2, 3]]),
+    ],
+    ids=["none", "rows", "bytes", "pieces", "a large one stays alone"],
+)
+def test_neighbours_are_packed_within_every_limit(sizes, runs):
+    assert packed(*sizes) == runs
+
+
+def test_slices_cover_every_row_once_and_know_their_positions(tmp_path):
+    table = pa.table({"x": list(range(50_000))})
+    write_parquet(tmp_path / "a.parquet", table, row_group_size=30_000)
+    source = scan_source(str(tmp_path))
+    assert rows_of(source) == list(range(50_000))
+    assert [part.first_row for part in source.slices] == [0, 30_000]
+
+
+def test_small_row_groups_share_a_slice(tmp_path):
+    table = pa.table({"x": list(range(20_000))})
+    write_parquet(tmp_path / "a.parquet", table, row_group_size=1000)
+    source = scan_source(str(tmp_path))
+    assert [(part.first_row, part.num_rows) for part in source.slices] == [
+        (0, 16_000),
+        (16_000, 4000),
+    ]
+    assert rows_of(source) == list(range(20_000))
+
+
+def test_row_group_is_read_in_small_tables(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": list(range(5000))}))
+    (part,) = scan_source(str(tmp_path)).slices
+    assert [table.num_rows for table in read_slice(part)] == [1024] * 4 + [904]
+
+
+def test_parquet_file_without_rows_is_no_slice(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": pa.array([], pa.int64())}))
+    write_parquet(tmp_path / "b.parquet", pa.table({"x": [1]}))
+    assert [part.name for part in scan_source(str(tmp_path)).slices] == ["b.parquet"]
+
+
+def test_rows_know_their_file_and_position_however_they_are_sliced(tmp_path):
+    for name, row_group_size in (("a", 70), ("b", 30_000), ("c", 50_000)):
+        table = pa.table({"x": list(range(40_000))})
+        write_parquet(tmp_path / f"{name}.parquet", table, row_group_size=row_group_size)
+    source = scan_source(str(tmp_path))
+    tables = [t for task in source.tasks() for t in source.read(task, row_id_column="id")]
+    ids = [row_id for table in tables for row_id in table.column("id").to_pylist()]
+    assert ids == [f"{name}.parquet:{i}" for name in "abc" for i in range(40_000)]
+
+
+def source_of(*slices: tuple[int, int]) -> Source:
+    """Return a source with a slice of so many rows and bytes in a file of its own each."""
+    parts = tuple(
+        FileSlice(
+            path=f"{i}.parquet",
+            name=f"{i}.parquet",
+            row_groups=range(1),
+            first_row=0,
+            num_rows=num_rows,
+            num_bytes=num_bytes,
+        )
+        for i, (num_rows, num_bytes) in enumerate(slices)
+    )
+    return Source(schema=pa.schema([]), slices=parts, num_rows=sum(p.num_rows for p in parts))
+
+
+def test_small_files_share_a_task():
+    assert [len(task) for task in source_of(*[(10, 100)] * 150).tasks()] == [64, 64, 22]
+
+
+def test_files_that_are_large_in_rows_or_bytes_have_tasks_of_their_own():
+    source = source_of((20_000, 1), (20_000, 1), (1, 100 << 20), (1, 100 << 20))
+    assert [len(task) for task in source.tasks()] == [1, 1, 1, 1]
+
+
+def test_tasks_stay_few_however_large_the_source_is():
+    num_tasks = len(source_of(*[(1 << 20, 1 << 30)] * 50_000).tasks())
+    assert 1000 <= num_tasks <= 2048
+
+
+def test_tasks_cover_every_slice_once():
+    tasks = source_of(*[(i * 997 % 30_000, i) for i in range(1000)]).tasks()
+    assert [index for task in tasks for index in task] == list(range(1000))
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The paths that are opened, in order."""
+    paths = []
+    really_open = fsspec.open
+
+    def noting_open(path, *args, **options):
+        paths.append(path.rpartition("/")[2])
+        return really_open(path, *args, **options)
+
+    monkeypatch.setattr(fsspec, "open", noting_open)
+    return paths
+
+
+def test_ids_are_read_from_a_file_that_is_opened_once(tmp_path, opened):
+    table = pa.table({"x": list(range(60_000))})
+    write_parquet(tmp_path / "a.parquet", table, row_group_size=20_000)
+    source = scan_source(str(tmp_path))
+    assert len(source.slices) == 3
+    opened.clear()
+    check_unique_ids(source, "x")
+    assert opened == ["a.parquet"]
+
+
+def test_task_with_many_slices_of_a_file_opens_it_once(tmp_path, opened):
+    table = pa.table({"x": list(range(60_000))})
+    write_parquet(tmp_path / "a.parquet", table, row_group_size=20_000)
+    source = scan_source(str(tmp_path))
+    opened.clear()
+    assert sum(table.num_rows for table in source.read(range(3))) == 60_000
+    assert opened == ["a.parquet"]
+
+
+def test_task_opens_a_file_when_it_gets_there(tmp_path, opened):
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", pa.table({"x": list(range(3000))}))
+    source = scan_source(str(tmp_path))
+    (task,) = source.tasks()
+    opened.clear()
+    next(source.read(task))
+    assert opened == ["a.parquet"]

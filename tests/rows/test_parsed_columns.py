@@ -1,0 +1,116 @@
+"""The columns of what is told beside a text: names, types, samples, error rows."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from raybatch.actors.wire.columns import combine_results, encode_completions
+from raybatch.backends.openai.options import openai_options
+from raybatch.errors import ConfigError
+from raybatch.planning.fingerprint import fingerprint, output_columns, output_schema
+from raybatch.records.parsed_text import ParsedText, ToolCall
+from raybatch.records.types import Completion, Sampling
+from raybatch.rows.endpoint import EndpointTokenizer
+from raybatch.rows.finish import AnsweredRows, finish_rows
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
+from raybatch.stages.llm_stage import LLMStage
+
+TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
+CALL = ToolCall(id="c1", name="add", arguments="{}")
+FUNCTION = {"name": "add", "arguments": "{}"}
+PARSED = ParsedText(reasoning="hm", tool_calls=(CALL,), error="ValueError: no")
+
+
+def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS)):
+    answered = AnsweredRows(
+        table=pa.table({"text": ["a"]}),
+        row_ids=["0"],
+        prompts=[Prompt(np.zeros(1, np.int32))],
+        rows=[0],
+        copies={},
+        samplings=[Sampling(n=num_samples)],
+        results=combine_results(
+            [encode_completions([0] * len(completions), completions)], np.ones(1, np.int16)
+        ),
+    )
+    output = OutputSchema(num_samples=num_samples, parsed=parsed)
+    (row,) = finish_rows(answered, tokenizer=TOKENIZER, output=output).to_pylist()
+    return row
+
+
+def sample(index=0, **fields):
+    return Completion(request_id=0, sample_idx=index, **{"text": f"t{index}", **fields})
+
+
+def test_what_was_found_is_in_columns_beside_the_text():
+    row = finish([sample(parsed=PARSED)])
+    assert row["generated_text"] == "t0"
+    assert row["reasoning"] == "hm"
+    assert row["tool_calls"] == [{"id": "c1", "type": "function", "function": FUNCTION}]
+    assert row["parse_error"] == "ValueError: no"
+
+
+def test_a_row_with_nothing_found_has_no_calls_and_no_error():
+    row = finish([sample()])
+    assert (row["reasoning"], row["tool_calls"], row["parse_error"]) == (None, [], "")
+
+
+def test_each_sample_has_its_own():
+    row = finish([sample(parsed=PARSED), sample(1)], num_samples=2)
+    assert row["reasoning"] == ["hm", None]
+    assert [len(calls) for calls in row["tool_calls"]] == [1, 0]
+    assert row["parse_error"] == ["ValueError: no", ""]
+
+
+def test_an_error_row_has_none_of_it():
+    row = finish([sample(finish_reason="error", error="X: y", text=None)])
+    assert [row[name] for name in PARSED_COLUMNS] == [None] * 3
+
+
+def test_columns_are_there_only_where_they_are_asked_for():
+    assert not set(PARSED_COLUMNS) & set(finish([sample(parsed=PARSED)], parsed=()))
+
+
+def config_of(kind, **options):
+    return LLMStage("m", prompt="{text}", backend={"kind": kind, "options": options}).config
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (config_of("vllm"), ()),
+        (config_of("vllm", reasoning_parser="qwen3"), ("reasoning", "parse_error")),
+        (config_of("vllm", tool_call_parser="hermes"), ("tool_calls", "parse_error")),
+        (config_of("openai", base_url="http://h/v1"), ()),
+        (
+            config_of(
+                "openai", base_url="http://h/v1", return_reasoning=True, return_tool_calls=True
+            ),
+            ("reasoning", "tool_calls"),
+        ),
+        (config_of("fake"), ()),
+    ],
+    ids=["none", "reasoning", "calls", "endpoint", "endpoint-both", "fake"],
+)
+def test_options_of_the_backend_say_which_columns_there_are(config, expected):
+    assert config.output.parsed == expected
+
+
+def test_the_columns_of_an_output_are_known_from_its_fingerprint(tmp_path):
+    config = config_of(
+        "openai", base_url="http://h/v1", return_reasoning=True, return_tool_calls=True
+    )
+    schema = output_schema(pa.schema([("text", pa.string())]), config)
+    assert output_columns(fingerprint(config, schema)) == config.output
+
+
+@pytest.mark.parametrize("kind", ["native", "fake", "transformers"])
+def test_backends_without_parsers_refuse_them(kind):
+    with pytest.raises(ConfigError, match="backend='vllm'"):
+        config_of(kind, reasoning_parser="qwen3")
+
+
+def test_an_option_of_the_backend_is_named_with_its_place():
+    with pytest.raises(ConfigError, match=r"did you mean 'backend\.options\.tool_call_parser'"):
+        LLMStage("m", prompt="{text}", tool_call_parser="hermes")
