@@ -49,7 +49,7 @@ def input_section(
         facts.append(("not asked", _unasked(profile, ends_at_error=ends_at_error)))
     facts.append(("prompts", f"{amount(prompts.total)} tokens{_spread(prompts)}"))
     figures: tuple[Figure, ...] = (
-        Figure(title="Prompt length", svg=draw_histogram(prompts, x_label="prompt tokens")),
+        Figure(title="Prompt length", svg=draw_histogram(prompts, x_name="prompt tokens")),
     )
     if not profile.limit_tokens:
         return Section(title="Input", facts=tuple(facts), figures=figures)
@@ -65,7 +65,7 @@ def input_section(
     figures += (
         Figure(
             title="Expected output length",
-            svg=draw_histogram(outputs, x_label="output tokens"),
+            svg=draw_histogram(outputs, x_name="output tokens"),
         ),
     )
     return Section(title="Input", facts=tuple(facts), figures=figures)
@@ -123,12 +123,12 @@ def group_section(
     figures = (
         Figure(
             title="Group size",
-            svg=draw_histogram(rows, x_label="rows of a group", y_label="groups"),
+            svg=draw_histogram(rows, x_name="rows of a group", y_name="groups"),
         ),
         Figure(
             title="Shared prefix",
             svg=draw_histogram(
-                profile.group_prefix, x_label="prefix tokens of a group", y_label="groups"
+                profile.group_prefix, x_name="prefix tokens of a group", y_name="groups"
             ),
         ),
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from raybatch.backends.choice import told_backend
 from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.pictures.cards import Card, draw_cards
+from raybatch.pictures.charts import Card, draw_cards
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, duration, full, percent
 from raybatch.policy.limits import amount_of_money

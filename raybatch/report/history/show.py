@@ -111,8 +111,8 @@ def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...
     if not (prompts.counts or outputs.counts):
         return ()
     figures = (
-        Figure(title="Prompts", svg=draw_histogram(prompts, x_label="prompt tokens")),
-        Figure(title="Outputs", svg=draw_histogram(outputs, x_label="generated tokens")),
+        Figure(title="Prompts", svg=draw_histogram(prompts, x_name="prompt tokens")),
+        Figure(title="Outputs", svg=draw_histogram(outputs, x_name="generated tokens")),
     )
     return (Section(title="Lengths", figures=figures),)
 
